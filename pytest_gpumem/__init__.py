@@ -1,0 +1,19 @@
+"""GPU memory regression testing for pytest, on a real CUDA device or on a simulated one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.run import simulate as simulate
+
+__all__ = ["simulate"]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing the package must not import torch: pytest does so in every project.
+    if name == "simulate":
+        from pytest_gpumem.simulated.run import simulate
+
+        return simulate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,91 @@
+"""What was measured: the frozen values every other room reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """One named window of a test; all numbers in bytes, charged to the test.
+
+    A phase entered several times is one record: peaks are the highest of all entries,
+    ``allocated_before`` belongs to the first and ``allocated_after`` to the last.
+    """
+
+    name: str
+    peak_allocated: int
+    peak_reserved: int
+    allocated_before: int
+    allocated_after: int
+    cublas_workspace: int = 0
+    """Bytes of cuBLAS and cuBLASLt workspaces that were live when the phase ended."""
+    entered: int = 1
+    parent: str | None = None
+    """The enclosing phase, ``None`` for an outermost one."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one test did to the memory of one device; all numbers in bytes.
+
+    ``peak_allocated``, ``allocated_before`` and ``allocated_after`` are charged bytes: what the
+    test's own fixtures hold and what its body allocates. ``stray`` is what was allocated before
+    the test and belongs to none of its fixtures; it has been subtracted.
+    """
+
+    device: str
+    """As torch names it, ``cuda:0``."""
+    simulated: bool
+    peak_allocated: int
+    peak_reserved: int
+    allocated_before: int
+    allocated_after: int
+    leaked: int | None
+    """Bytes left behind after gc with workspaces cleared; ``None`` when the body failed."""
+    cublas_workspace: int
+    stray: int = 0
+    phases: Mapping[str, PhaseRecord] = field(default_factory=dict)
+    composition: Mapping[str, int] = field(default_factory=dict)
+    sites: tuple[Mapping[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    """Sentences a reader of the numbers has to know, e.g. neutral values that were read."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
+        object.__setattr__(self, "composition", MappingProxyType(dict(self.composition)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        return {
+            "device": self.device,
+            "simulated": self.simulated,
+            "peak_allocated": self.peak_allocated,
+            "peak_reserved": self.peak_reserved,
+            "allocated_before": self.allocated_before,
+            "allocated_after": self.allocated_after,
+            "leaked": self.leaked,
+            "cublas_workspace": self.cublas_workspace,
+            "stray": self.stray,
+            "phases": {
+                name: {key: value for key, value in asdict(phase).items() if key != "name"}
+                for name, phase in self.phases.items()
+            },
+            "composition": dict(self.composition),
+            "sites": [dict(site) for site in self.sites],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
+        """Rebuild what :meth:`to_dict` wrote."""
+        values = dict(data)
+        values["phases"] = {
+            name: PhaseRecord(name=name, **phase) for name, phase in data["phases"].items()
+        }
+        values["sites"] = tuple(data["sites"])
+        values["notes"] = tuple(data["notes"])
+        return cls(**values)

@@ -1,0 +1,26 @@
+"""An event-exact model of PyTorch's CUDA caching allocator: no torch, no GPU, usable by itself."""
+
+from pytest_gpumem.simulated.allocator.allocator import Allocator
+from pytest_gpumem.simulated.allocator.messages import (
+    AllocatorError,
+    OutOfMemory,
+    OutOfMemoryFields,
+)
+from pytest_gpumem.simulated.allocator.replay import ReplayResult, SnapshotError, load_snapshot, replay
+from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, SettingsError
+from pytest_gpumem.simulated.allocator.trace import Trace, TraceEntry
+
+__all__ = [
+    "Allocator",
+    "AllocatorError",
+    "AllocatorSettings",
+    "OutOfMemory",
+    "OutOfMemoryFields",
+    "ReplayResult",
+    "SettingsError",
+    "SnapshotError",
+    "Trace",
+    "TraceEntry",
+    "load_snapshot",
+    "replay",
+]

@@ -1,0 +1,97 @@
+"""Errors of the allocator, in torch's words where torch has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class AllocatorError(ValueError):
+    """The caller asked for something that the allocator cannot do; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class OutOfMemoryFields:
+    """What an out-of-memory message says; all in bytes except ``device``."""
+
+    device: int
+    segment: int
+    """What was asked from the driver: the segment, not the request."""
+    requested: int
+    """The request after rounding."""
+    total: int
+    free: int
+    """Free on the device when the driver refused."""
+    limit: int | None
+    """The memory fraction's limit, where one is set."""
+    allocated: int
+    reserved: int
+    process: int
+    """In use by the process: reserved, and the context outside the allocator."""
+    private_free: int = 0
+    """Free cached blocks of private pools."""
+
+
+class OutOfMemory(RuntimeError):
+    """The device is full. ``str()`` is torch's text, the numbers are in ``fields``."""
+
+    def __init__(self, message: str, fields: OutOfMemoryFields) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+    def __reduce__(self) -> tuple[type[OutOfMemory], tuple[str, OutOfMemoryFields]]:
+        return OutOfMemory, (str(self), self.fields)
+
+
+def format_size(size: int) -> str:
+    """A size as torch prints it in messages (``format_size`` in c10/core/AllocatorConfig)."""
+    if size <= KIB:
+        return f"{size} bytes"
+    if size <= MIB:
+        return f"{size / KIB:.2f} KiB"
+    if size <= GIB:
+        return f"{size / MIB:.2f} MiB"
+    return f"{size / GIB:.2f} GiB"
+
+
+def out_of_memory_message(
+    fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool = False
+) -> str:
+    """torch's text of ``torch.OutOfMemoryError`` for a torch version."""
+    allowed = "" if fields.limit is None else f"{format_size(fields.limit)} allowed; "
+    in_pools = fields.private_free
+    private = (
+        f"with {format_size(in_pools)} allocated in private pools (e.g., CUDA Graphs), "
+        if in_pools
+        else ""
+    )
+    unallocated = fields.reserved - fields.allocated - in_pools
+    return (
+        f"CUDA out of memory. Tried to allocate {format_size(fields.segment)}."
+        f" GPU {fields.device} has a total capacity of {format_size(fields.total)}"
+        f" of which {format_size(fields.free)} is free. "
+        f"Including non-PyTorch memory, this process has {format_size(fields.process)} memory in use. "
+        f"{allowed}"
+        f"Of the allocated memory {format_size(fields.allocated + in_pools)} is allocated by PyTorch, "
+        f"{private}"
+        f"and {format_size(unallocated)} is reserved by PyTorch but unallocated."
+        f"{_hint(version, expandable=expandable)}"
+    )
+
+
+def _hint(version: tuple[int, int], *, expandable: bool) -> str:
+    """The advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
+    if expandable and version >= (2, 14):
+        return ""
+    variable = "PYTORCH_ALLOC_CONF" if version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
+    page = (
+        "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables"
+        if version <= (2, 10)
+        else "https://docs.pytorch.org/docs/stable/notes/cuda.html"
+        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
+    )
+    return (
+        f" If reserved but unallocated memory is large try setting {variable}=expandable_segments:True"
+        f" to avoid fragmentation.  See documentation for Memory Management  ({page})"
+    )

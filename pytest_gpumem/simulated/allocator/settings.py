@@ -1,0 +1,329 @@
+"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own words for what is wrong.
+
+Sources: c10/cuda/CUDAAllocatorConfig.cpp, c10/core/AllocatorConfig.cpp; the messages were read from
+torch 2.6, 2.11 and 2.15 at run time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pytest_gpumem.simulated.allocator.constants import LARGE_SEGMENT, MIN_LARGE_ALLOC
+from pytest_gpumem.simulated.allocator.messages import MIB, AllocatorError
+from pytest_gpumem.simulated.allocator.rounding import DIVISION_SLOTS
+
+Version = tuple[int, int]
+
+OLDEST: Version = (2, 6)
+NEWEST: Version = (2, 15)
+"""Torch releases whose rules are known here."""
+
+GENERIC_CONFIG: Version = (2, 10)
+"""From this release on, the device-independent configuration class reads the string."""
+
+
+class SettingsError(AllocatorError):
+    """An allocator configuration string that torch rejects, with torch's message."""
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What an allocator configuration string says; sizes in bytes. The defaults are torch's."""
+
+    conf: str = ""
+    version: Version = (2, 13)
+    max_split_size: int | None = None
+    """None for unlimited."""
+    max_non_split_rounding: int = LARGE_SEGMENT
+    garbage_collection_threshold: float = 0.0
+    """0 turns it off."""
+    roundup_power2_divisions: tuple[int, ...] = (0,) * DIVISION_SLOTS
+    expandable_segments: bool = False
+    large_segment_size: int = LARGE_SEGMENT
+    per_process_memory_fraction: float = 1.0
+    throw_on_cudamalloc_oom: bool = False
+    graph_capture_record_stream_reuse: bool = False
+    release_lock_on_cudamalloc: bool = False
+    pinned_num_register_threads: int = 1
+    pinned_use_cuda_host_register: bool = False
+    backend: str = "native"
+    expandable_segments_reserve: str = ""
+    expandable_segments_reserve_by_class: str = ""
+
+    @classmethod
+    def parse(cls, conf: str | None, version: Version = (2, 13)) -> AllocatorSettings:
+        """Read a configuration string as that torch version does.
+
+        Raises:
+            SettingsError: an unknown key or a bad value, in that version's words.
+        """
+        if not OLDEST <= version <= NEWEST:
+            raise SettingsError(
+                f"torch {version[0]}.{version[1]} is not known to the simulated allocator;"
+                f" known are {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
+            )
+        return _Parser(conf or "", version).settings()
+
+    def refused(self) -> str | None:
+        """Why the simulated allocator cannot honour these settings, or None if it can."""
+        if self.backend != "native":
+            return f"backend:{self.backend} is not simulated; use backend:native."
+        for key in _NOT_SIMULATED:
+            if getattr(self, key):
+                return f"{key}:{getattr(self, key)} is not simulated; remove it from the settings."
+        return None
+
+
+_NOT_SIMULATED = (
+    "expandable_segments",
+    "garbage_collection_threshold",
+    "graph_capture_record_stream_reuse",
+    "throw_on_cudamalloc_oom",
+    "expandable_segments_reserve",
+    "expandable_segments_reserve_by_class",
+)
+
+
+class _Parser:
+    """Reads one string for one torch version."""
+
+    def __init__(self, conf: str, version: Version) -> None:
+        self.generic = version >= GENERIC_CONFIG
+        self.tokens = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
+        self.index = 0
+        self.result = AllocatorSettings(conf=conf, version=version)
+
+    def settings(self) -> AllocatorSettings:
+        self._read_large_segment()
+        while self.index < len(self.tokens):
+            key = self.tokens[self.index]
+            known = _KEYS.get(key)
+            if known is None or self.result.version < known[0]:
+                raise self._unknown(key)
+            self.index += 1
+            self._expect(":")
+            known[1](self, key)
+            if self.index < len(self.tokens):
+                self._after_value()
+        return self.result
+
+    def _read_large_segment(self) -> None:
+        """2.11 reads this key before all others: it is the minimum and default of two of them."""
+        if "large_segment_size_mb" not in self.tokens or self.result.version < (2, 11):
+            return
+        self.index = self.tokens.index("large_segment_size_mb") + 1
+        self._expect(":")
+        size = self._integer() * MIB
+        if size <= MIN_LARGE_ALLOC:
+            raise SettingsError("CachingAllocator option large_segment_size_mb must be > 10 MB")
+        self._set(large_segment_size=size, max_non_split_rounding=size)
+        self.index = 0
+
+    def _set(self, **values: Any) -> None:
+        self.result = replace(self.result, **values)
+
+    def _next(self) -> str:
+        if self.index >= len(self.tokens):
+            raise SettingsError(
+                f"The allocator settings {self.result.conf!r} end where a value is expected."
+            )
+        self.index += 1
+        return self.tokens[self.index - 1]
+
+    def _expect(self, token: str) -> None:
+        found = self.tokens[self.index] if self.index < len(self.tokens) else None
+        if found == token:
+            self.index += 1
+        elif self.generic:
+            raise SettingsError(
+                f"Expected '{token}' at index {self.index} in ConfigTokenizer but got"
+                f" '{'' if found is None else found}'"
+            )
+        else:
+            raise SettingsError(f"Error parsing CachingAllocator settings, expected {token}")
+
+    def _after_value(self) -> None:
+        if self.generic and self.tokens[self.index] == ":":
+            raise self._unknown(self.tokens[min(self.index + 1, len(self.tokens) - 1)])
+        self._expect(",")
+
+    def _unknown(self, key: str) -> SettingsError:
+        if self.generic:
+            return SettingsError(f"Unrecognized key '{key}' in Accelerator allocator config.")
+        return SettingsError(f"Unrecognized CachingAllocator option: {key}")
+
+    def _integer(self) -> int:
+        text = self._next()
+        digits = re.match(r"[+-]?\d+", text)
+        if digits is None or digits.group().startswith("-"):
+            raise SettingsError("stoull" if self.generic else "stoi")
+        return int(digits.group())
+
+    def _number(self) -> float:
+        try:
+            value = float(self._next())
+        except ValueError:
+            raise SettingsError("stod") from None
+        if not math.isfinite(value):
+            raise SettingsError("stod")
+        return value
+
+    def _flag(self, key: str) -> bool:
+        text = self._next()
+        if text in ("True", "False"):
+            return text == "True"
+        if self.generic:
+            raise SettingsError(
+                f"Expected 'True' or 'False' at index {self.index - 1} in ConfigTokenizer"
+                f" but got '{text}'"
+            )
+        raise SettingsError(f"Expected a single True/False argument for {key}")
+
+    def read_flag(self, key: str) -> None:
+        self._set(**{key: self._flag(key)})
+
+    def check_flag(self, key: str) -> None:
+        """A flag of the host allocator: checked, and without effect on the device."""
+        self._flag(key)
+
+    def check_size(self, key: str) -> None:
+        """A size of the host allocator: checked, and without effect on the device."""
+        self._integer()
+
+    def read_large_segment(self, key: str) -> None:
+        self._integer()
+
+    def read_split_size(self, key: str) -> None:
+        megabytes = self._integer()
+        minimum = self.result.large_segment_size // MIB
+        too_small = megabytes < minimum if self.generic else megabytes <= minimum
+        if too_small:
+            sign = ">=" if self.generic else ">"
+            raise SettingsError(
+                f"CachingAllocator option {key} too small, must be {sign} {minimum}"
+            )
+        self._set(**{key.removesuffix("_mb"): megabytes * MIB})
+
+    def read_garbage_collection(self, key: str) -> None:
+        value = self._number()
+        if 0.0 < value < 1.0:
+            self._set(garbage_collection_threshold=value)
+        elif self.generic:
+            raise SettingsError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
+        else:
+            size = "small" if value <= 0.0 else "big"
+            raise SettingsError(f"garbage_collect_threshold too {size}, set it 0.0~1.0")
+
+    def read_fraction(self, key: str) -> None:
+        value = self._number()
+        if not 0.0 <= value <= 1.0:
+            raise SettingsError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
+        self._set(per_process_memory_fraction=value)
+
+    def read_backend(self, key: str) -> None:
+        value = self._next()
+        if value not in ("native", "cudaMallocAsync"):
+            raise SettingsError(
+                "Unknown allocator backend, options are native and cudaMallocAsync"
+            )
+        self._set(backend=value)
+
+    def read_threads(self, key: str) -> None:
+        threads = self._integer()
+        if not _is_power_of_two(threads):
+            got = f", got {threads}" if self.generic else " "
+            raise SettingsError(f"Number of register threads has to be power of 2{got}")
+        if threads > 128:
+            raise SettingsError(
+                f"Number of register threads should be less than or equal to 128, got {threads}"
+            )
+        self._set(pinned_num_register_threads=threads)
+
+    def read_text(self, key: str) -> None:
+        """A value that is kept as it is written, brackets included."""
+        start, depth = self.index, 0
+        while self.index < len(self.tokens) and (depth or self.tokens[self.index] != ","):
+            depth += {"[": 1, "]": -1}.get(self.tokens[self.index], 0)
+            self.index += 1
+        self._set(**{key: "".join(self.tokens[start : self.index])})
+
+    def read_divisions(self, key: str) -> None:
+        if self.index < len(self.tokens) and self.tokens[self.index] == "[":
+            self.index += 1
+            self._read_division_list()
+            return
+        value = self._integer()
+        if not _is_power_of_two(value):
+            raise SettingsError(f"For roundups, the {self._divisions} has to be power of 2 ")
+        self._set(roundup_power2_divisions=(value,) * DIVISION_SLOTS)
+
+    @property
+    def _divisions(self) -> str:
+        return "divisions" if self.generic else "divisons"
+
+    def _read_division_list(self) -> None:
+        slots = [0] * DIVISION_SLOTS
+        last = None
+        while True:
+            key = self._next()
+            first_of_rest = 0 if last is None else last + 1
+            slot = first_of_rest if key == ">" else self._division_slot(key)
+            self._expect(":")
+            value = self._integer()
+            if value and not _is_power_of_two(value):
+                raise SettingsError(
+                    f"For roundups, the {self._divisions} has to be power of 2"
+                    " or 0 to disable roundup "
+                )
+            if key == ">":
+                slots[slot:] = [value] * (DIVISION_SLOTS - slot)
+            elif last is None:
+                slots[: slot + 1] = [value] * (slot + 1)
+            else:
+                slots[slot] = value
+            last = slot
+            if self.index < len(self.tokens) and self.tokens[self.index] == "]":
+                self.index += 1
+                break
+            self._expect(",")
+        self._set(roundup_power2_divisions=tuple(slots))
+
+    def _division_slot(self, text: str) -> int:
+        self.index -= 1
+        megabytes = self._integer()
+        if not _is_power_of_two(megabytes):
+            raise SettingsError("For roundups, the intervals have to be power of 2 ")
+        return min(megabytes.bit_length() - 1, DIVISION_SLOTS - 1)
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+_KEYS: dict[str, tuple[Version, Callable[[_Parser, str], None]]] = {
+    "backend": (OLDEST, _Parser.read_backend),
+    "max_split_size_mb": (OLDEST, _Parser.read_split_size),
+    "max_non_split_rounding_mb": (OLDEST, _Parser.read_split_size),
+    "garbage_collection_threshold": (OLDEST, _Parser.read_garbage_collection),
+    "roundup_power2_divisions": (OLDEST, _Parser.read_divisions),
+    "expandable_segments": (OLDEST, _Parser.read_flag),
+    "release_lock_on_cudamalloc": (OLDEST, _Parser.read_flag),
+    "pinned_use_cuda_host_register": (OLDEST, _Parser.read_flag),
+    "pinned_num_register_threads": (OLDEST, _Parser.read_threads),
+    "pinned_use_background_threads": (OLDEST, _Parser.check_flag),
+    "graph_capture_record_stream_reuse": ((2, 9), _Parser.read_flag),
+    "pinned_reserve_segment_size_mb": ((2, 10), _Parser.check_size),
+    "per_process_memory_fraction": ((2, 10), _Parser.read_fraction),
+    "large_segment_size_mb": ((2, 11), _Parser.read_large_segment),
+    "throw_on_cudamalloc_oom": ((2, 12), _Parser.read_flag),
+    "pinned_free_catch_all": ((2, 12), _Parser.check_flag),
+    "pinned_max_round_threshold_mb": ((2, 13), _Parser.check_size),
+    "pinned_max_cached_size_mb": ((2, 13), _Parser.check_size),
+    "expandable_segments_reserve": ((2, 15), _Parser.read_text),
+    "expandable_segments_reserve_by_class": ((2, 15), _Parser.read_text),
+}
+"""Key -> the first release that has it, and how its value is read."""

@@ -1,0 +1,137 @@
+"""Snapshots, in the schema of ``torch.cuda.memory._snapshot()`` (torch/csrc/cuda/Module.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.allocator.blocks import Block
+from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.simulated.allocator.trace import TraceEntry
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.allocator.allocator import Allocator
+
+Json = dict[str, Any]
+
+
+def frames_of(context: Any) -> list[Any]:
+    """Stack frames of an event: the attribute ``frames`` of its context, if it has one."""
+    frames = getattr(context, "frames", None)
+    return list(frames) if frames is not None else []
+
+
+def snapshot(allocators: Sequence[Allocator]) -> Json:
+    """One snapshot of the allocators of all devices; the settings are those of the first."""
+    settings = allocators[0].settings
+    result: Json = {
+        "segments": [segment for allocator in allocators for segment in segments(allocator)],
+        "device_traces": [trace_dicts(each.trace, each.version) for each in allocators],
+        "allocator_settings": settings_dict(settings, allocators[0].version),
+        "external_annotations": [],
+    }
+    if allocators[0].version >= (2, 14):
+        result |= {"host_segments": [], "host_traces": []}
+    return result
+
+
+def segments(allocator: Allocator) -> list[Json]:
+    """The segments of one allocator by address, each with its blocks."""
+    heads = sorted(
+        (block for block in allocator.every_block() if block.previous is None),
+        key=lambda block: block.address,
+    )
+    return [_segment(allocator, head) for head in heads]
+
+
+def _segment(allocator: Allocator, head: Block) -> Json:
+    blocks = list(_chain(head))
+    live = [block for block in blocks if not block.key]
+    pool = head.free_list.pool
+    active = sum(block.size for block in live)
+    context = allocator.segment_context(head.address)
+    result: Json = {
+        "device": allocator.device,
+        "address": head.address,
+        "total_size": sum(block.size for block in blocks),
+        "allocated_size": active,
+        "active_size": active,
+        "requested_size": sum(block.requested for block in live),
+        "stream": head.free_list.stream,
+        "segment_type": "small" if pool.small else "large",
+        "segment_pool_id": pool.identity,
+        "is_expandable": head.expandable,
+    }
+    if context is None:
+        result["frames"] = []
+    result["blocks"] = [_block(block) for block in blocks]
+    if context is not None:
+        result["frames"] = frames_of(context)
+    return result
+
+
+def _chain(head: Block) -> Iterable[Block]:
+    block: Block | None = head
+    while block is not None:
+        yield block
+        block = block.next
+
+
+def _block(block: Block) -> Json:
+    return {
+        "address": block.address,
+        "size": block.size,
+        "requested_size": block.requested,
+        "state": "inactive" if block.key else "active_allocated",
+        "frames": frames_of(block.context),
+    }
+
+
+def trace_dicts(entries: Iterable[TraceEntry], version: Version) -> list[Json]:
+    """Trace entries as torch shows them; ``time_us`` counts events, so that it is the same each run.
+
+    ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
+    """
+    extra: Json = {}
+    if version >= (2, 8):
+        extra["compile_context"] = "N/A"
+    if version >= (2, 10):
+        extra["user_metadata"] = ""
+    if version >= (2, 12):
+        extra["pool_id"] = (0, 0)
+    return [_trace_dict(index, entry, extra) for index, entry in enumerate(entries)]
+
+
+def _trace_dict(index: int, entry: TraceEntry, extra: Json) -> Json:
+    address = "device_free" if entry.action == "oom" else "addr"
+    result: Json = {
+        "action": entry.action,
+        address: entry.addr,
+        "size": entry.size,
+        "stream": entry.stream,
+        "time_us": index,
+        **extra,
+    }
+    if entry.context is not None:
+        result["frames"] = frames_of(entry.context)
+    return result
+
+
+def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
+    """``allocator_settings`` of a snapshot."""
+    limit = settings.max_split_size
+    result: Json = {
+        "PYTORCH_CUDA_ALLOC_CONF": settings.conf,
+        "max_split_size": -1 if limit is None else limit,
+        "garbage_collection_threshold": settings.garbage_collection_threshold,
+        "expandable_segments": settings.expandable_segments,
+        "pinned_num_register_threads": settings.pinned_num_register_threads,
+        "release_lock_on_cudamalloc": settings.release_lock_on_cudamalloc,
+        "pinned_use_cuda_host_register": settings.pinned_use_cuda_host_register,
+    }
+    if version >= (2, 9):
+        result["graph_capture_record_stream_reuse"] = settings.graph_capture_record_stream_reuse
+    result["roundup_power2_divisions"] = {
+        str(1 << slot): value for slot, value in enumerate(settings.roundup_power2_divisions)
+    }
+    return result

@@ -1,0 +1,281 @@
+"""Counters behind ``torch.cuda.memory_stats()``.
+
+torch keeps current, peak, allocated and freed for nine quantities in three scopes (all, small pool,
+large pool): 108 numbers. Here a pool keeps what only ever grows (``*_in`` and ``*_out``) and its
+peaks, the device keeps current values and peaks; the rest follows when it is read. The allocator
+updates the attributes in place, because a method call for each would halve its speed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+_FIELDS: Final = {
+    "allocation": "blocks",
+    "segment": "segments",
+    "inactive_split": "splits",
+    "allocated_bytes": "bytes",
+    "reserved_bytes": "reserved",
+    "inactive_split_bytes": "split_bytes",
+    "requested_bytes": "requested",
+}
+"""torch's quantities that are counted here under a name of their own."""
+
+_ACTIVE: Final = {"active": "blocks", "active_bytes": "bytes"}
+"""Quantities that are allocated plus pending."""
+
+
+class DeviceTally:
+    """Current values and peaks over both pools (scope ``all``)."""
+
+    __slots__ = (
+        "active_blocks_peak",
+        "active_bytes_peak",
+        "blocks",
+        "blocks_peak",
+        "bytes",
+        "bytes_peak",
+        "pending_blocks",
+        "pending_bytes",
+        "requested",
+        "requested_peak",
+        "reserved",
+        "reserved_peak",
+        "segments",
+        "segments_peak",
+        "split_bytes",
+        "split_bytes_peak",
+        "splits",
+        "splits_peak",
+    )
+
+    def __init__(self) -> None:
+        self.blocks = self.blocks_peak = 0
+        self.bytes = self.bytes_peak = 0
+        self.requested = self.requested_peak = 0
+        self.splits = self.splits_peak = 0
+        self.split_bytes = self.split_bytes_peak = 0
+        self.segments = self.segments_peak = 0
+        self.reserved = self.reserved_peak = 0
+        # Freed by the caller, still used by a stream: active, no longer allocated. The active peaks
+        # count only while something is pending; otherwise they are the allocated peaks.
+        self.pending_blocks = self.active_blocks_peak = 0
+        self.pending_bytes = self.active_bytes_peak = 0
+
+    def current_and_peak(self, quantity: str) -> tuple[int, int]:
+        """Current value and peak of one of torch's quantities."""
+        if quantity in _ACTIVE:
+            field = _ACTIVE[quantity]
+            current = getattr(self, field) + getattr(self, f"pending_{field}")
+            peak = max(getattr(self, f"{field}_peak"), getattr(self, f"active_{field}_peak"))
+            return current, peak
+        field = _FIELDS[quantity]
+        return getattr(self, field), getattr(self, f"{field}_peak")
+
+    def note_active(self) -> None:
+        """Raise the active peaks to the current values."""
+        self.active_blocks_peak = max(self.active_blocks_peak, self.blocks + self.pending_blocks)
+        self.active_bytes_peak = max(self.active_bytes_peak, self.bytes + self.pending_bytes)
+
+    def reset_peaks(self) -> None:
+        """Set every peak to the current value."""
+        for field in _FIELDS.values():
+            setattr(self, f"{field}_peak", getattr(self, field))
+        self.active_blocks_peak = self.blocks + self.pending_blocks
+        self.active_bytes_peak = self.bytes + self.pending_bytes
+
+
+class PoolTally:
+    """What went in and out of one pool since it was made, and its peaks."""
+
+    __slots__ = (
+        "_zero",
+        "active_blocks_peak",
+        "active_bytes_peak",
+        "blocks_in",
+        "blocks_out",
+        "blocks_peak",
+        "bytes_in",
+        "bytes_out",
+        "bytes_peak",
+        "pending_blocks",
+        "pending_bytes",
+        "requested_in",
+        "requested_out",
+        "requested_peak",
+        "reserved_in",
+        "reserved_out",
+        "reserved_peak",
+        "segments_in",
+        "segments_out",
+        "segments_peak",
+        "split_bytes_in",
+        "split_bytes_out",
+        "split_bytes_peak",
+        "splits_in",
+        "splits_out",
+        "splits_peak",
+    )
+
+    def __init__(self) -> None:
+        self.blocks_in = self.blocks_out = self.blocks_peak = 0
+        self.bytes_in = self.bytes_out = self.bytes_peak = 0
+        self.requested_in = self.requested_out = self.requested_peak = 0
+        self.splits_in = self.splits_out = self.splits_peak = 0
+        self.split_bytes_in = self.split_bytes_out = self.split_bytes_peak = 0
+        self.segments_in = self.segments_out = self.segments_peak = 0
+        self.reserved_in = self.reserved_out = self.reserved_peak = 0
+        self.pending_blocks = self.active_blocks_peak = 0
+        self.pending_bytes = self.active_bytes_peak = 0
+        self._zero: dict[str, tuple[int, int]] = {}
+
+    def current_and_peak(self, quantity: str) -> tuple[int, int]:
+        """Current value and peak of one of torch's quantities."""
+        went_in, went_out = self._totals(quantity)
+        if quantity in _ACTIVE:
+            field = _ACTIVE[quantity]
+            peak = max(getattr(self, f"{field}_peak"), getattr(self, f"active_{field}_peak"))
+            return went_in - went_out, peak
+        return went_in - went_out, getattr(self, f"{_FIELDS[quantity]}_peak")
+
+    def allocated_and_freed(self, quantity: str) -> tuple[int, int]:
+        """All that was added to, and taken from, a quantity since the last reset of the totals."""
+        went_in, went_out = self._totals(quantity)
+        zero_in, zero_out = self._zero.get(quantity, (0, 0))
+        return went_in - zero_in, went_out - zero_out
+
+    def note_active(self) -> None:
+        """Raise the active peaks to the current values."""
+        blocks, _ = self.current_and_peak("active")
+        size, _ = self.current_and_peak("active_bytes")
+        self.active_blocks_peak = max(self.active_blocks_peak, blocks)
+        self.active_bytes_peak = max(self.active_bytes_peak, size)
+
+    def reset_peaks(self) -> None:
+        """Set every peak to the current value."""
+        for field in _FIELDS.values():
+            current = getattr(self, f"{field}_in") - getattr(self, f"{field}_out")
+            setattr(self, f"{field}_peak", current)
+        self.active_blocks_peak, _ = self.current_and_peak("active")
+        self.active_bytes_peak, _ = self.current_and_peak("active_bytes")
+
+    def reset_totals(self) -> None:
+        """Start ``allocated`` and ``freed`` again at 0."""
+        self._zero = {quantity: self._totals(quantity) for quantity in (*_FIELDS, *_ACTIVE)}
+
+    def _totals(self, quantity: str) -> tuple[int, int]:
+        if quantity in _ACTIVE:
+            field = _ACTIVE[quantity]
+            pending = getattr(self, f"pending_{field}")
+            return getattr(self, f"{field}_in"), getattr(self, f"{field}_out") - pending
+        field = _FIELDS[quantity]
+        return getattr(self, f"{field}_in"), getattr(self, f"{field}_out")
+
+
+class Stat:
+    """A single counter with current, peak, allocated and freed, for what is counted rarely."""
+
+    __slots__ = ("allocated", "current", "freed", "peak")
+
+    def __init__(self) -> None:
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def increase(self, amount: int) -> None:
+        """Add, as torch's ``Stat::increase``."""
+        self.current += amount
+        self.allocated += amount
+        self.peak = max(self.peak, self.current)
+
+    def decrease(self, amount: int) -> None:
+        """Take away, as torch's ``Stat::decrease``."""
+        self.current -= amount
+        self.freed += amount
+
+    def to_dict(self) -> dict[str, int]:
+        """The four numbers under torch's names."""
+        return _stat(self.current, self.peak, self.allocated, self.freed)
+
+
+class Counters:
+    """The numbers of ``memory_stats`` that have no pools."""
+
+    __slots__ = (
+        "num_alloc_retries",
+        "num_device_alloc",
+        "num_device_free",
+        "num_oom_rejections",
+        "num_ooms",
+        "num_sync_all_streams",
+        "oversize_allocations",
+        "oversize_segments",
+    )
+
+    def __init__(self) -> None:
+        self.oversize_allocations = Stat()
+        self.oversize_segments = Stat()
+        self._zero_counts()
+
+    def reset_peaks(self) -> None:
+        """Set the peaks of the oversize counters to their current values."""
+        for stat in (self.oversize_allocations, self.oversize_segments):
+            stat.peak = stat.current
+
+    def reset_totals(self) -> None:
+        """Start every count again at 0."""
+        self._zero_counts()
+        for stat in (self.oversize_allocations, self.oversize_segments):
+            stat.allocated = stat.freed = 0
+
+    def _zero_counts(self) -> None:
+        self.num_alloc_retries = self.num_ooms = self.num_sync_all_streams = 0
+        self.num_device_alloc = self.num_device_free = self.num_oom_rejections = 0
+
+
+def memory_stats(
+    every: DeviceTally,
+    small: PoolTally,
+    large: PoolTally,
+    counters: Counters,
+    *,
+    max_split_size: int,
+    version: tuple[int, int],
+) -> dict[str, Any]:
+    """The nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
+
+    ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
+    ``max_split_size`` is -1 where it is not set.
+    """
+    result: dict[str, Any] = {
+        "num_alloc_retries": counters.num_alloc_retries,
+        "num_ooms": counters.num_ooms,
+        "max_split_size": max_split_size,
+        "num_sync_all_streams": counters.num_sync_all_streams,
+        "num_device_alloc": counters.num_device_alloc,
+        "num_device_free": counters.num_device_free,
+    }
+    if version >= (2, 12):
+        result["num_oom_rejections"] = counters.num_oom_rejections
+    for quantity in (*_FIELDS, *_ACTIVE):
+        result[quantity] = _three_scopes(quantity, every, small, large)
+    if version >= (2, 13):
+        result["reserved_bytes_by_private_pools"] = {}
+    result["oversize_allocations"] = counters.oversize_allocations.to_dict()
+    result["oversize_segments"] = counters.oversize_segments.to_dict()
+    return result
+
+
+def _three_scopes(
+    quantity: str, every: DeviceTally, small: PoolTally, large: PoolTally
+) -> dict[str, dict[str, int]]:
+    small_totals = small.allocated_and_freed(quantity)
+    large_totals = large.allocated_and_freed(quantity)
+    totals = (small_totals[0] + large_totals[0], small_totals[1] + large_totals[1])
+    return {
+        "all": _stat(*every.current_and_peak(quantity), *totals),
+        "small_pool": _stat(*small.current_and_peak(quantity), *small_totals),
+        "large_pool": _stat(*large.current_and_peak(quantity), *large_totals),
+    }
+
+
+def _stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:
+    return {"current": current, "peak": peak, "allocated": allocated, "freed": freed}

@@ -1,0 +1,58 @@
+"""The allocator's events, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
+
+FREE = "free"
+"""Recorded for a free that completes at once: it reads as two events, requested and completed."""
+
+RawEntry = tuple[str, int, int, int, Any]
+"""action, address, size, stream, context: what the allocator appends."""
+
+
+class TraceEntry(NamedTuple):
+    """One event, as in ``torch.cuda.memory._snapshot()["device_traces"]``.
+
+    ``size`` is what was requested for ``alloc``, ``free_requested`` and ``free_completed``, the
+    segment's for ``segment_*``, the rounded request for ``oom``; ``addr`` of an ``oom`` holds the
+    device's free bytes.
+    """
+
+    action: str
+    addr: int
+    size: int
+    stream: int
+    context: Any = None
+
+
+class Trace(Sequence[TraceEntry]):
+    """A view of the recorded events; it follows the allocator while more are recorded."""
+
+    def __init__(self, raw: list[RawEntry]) -> None:
+        self._raw = raw
+        self._read = 0
+        self._entries: list[TraceEntry] = []
+
+    def __len__(self) -> int:
+        return len(self._current())
+
+    @overload
+    def __getitem__(self, index: int) -> TraceEntry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TraceEntry]: ...
+
+    def __getitem__(self, index: int | slice) -> TraceEntry | list[TraceEntry]:
+        return self._current()[index]
+
+    def _current(self) -> list[TraceEntry]:
+        entries = self._entries
+        for action, address, size, stream, context in self._raw[self._read :]:
+            if action is FREE:
+                entries.append(TraceEntry("free_requested", address, size, stream, context))
+                action = "free_completed"
+            entries.append(TraceEntry(action, address, size, stream, context))
+        self._read = len(self._raw)
+        return entries

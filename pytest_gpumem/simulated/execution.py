@@ -1,0 +1,243 @@
+"""Shape-only execution: CUDA tensors are served by ``meta`` tensors whose storages hold blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pytest_gpumem.simulated import operators, raw
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.shapes import META, Shapes
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class ShapeExecution(TorchDispatchMode):
+    """Runs every operator on ``meta`` and gives each new storage a block on the simulated GPU.
+
+    It takes the place of a fake mode (``_mode_key``): factory calls with ``device="cuda"`` then
+    reach it without initialising CUDA, and dispatch modes of the user's own stay above it.
+    """
+
+    _mode_key = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]  # not in the stubs
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+        self._storages = simulation.storages
+        self._handlers: dict[Any, Handler] = {}
+        self._shapes = Shapes()
+        self.inside = False
+        """True while a meta kernel runs: tensors then report the device they really have."""
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Modes of the user's own run before this one."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper that keeps dynamo out would cost more than this whole handler.
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one operator."""
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._bind(func)
+        return handler(args, kwargs or {})
+
+    def _bind(self, func: Any) -> Handler:
+        schema = func._schema
+        name = schema.name
+        if _is_composite(func):
+            return self._composite(operators.COMPOSITES.get(str(func), func.decompose))
+        if name in _READS:
+            return self._read(func)
+        if name == "aten::scalar_tensor":
+            return self._scalar(func)
+        if any(argument.name == "device" for argument in schema.arguments):
+            return self._factory(func)
+        if name == "aten::copy_":
+            return self._copy(func)
+        rule = operators.RULES.get(name)
+        returns = schema.returns
+        aliases = [r.alias_info is not None for r in returns]
+        writes = [r.alias_info is not None and r.alias_info.is_write for r in returns]
+        resizes = "out" in schema.overload_name or "resize" in name or "set_" in name
+        if any(aliases) and not all(writes):
+            return self._plain(func)
+        return self._computing(func, rule, resizes)
+
+    # One handler per kind of operator.
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.inside = True
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise UnsupportedOperatorError(
+                f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
+                f"simulated GPU"
+            ) from error
+        finally:
+            self.inside = False
+
+    def _plain(self, func: Any) -> Handler:
+        run = self._run
+        return lambda args, kwargs: run(func, args, kwargs)
+
+    def _composite(self, implementation: Callable[..., Any]) -> Handler:
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Under inference_mode composite operators arrive whole: take them apart in view.
+            with self:
+                return implementation(*args, **kwargs)
+
+        return handle
+
+    def _computing(self, func: Any, rule: operators.Rule | None, resizes: bool) -> Handler:
+        simulation = self._simulation
+        adopt = self._adopt
+        run = self._run
+        shapes = self._shapes
+        fresh = not any(r.alias_info is not None for r in func._schema.returns)
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            device = simulation.current
+            if simulation.has_real_meta and not self._touches_simulated(args, kwargs):
+                return run(func, args, kwargs)
+            if rule is not None and rule.before is not None:
+                rule.before(device, args, kwargs)
+            if resizes:
+                result = run(func, args, kwargs)
+            else:
+                result = shapes.run(func, args, kwargs, run)
+            if fresh or resizes:
+                adopt(result, device)
+            if resizes:
+                for tensor in _tensors((args, kwargs)):
+                    self._storages.resized(tensor)
+            if rule is not None and rule.after is not None:
+                rule.after(device, args, kwargs, result)
+            return result
+
+        return handle
+
+    def _factory(self, func: Any) -> Handler:
+        simulation = self._simulation
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            target = kwargs.get("device")
+            if target is None:
+                source = next(iter(_tensors(args)), None)
+                if source is None or self._storages.of(source) is None:
+                    return self._run(func, args, kwargs)
+                kind = "meta"
+            else:
+                kind = target.type
+            if kind == "cpu":
+                if any(self._storages.of(t) is not None for t in _tensors(args)):
+                    raise UnknownValueError(_unknown(func))
+                return self._run(func, args, kwargs)
+            if kind == "cuda":
+                device = simulation.device(target.index)
+                kwargs = {**kwargs, "device": META}
+            elif kind == "meta" and not simulation.making_real_meta:
+                device = simulation.current
+            else:
+                return self._run(func, args, kwargs)
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+            if kwargs.get("generator") is not None:
+                kwargs = {**kwargs, "generator": None}
+            result = self._run(func, args, kwargs)
+            self._adopt(result, device)
+            return result
+
+        return handle
+
+    def _scalar(self, func: Any) -> Handler:
+        factory = self._factory(func)
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            target = kwargs.get("device")
+            if target is not None and target.type == "meta":
+                # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
+                # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
+                return self._run(func, args, kwargs)
+            return factory(args, kwargs)
+
+        return handle
+
+    def _copy(self, func: Any) -> Handler:
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            target, source = args[0], args[1]
+            if not raw.is_meta(target) and self._storages.of(source) is not None:
+                raise UnknownValueError(_unknown(func))
+            return self._run(func, args, kwargs)
+
+        return handle
+
+    def _read(self, func: Any) -> Handler:
+        simulation = self._simulation
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tensor = args[0]
+            if self._storages.of(tensor) is None:
+                return self._run(func, args, kwargs)
+            neutral = simulation.neutral_value(tensor) if func in _NEUTRAL else None
+            if neutral is None:
+                raise UnknownValueError(_unknown(func))
+            return neutral
+
+        return handle
+
+    def _adopt(self, result: Any, device: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self._storages.adopt(result, device)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                self._adopt(item, device)
+
+    def _touches_simulated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(self._storages.of(tensor) is not None for tensor in _tensors((args, kwargs)))
+
+
+_NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
+_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+
+
+def _is_composite(func: Any) -> bool:
+    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _unknown(func: Any) -> str:
+    return (
+        f"{func} at {user_line()} reads a value of a CUDA tensor, which a simulated GPU does not "
+        f"have: only shapes are computed"
+    )

@@ -1,0 +1,108 @@
+"""The catalogue of GPU models that can be simulated; imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pytest_gpumem.sizes import KIB, MIB
+
+
+class GpuError(ValueError):
+    """A model that the catalogue does not have; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class GpuModel:
+    """What a program can see of one GPU model; sizes in bytes."""
+
+    name: str
+    """The name in this catalogue, ``A100-40GB``."""
+    full_name: str
+    """As the driver and ``torch.cuda.get_device_name`` give it, ``NVIDIA A100-SXM4-40GB``."""
+    total_memory: int
+    """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+    compute_capability: tuple[int, int]
+    sm_count: int
+    """Streaming multiprocessors, ``multi_processor_count``."""
+    max_threads_per_sm: int
+    l2_cache_bytes: int
+
+
+# max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.0.
+#
+# total_memory, sm_count and l2_cache_bytes are what a Linux driver reported on a real card. The
+# driver keeps a part of the memory to itself, which differs by release (of one model by up to
+# 1.5 %), so the source names the CUDA version of the driver:
+#
+#   T4         deviceQuery, CUDA 12.2 driver (Google Colab)
+#   V100       deviceQuery, CUDA 12.4 driver
+#   V100-32GB  deviceQuery, CUDA 12.9 driver
+#   A10        deviceQuery, CUDA 12.8 driver
+#   A10G       torch 2.15 get_device_properties, CUDA 13 build: 22587 MB, exact to 1 MiB only
+#   A100-40GB  deviceQuery, CUDA 12.2 driver (github.com/bottlerocket-os/bottlerocket/pull/3873);
+#              torch's "total capacity of 39.39 GiB"
+#   A100-80GB  deviceQuery, CUDA 12.2 driver
+#   L4         deviceQuery, CUDA 12.0 driver
+#   L40S       cuda-device-query, CUDA 12.4 driver
+#   RTX-3060   deviceQuery, CUDA 12.2 driver (12 GB model); L2 from a CUDA 12.1 driver
+#   RTX-3090   deviceQuery, CUDA 11.8 driver
+#   RTX-4060   deviceQuery, CUDA 12.3 driver, of the laptop model, which has the same memory and
+#              SMs: none of the desktop card under Linux is public; L2 from NVIDIA's data sheet
+#   RTX-4090   deviceQuery, CUDA 12.4 driver
+#   H100       deviceQuery, CUDA 12.8 driver
+#   H200       torch total_memory and l2_bytes of a vLLM run; torch's "total capacity of 139.80 GiB"
+#   B200       torch total_memory, CUDA 12.8 and 13.0 builds; torch's "total capacity of
+#              178.35 GiB"; SMs and L2: github.com/pytorch/ao/pull/4002
+_CATALOGUE = (
+    GpuModel("T4", "Tesla T4", 15_835_660_288, (7, 5), 40, 1024, 4 * MIB),
+    GpuModel("V100", "Tesla V100-SXM2-16GB", 16_928_342_016, (7, 0), 80, 2048, 6 * MIB),
+    GpuModel("V100-32GB", "Tesla V100-SXM2-32GB", 34_072_559_616, (7, 0), 80, 2048, 6 * MIB),
+    GpuModel("A10", "NVIDIA A10", 23_696_375_808, (8, 6), 72, 1536, 6 * MIB),
+    GpuModel("A10G", "NVIDIA A10G", 22_587 * MIB, (8, 6), 80, 1536, 6 * MIB),
+    GpuModel("A100-40GB", "NVIDIA A100-SXM4-40GB", 42_298_834_944, (8, 0), 108, 2048, 40 * MIB),
+    GpuModel("A100-80GB", "NVIDIA A100-SXM4-80GB", 84_987_740_160, (8, 0), 108, 2048, 40 * MIB),
+    GpuModel("L4", "NVIDIA L4", 23_612_293_120, (8, 9), 58, 1536, 48 * MIB),
+    GpuModel("L40S", "NVIDIA L40S", 47_576_711_168, (8, 9), 142, 1536, 96 * MIB),
+    GpuModel("RTX-3060", "NVIDIA GeForce RTX 3060", 12_629_508_096, (8, 6), 28, 1536, 2304 * KIB),
+    GpuModel("RTX-3090", "NVIDIA GeForce RTX 3090", 25_447_170_048, (8, 6), 82, 1536, 6 * MIB),
+    GpuModel("RTX-4060", "NVIDIA GeForce RTX 4060", 8_325_824_512, (8, 9), 24, 1536, 24 * MIB),
+    GpuModel("RTX-4090", "NVIDIA GeForce RTX 4090", 25_386_352_640, (8, 9), 128, 1536, 72 * MIB),
+    GpuModel("H100", "NVIDIA H100 80GB HBM3", 85_028_896_768, (9, 0), 132, 2048, 50 * MIB),
+    GpuModel("H200", "NVIDIA H200", 150_109_880_320, (9, 0), 132, 2048, 60 * MIB),
+    GpuModel("B200", "NVIDIA B200", 191_503_007_744, (10, 0), 148, 2048, 129_536 * KIB),
+)
+
+GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATALOGUE})
+"""Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB."""
+
+
+def find_gpu(name: str) -> GpuModel:
+    """Return the model called ``name``, without regard to case.
+
+    Raises :class:`GpuError` with the closest names and the whole list.
+    """
+    if "*" in name:
+        raise GpuError(
+            f"{name!r} asks for several simulated GPUs, which are not available in this version; "
+            f"write {name.partition('*')[0].strip()!r} for one"
+        )
+    by_folded_name = {known.casefold(): gpu for known, gpu in GPUS.items()}
+    if (gpu := by_folded_name.get(name.strip().casefold())) is not None:
+        return gpu
+    raise GpuError(f"{name!r} is not a simulated GPU; {_suggestion(name)}known: {', '.join(GPUS)}")
+
+
+def _suggestion(name: str) -> str:
+    from difflib import get_close_matches
+
+    written = name.strip().casefold()
+    # "A100" means one of the two A100, though "A10" is the closer spelling.
+    close = [known for known in GPUS if written and written in known.casefold()]
+    close += [known for known in GPUS if written.startswith(f"{known.casefold()}-")]
+    if not close:
+        by_folded_name = {known.casefold(): known for known in GPUS}
+        close = [by_folded_name[match] for match in get_close_matches(written, by_folded_name, n=2)]
+    return f"did you mean {' or '.join(close)}? " if close else ""

@@ -1,0 +1,37 @@
+"""What CUDA operators allocate, by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.operators import dropout, matmul
+from pytest_gpumem.simulated.operators.rules import Rule
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+__all__ = ["COMPOSITES", "RULES", "Rule", "installed"]
+
+RULES: dict[str, Rule] = {**matmul.RULES}
+"""By operator name: hidden allocations."""
+
+COMPOSITES: dict[str, Callable[..., Any]] = {**dropout.COMPOSITES}
+"""By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
+
+
+@contextmanager
+def installed(simulation: Simulation) -> Iterator[None]:
+    """Route composite operators of meta tensors the way CUDA goes, above autograd."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, implementation in COMPOSITES.items():
+            operator = name.removeprefix("aten.").removesuffix(".default")
+            library.impl(operator, implementation, "AutogradMeta")
+        with simulation.autocast.reachable():
+            yield
+    finally:
+        library._destroy()

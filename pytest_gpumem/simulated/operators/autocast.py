@@ -1,0 +1,219 @@
+"""Which operators CUDA autocast casts, and the casts it keeps.
+
+Source: aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
+AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE) and
+autocast_mode.cpp (cached_cast, the CUDA registrations). The lists are those of torch 2.6 to 2.15; a
+name that a release does not have is passed over.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+LOWER_PRECISION = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
+    cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
+    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    scaled_dot_product_attention
+""".split()
+
+FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
+    rms_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+""".split()
+
+FLOAT32_OUTPUT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+""".split()
+"""Asked for a float32 result by their ``dtype`` argument, unless the caller named one."""
+
+FLOAT32_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
+"""Redispatched to the overload that takes a ``dtype``."""
+
+PROMOTE = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+""".split()
+
+BANNED = ("binary_cross_entropy",)
+
+_KEY = torch._C.DispatchKey.AutocastCUDA
+_KEYS = torch._C.DispatchKeySet(_KEY)
+
+
+class CastCache:
+    """Casts of float32 leaves, kept until the outermost autocast context ends."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        """Put the casting kernels in the place of torch's, which only know real CUDA tensors."""
+        if self._library is not None:
+            return
+        library = self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # torch has kernels of its own here; that is the point of replacing them.
+            warnings.filterwarnings("ignore", "(?s).*[Oo]verriding a previously registered kernel")
+            for names, policy in (
+                (LOWER_PRECISION, self._lower_precision),
+                (FLOAT32, self._float32),
+                (FLOAT32_OUTPUT, self._float32_output),
+                (FLOAT32_NORMS, self._float32_norm),
+                (PROMOTE, self._promote),
+                (BANNED, self._banned),
+            ):
+                for name in names:
+                    overload = _overload(name)
+                    if overload is not None:
+                        _implement(library, name, policy(overload))
+
+    def clear(self) -> None:
+        """Drop the cached casts."""
+        self._casts.clear()
+
+    @contextmanager
+    def reachable(self) -> Iterator[None]:
+        """Let meta tensors reach the casting kernels wherever autocast for CUDA is on."""
+        with torch._C._IncludeDispatchKeyGuard(_KEY):  # type: ignore[attr-defined]  # not in the stubs
+            # Included for every tensor, so excluded until autocast itself lifts the exclusion.
+            try:
+                yield
+            finally:
+                self.clear()
+                if self._library is not None:
+                    self._library._destroy()
+                    self._library = None
+
+    # Casting.
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._cast_tensor(value, dtype)
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._cast(item, dtype) for item in value)
+        return value
+
+    def _cast_tensor(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not _eligible(tensor) or tensor.dtype == dtype:
+            return tensor
+        cacheable = (
+            torch.is_autocast_cache_enabled()
+            and dtype == torch.get_autocast_dtype("cuda")
+            and tensor.dtype == torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not tensor._is_view()
+        )
+        if not cacheable:
+            return tensor.to(dtype)
+        found = self._casts.get(id(tensor))
+        if found is None:
+            found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+        return found[1]
+
+    # Policies: each makes the kernel of one operator.
+
+    def _lower_precision(self, overload: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            dtype = torch.get_autocast_dtype("cuda")
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                return overload(*self._cast(args, dtype), **self._cast_items(kwargs, dtype))
+
+        return kernel
+
+    def _float32(self, overload: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                return overload(
+                    *self._cast(args, torch.float32), **self._cast_items(kwargs, torch.float32)
+                )
+
+        return kernel
+
+    def _float32_output(self, overload: Any) -> Callable[..., Any]:
+        arguments = overload._schema.arguments
+        position = next(i for i, argument in enumerate(arguments) if argument.name == "dtype")
+        by_keyword = arguments[position].kwarg_only
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                named = args[position] if not by_keyword and len(args) > position else None
+                if _eligible(args[0]) and named is None and kwargs.get("dtype") is None:
+                    if by_keyword or len(args) <= position:
+                        kwargs = {**kwargs, "dtype": torch.float32}
+                    else:
+                        args = (*args[:position], torch.float32, *args[position + 1 :])
+                return overload(*args, **kwargs)
+
+        return kernel
+
+    def _float32_norm(self, overload: Any) -> Callable[..., Any]:
+        def kernel(tensor: torch.Tensor, p: Any = 2, *args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                if not _eligible(tensor):
+                    return overload(tensor, p, *args, **kwargs)
+                return torch.norm(tensor, p, *(args or (None,)), dtype=torch.float32, **kwargs)
+
+        return kernel
+
+    def _promote(self, overload: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+                dtype = torch.get_autocast_dtype("cuda")
+                tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+                if any(t.dtype == torch.float32 for t in tensors if _eligible(t)):
+                    dtype = torch.float32
+                return overload(*self._cast(args, dtype), **self._cast_items(kwargs, dtype))
+
+        return kernel
+
+    def _banned(self, overload: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(
+                "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to "
+                "autocast.\nMany models use a sigmoid layer right before the binary cross entropy "
+                "layer.\nIn this case, combine the two layers using "
+                "torch.nn.functional.binary_cross_entropy_with_logits\nor "
+                "torch.nn.BCEWithLogitsLoss."
+            )
+
+        return kernel
+
+    def _cast_items(self, values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return {name: self._cast(value, dtype) for name, value in values.items()}
+
+
+def _eligible(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_cuda
+        and tensor.dtype.is_floating_point
+        and tensor.dtype != torch.float64
+    )
+
+
+def _overload(name: str) -> Any:
+    operator, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, operator, None)
+    return getattr(packet, overload or "default", None)
+
+
+def _implement(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
+    library.impl(name, kernel, "AutocastCUDA")

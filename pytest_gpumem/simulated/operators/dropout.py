@@ -1,0 +1,20 @@
+"""Dropout: on CUDA one fused kernel with a mask of one byte per element.
+
+Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """``aten::dropout`` as CUDA takes it apart."""
+    if p == 0 or not train or input.numel() == 0:
+        return input
+    if p == 1:
+        return input.mul(torch.zeros((), dtype=input.dtype, device=input.device))
+    return torch.ops.aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
+
+
+COMPOSITES = {"aten.dropout.default": dropout}

@@ -1,0 +1,123 @@
+"""Output shapes remembered: a model of many equal layers computes each of them once.
+
+Most meta kernels are Python and cost far more than the bookkeeping around them. What an operator
+returns depends on its arguments' sizes, strides and types and on its other arguments; where that
+has been seen, equal outputs are made directly, and an in-place operator is not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated import raw
+
+META = torch.device("meta")
+MOST_SHAPES = 50_000
+
+_empty_strided = torch.empty_strided
+_Make = Callable[[tuple[Any, ...]], Any]
+
+
+class _Unknown(Exception):
+    """An argument or result that cannot be described by value."""
+
+
+class Shapes:
+    """What operators returned, by the description of their arguments."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Make | None] = {}
+
+    def run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        execute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> Any:
+        """The operator's result: fresh meta tensors, or its own first argument."""
+        try:
+            key = (func, torch.get_default_dtype(), _describe(args), _describe(kwargs))
+            make = self._known.get(key)
+        except (_Unknown, TypeError):
+            return execute(func, args, kwargs)
+        if make is not None:
+            return make(args)
+        if key in self._known:
+            return execute(func, args, kwargs)
+        result = execute(func, args, kwargs)
+        try:
+            make = _recipe(result, args, _storages((args, kwargs)))
+        except _Unknown:
+            make = None
+        if len(self._known) >= MOST_SHAPES:
+            self._known.clear()
+        self._known[key] = make
+        return result
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
+            raise _Unknown
+        return value.shape, value.stride(), value.dtype, raw.is_meta(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_describe(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, _describe(item)) for name, item in value.items()])
+    if isinstance(value, torch.Generator):
+        return None
+    # True == 1 == 1.0, but they promote differently.
+    return value.__class__, value
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, torch.Tensor):
+        return {value.untyped_storage()._cdata}
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (list, tuple, dict)):
+        return {key for item in items for key in _storages(item)}
+    return set()
+
+
+def _recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
+    if result is None or isinstance(result, (int, float, str)):
+        return lambda args: result
+    if args and result is args[0]:
+        return lambda args: args[0]
+    if isinstance(result, torch.Tensor):
+        if result.untyped_storage()._cdata in inputs:
+            # A view whose schema does not say so (_unsafe_view): only running it makes one.
+            raise _Unknown
+        return _tensor_recipe(result)
+    if isinstance(result, (list, tuple)):
+        if args and isinstance(args[0], (list, tuple)) and _same(result, args[0]):
+            return lambda args: args[0]
+        makes = [_recipe(item, (), inputs) for item in result]
+        kind = type(result)
+        return lambda args: kind([make(()) for make in makes])
+    raise _Unknown
+
+
+def _same(results: Any, inputs: Any) -> bool:
+    return len(results) == len(inputs) > 0 and all(
+        a is b for a, b in zip(results, inputs, strict=True)
+    )
+
+
+def _tensor_recipe(tensor: torch.Tensor) -> _Make:
+    if (
+        not raw.is_meta(tensor)
+        or tensor.layout is not torch.strided
+        or tensor.storage_offset()
+        or type(tensor) is not torch.Tensor
+    ):
+        raise _Unknown
+    size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
+    probe = _empty_strided(size, stride, dtype=dtype, device=META)
+    if probe.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
+        raise _Unknown
+    return lambda args: _empty_strided(size, stride, dtype=dtype, device=META)

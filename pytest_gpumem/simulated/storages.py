@@ -1,0 +1,77 @@
+"""Which storages stand for CUDA memory, and the blocks behind them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+
+class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage's block on a simulated device; dies with the storage, at that moment."""
+
+    __slots__ = ("address", "device", "key", "nbytes")
+
+    key: int
+    address: int
+    nbytes: int
+    device: SimulatedGPU
+
+
+class Storages:
+    """The live storages of a simulation, by the address of their ``StorageImpl``."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[int, SimulatedStorage] = {}
+        self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
+
+    def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
+        """The block behind ``tensor``; ``None`` if it does not live on a simulated device."""
+        try:
+            return self.by_key.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
+            return None
+
+    def adopt(self, tensor: torch.Tensor, device: SimulatedGPU) -> None:
+        """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        key = storage._cdata
+        if key in self.by_key:
+            return
+        nbytes = storage.nbytes()
+        address = device.allocator.malloc(nbytes, device.stream) if nbytes else 0
+        record = SimulatedStorage(storage, self._died)
+        record.key = key
+        record.address = address
+        record.nbytes = nbytes
+        record.device = device
+        self.by_key[key] = record
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Reallocate after an operator resized ``tensor``'s storage in place."""
+        record = self.of(tensor)
+        if record is None:
+            return
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes == record.nbytes:
+            return
+        # resize_bytes_cuda allocates the new block before it drops the old one.
+        address = record.device.allocator.malloc(nbytes, record.device.stream) if nbytes else 0
+        if record.address:
+            record.device.allocator.free(record.address)
+        record.address = address
+        record.nbytes = nbytes
+
+    def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(record, SimulatedStorage)
+        del self.by_key[record.key]
+        if record.address:
+            record.device.allocator.free(record.address)

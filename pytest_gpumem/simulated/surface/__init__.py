@@ -1,0 +1,17 @@
+"""What user code sees of CUDA, replaced while a simulation is active."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.simulated.surface import autocast, cuda, factories, streams, tensors
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """List every replacement that ``simulation`` needs."""
+    for part in (tensors, factories, cuda, streams, autocast):
+        part.plan(simulation, patches)

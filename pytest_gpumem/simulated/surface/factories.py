@@ -1,0 +1,107 @@
+"""Factory functions: tensors the user makes on ``meta`` on purpose hold no CUDA memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
+    for name in _FACTORIES:
+        patches.plan(torch, name, _watching(simulation, getattr(torch, name)))
+    through = _context(simulation, DeviceContext.__torch_function__)
+    patches.plan(DeviceContext, "__torch_function__", through)
+    patches.plan(torch, "as_tensor", _as_tensor(torch.as_tensor))
+
+
+def _is_meta(device: Any) -> bool:
+    if device is None:
+        return False
+    return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
+
+
+def _watching(simulation: Simulation, factory: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Meta kernels written in Python make their outputs on meta too.
+        if _is_meta(kwargs.get("device")) and not simulation.execution.inside:
+            return _making_real_meta(simulation, factory, args, kwargs)
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _context(simulation: Simulation, torch_function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(
+        context: Any,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if _is_meta(context.device) and not (kwargs or {}).get("device"):
+            return _making_real_meta(
+                simulation, torch_function, (context, func, types, args, kwargs), {}
+            )
+        return torch_function(context, func, types, args, kwargs)
+
+    return call
+
+
+def _making_real_meta(
+    simulation: Simulation,
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    before = simulation.making_real_meta
+    simulation.making_real_meta = simulation.has_real_meta = True
+    try:
+        return factory(*args, **kwargs)
+    finally:
+        simulation.making_real_meta = before
+
+
+def _as_tensor(as_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    def call(data: Any, dtype: Any = None, device: Any = None) -> Any:
+        # In C++ as_tensor copies to the device out of sight of any dispatch mode.
+        if device is None:
+            device = torch.get_default_device() if not isinstance(data, torch.Tensor) else None
+        if device is None or torch.device(device).type != "cuda":
+            return as_tensor(data, dtype=dtype, device=device)
+        if isinstance(data, torch.Tensor):
+            return data.to(device, dtype)
+        return as_tensor(data, dtype=dtype, device="cpu").to(device)
+
+    return call

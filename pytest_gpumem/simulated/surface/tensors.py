@@ -1,0 +1,259 @@
+"""``torch.Tensor``: device, moves between devices, and reads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnknownValueError
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.storages import SimulatedStorage
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace what a tensor says of itself, and how it moves."""
+    surface = _Tensors(simulation)
+    tensor = torch.Tensor
+    patches.plan(tensor, "device", property(surface.device))
+    patches.plan(tensor, "is_cuda", property(surface.is_cuda))
+    patches.plan(tensor, "is_meta", property(surface.is_meta))
+    patches.plan(tensor, "data", property(surface.get_data, surface.set_data))
+    for name, method in {
+        "to": surface.to,
+        "cuda": surface.cuda,
+        "get_device": surface.get_device,
+        "data_ptr": surface.data_ptr,
+        "pin_memory": surface.pin_memory,
+        "is_pinned": surface.is_pinned,
+        "record_stream": surface.record_stream,
+        "type": surface.type,
+        "numpy": surface.numpy,
+        "tolist": surface.tolist,
+        "__array__": surface.array,
+        "__bool__": surface.bool,
+        "__deepcopy__": surface.deepcopy,
+        "__repr__": surface.repr,
+    }.items():
+        # A plain function binds to the tensor; a bound method would not.
+        patches.plan(tensor, name, _as_function(method))
+    patches.plan(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
+    patches.plan(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr))
+
+
+def _as_function(method: Any) -> Any:
+    return lambda tensor, *args, **kwargs: method(tensor, *args, **kwargs)
+
+
+_Base = torch._C.TensorBase
+_data = torch.Tensor.data
+_to = _Base.to
+_type = _Base.type
+_DTYPE_NAMES = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.int16: "ShortTensor",
+    torch.int8: "CharTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
+
+
+class _Tensors:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._storages = simulation.storages
+        self._deepcopy = torch.Tensor.__deepcopy__
+        self._repr = torch.Tensor.__repr__
+        self._storage_data_ptr = torch.UntypedStorage.data_ptr
+        self._shallow_copies = torch._has_compatible_shallow_copy_type
+        self._array = torch.Tensor.__array__
+
+    def _block(self, tensor: torch.Tensor) -> SimulatedStorage | None:
+        if not raw.is_meta(tensor) or self._simulation.execution.inside:
+            return None
+        return self._storages.of(tensor)
+
+    # What a tensor says of itself.
+
+    def device(self, tensor: torch.Tensor) -> torch.device:
+        block = self._block(tensor)
+        return raw.device(tensor) if block is None else block.device.torch_device
+
+    def is_cuda(self, tensor: torch.Tensor) -> bool:
+        return self._block(tensor) is not None
+
+    def is_meta(self, tensor: torch.Tensor) -> bool:
+        return raw.is_meta(tensor) and self._block(tensor) is None
+
+    def get_device(self, tensor: torch.Tensor) -> int:
+        block = self._block(tensor)
+        return _Base.get_device(tensor) if block is None else block.device.index
+
+    def data_ptr(self, tensor: torch.Tensor) -> int:
+        block = self._block(tensor)
+        if block is None:
+            return _Base.data_ptr(tensor)
+        return block.address + tensor.storage_offset() * tensor.element_size()
+
+    def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
+        block = self._storages.by_key.get(storage._cdata)
+        return self._storage_data_ptr(storage) if block is None else block.address
+
+    def is_pinned(self, tensor: torch.Tensor, device: Any = None) -> bool:
+        return False
+
+    def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
+        block = self._block(tensor)
+        if block is None:
+            return str(self._repr(tensor, **kwargs))
+        grad = (
+            f", grad_fn=<{type(tensor.grad_fn).__name__}>"
+            if tensor.grad_fn is not None
+            else ", requires_grad=True"
+            if tensor.requires_grad
+            else ""
+        )
+        return (
+            f"tensor(..., device='{block.device.torch_device}', size={tuple(tensor.shape)}, "
+            f"dtype={tensor.dtype}{grad})"
+        )
+
+    # Moves.
+
+    def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        position = 0 if args else None
+        target = args[0] if args else kwargs.get("device")
+        if isinstance(target, torch.dtype) or target is None:
+            return _to(tensor, *args, **kwargs)
+        if isinstance(target, torch.Tensor):
+            return _to(tensor, *args, **kwargs)
+        device = torch.device(target)
+        if device.type == "cuda":
+            self._simulation.device(device.index)
+            target = "meta"
+        elif device.type == "meta":
+            self._simulation.has_real_meta = True
+        if position is None:
+            return _to(tensor, **{**kwargs, "device": target})
+        return _to(tensor, target, *args[1:], **kwargs)
+
+    def cuda(
+        self,
+        tensor: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> torch.Tensor:
+        target = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        if torch.device(target).type != "cuda":
+            raise RuntimeError(f"Invalid device, must be cuda device, but got {target!r}")
+        return self.to(tensor, target, non_blocking=non_blocking, memory_format=memory_format)
+
+    def type(
+        self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
+        if dtype is None:
+            block = self._block(tensor)
+            if block is None:
+                return _type(tensor)
+            return f"torch.cuda.{_DTYPE_NAMES.get(tensor.dtype, 'Tensor')}"
+        name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+        for kind, suffix in _DTYPE_NAMES.items():
+            if name.endswith(suffix) and "cuda" in f"{name}{getattr(dtype, '__module__', '')}":
+                return self.to(tensor, "cuda", kind)
+        return _type(tensor, dtype, non_blocking, **kwargs)
+
+    def pin_memory(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        # Pinned host memory is not device memory; a plain CPU tensor stands for it.
+        return tensor
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        block = self._block(tensor)
+        if block is None:
+            raise RuntimeError("record_stream is not implemented for tensors on the CPU")
+
+    def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        # CPU and CUDA tensors may take each other's place (Module.cuda() keeps its Parameters).
+        if (self._block(one) is None) != (self._block(other) is None):
+            return True
+        return bool(self._shallow_copies(one, other))
+
+    def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _data.__get__(tensor)  # type: ignore[no-any-return]  # a getset descriptor
+
+    def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        if raw.device(tensor).type == raw.device(new).type:
+            _data.__set__(tensor, new)  # type: ignore[attr-defined]  # a getset descriptor
+            return
+        # CPU <-> CUDA in place: the Python object stays, so optimizers and tied weights keep
+        # seeing it. torch refuses this between CPU and meta, hence the swap one level lower.
+        gradient = tensor.grad
+        with torch.no_grad():
+            replacement = new.detach()
+            replacement.requires_grad_(tensor.requires_grad)
+            if gradient is not None:
+                tensor.grad = None
+                self.set_data(gradient, gradient.to(new.device))
+        torch._C._swap_tensor_impl(tensor, replacement)  # type: ignore[attr-defined]  # not in the stubs
+        if gradient is not None:
+            tensor.grad = gradient
+
+    def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        if self._block(tensor) is None or not tensor.is_leaf:
+            return self._deepcopy(tensor, memo)
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        with torch.no_grad():
+            copied = tensor.clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = self.deepcopy(tensor.grad, memo)
+        copied.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = copied
+        return copied
+
+    # Reads.
+
+    def bool(self, tensor: torch.Tensor) -> bool:
+        self._refuse(tensor, "bool()")
+        return bool(_Base.__bool__(tensor))
+
+    def tolist(self, tensor: torch.Tensor) -> Any:
+        self._refuse(tensor, "tolist()")
+        return _Base.tolist(tensor)
+
+    def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        self._refuse_numpy(tensor)
+        return _Base.numpy(tensor, **kwargs)
+
+    def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_numpy(tensor)
+        return self._array(tensor, *args, **kwargs)
+
+    def _refuse_numpy(self, tensor: torch.Tensor) -> None:
+        block = self._block(tensor)
+        if block is not None:
+            raise TypeError(
+                f"can't convert {block.device.torch_device} device type tensor to numpy. Use "
+                f"Tensor.cpu() to copy the tensor to host memory first."
+            )
+
+    def _refuse(self, tensor: torch.Tensor, read: str) -> None:
+        if self._block(tensor) is not None:
+            raise UnknownValueError(
+                f"{read} at {user_line()} depends on a value of a CUDA tensor, which a simulated "
+                f"GPU does not have: only shapes are computed"
+            )
