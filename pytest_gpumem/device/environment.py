@@ -34,7 +34,7 @@ class Environment:
 
     @property
     def key(self) -> str:
-        """Folder name of this environment's baselines: readable, and different where numbers may be."""
+        """Folder name of this environment's baselines."""
         kind = "sim" if self.simulated else "cuda"
         parts = [kind, self.gpu, f"torch{self.torch}"]
         if self.cuda and not self.simulated:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -87,25 +86,6 @@ class SimulatedGPU:
         """Sentences that readers of the numbers have to know."""
         return tuple(self.simulation.notes)
 
-    @property
-    def allocated(self) -> int:
-        """Bytes in live blocks."""
-        return self.allocator.allocated
-
-    @property
-    def reserved(self) -> int:
-        """Bytes in segments held from the driver."""
-        return self.allocator.reserved
-
-    @property
-    def trace(self) -> Sequence[Any]:
-        """Allocator events, in order."""
-        return self.allocator.trace
-
-    def snapshot(self) -> dict[str, Any]:
-        """The schema of ``torch.cuda.memory._snapshot()``."""
-        return self.allocator.snapshot()
-
 
 class Memory(Allocator):
     """The caching allocator that raises torch's own exception when the GPU is full."""
@@ -125,7 +105,7 @@ def parse_version(text: str | None) -> Version:
     if version is None or version < OLDEST:
         raise ValueError(
             f"torch_version={text!r} is not a release this simulation knows: "
-            f"write 2.6 or later, as in torch_version=\"2.11\""
+            f'write 2.6 or later, as in torch_version="2.11"'
         )
     return version
 

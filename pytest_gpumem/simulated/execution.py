@@ -27,10 +27,10 @@ class ShapeExecution(TorchDispatchMode):
     reach it without initialising CUDA, and dispatch modes of the user's own stay above it.
     """
 
-    _mode_key = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]  # not in the stubs
+    _mode_key = torch._C._TorchDispatchModeKey.FAKE
 
     def __init__(self, simulation: Simulation) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self._simulation = simulation
         self._storages = simulation.storages
         self._handlers: dict[Any, Handler] = {}
@@ -85,11 +85,28 @@ class ShapeExecution(TorchDispatchMode):
 
     # One handler per kind of operator.
 
+    def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not func._schema.name.startswith(_MIXES_DEVICES):
+            self._refuse_mixed_devices(args, kwargs)
+        return self._run(func, args, kwargs)
+
+    def _refuse_mixed_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Meta kernels do not look; on CUDA only a CPU scalar may stand beside CUDA tensors.
+        large = [t for t in _tensors((args, kwargs)) if t.dim() or raw.is_meta(t)]
+        on_cpu = [not raw.is_meta(t) or self._storages.is_on_host(t) for t in large]
+        if any(on_cpu) and not all(on_cpu):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self._simulation.current.torch_device} and cpu! (at {user_line()})"
+            )
+
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside = True
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
+            if _DATA_DEPENDENT & set(func.tags):
+                raise UnknownValueError(_unknown(func)) from error
             raise UnsupportedOperatorError(
                 f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
                 f"simulated GPU"
@@ -114,23 +131,28 @@ class ShapeExecution(TorchDispatchMode):
         adopt = self._adopt
         run = self._run
         shapes = self._shapes
+        storages = self._storages
         fresh = not any(r.alias_info is not None for r in func._schema.returns)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current
-            if simulation.has_real_meta and not self._touches_simulated(args, kwargs):
-                return run(func, args, kwargs)
+            if simulation.has_real_meta or storages.on_host:
+                owner = self._owner(args, kwargs)
+                if owner is None:
+                    return run(func, args, kwargs)
+                if owner == HOST:
+                    return self._on_host(func, args, kwargs)
             if rule is not None and rule.before is not None:
                 rule.before(device, args, kwargs)
             if resizes:
                 result = run(func, args, kwargs)
             else:
-                result = shapes.run(func, args, kwargs, run)
+                result = shapes.run(func, args, kwargs, self._run_checked)
             if fresh or resizes:
                 adopt(result, device)
             if resizes:
                 for tensor in _tensors((args, kwargs)):
-                    self._storages.resized(tensor)
+                    storages.resized(tensor)
             if rule is not None and rule.after is not None:
                 rule.after(device, args, kwargs, result)
             return result
@@ -142,19 +164,19 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target = kwargs.get("device")
+            owner = self._owner(args, kwargs)
             if target is None:
-                source = next(iter(_tensors(args)), None)
-                if source is None or self._storages.of(source) is None:
+                if owner is None:
                     return self._run(func, args, kwargs)
-                kind = "meta"
+                kind = "cpu" if owner == HOST else "meta"
             else:
-                kind = target.type
+                kind = simulation.destination or target.type
             if kind == "cpu":
-                if any(self._storages.of(t) is not None for t in _tensors(args)):
-                    raise UnknownValueError(_unknown(func))
-                return self._run(func, args, kwargs)
+                if owner is None:
+                    return self._run(func, args, kwargs)
+                return self._on_host(func, args, {**kwargs, "device": META})
             if kind == "cuda":
-                device = simulation.device(target.index)
+                device = simulation.device(target.index if target is not None else None)
                 kwargs = {**kwargs, "device": META}
             elif kind == "meta" and not simulation.making_real_meta:
                 device = simulation.current
@@ -186,7 +208,7 @@ class ShapeExecution(TorchDispatchMode):
     def _copy(self, func: Any) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target, source = args[0], args[1]
-            if not raw.is_meta(target) and self._storages.of(source) is not None:
+            if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 raise UnknownValueError(_unknown(func))
             return self._run(func, args, kwargs)
 
@@ -197,7 +219,7 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor = args[0]
-            if self._storages.of(tensor) is None:
+            if self._owner(args, kwargs) is None:
                 return self._run(func, args, kwargs)
             neutral = simulation.neutral_value(tensor) if func in _NEUTRAL else None
             if neutral is None:
@@ -208,15 +230,34 @@ class ShapeExecution(TorchDispatchMode):
 
     def _adopt(self, result: Any, device: Any) -> None:
         if isinstance(result, torch.Tensor):
-            self._storages.adopt(result, device)
+            if raw.is_meta(result):
+                self._storages.adopt(result, device)
         elif isinstance(result, (tuple, list)):
             for item in result:
                 self._adopt(item, device)
 
-    def _touches_simulated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return any(self._storages.of(tensor) is not None for tensor in _tensors((args, kwargs)))
+    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = self._run(func, args, kwargs)
+        for tensor in _tensors(result):
+            if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
+                self._storages.adopt_on_host(tensor)
+        return result
+
+    def _owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Whose memory the tensors among the arguments stand for."""
+        owner = None
+        for tensor in _tensors((args, kwargs)):
+            if self._storages.of(tensor) is not None:
+                return CUDA
+            if self._storages.is_on_host(tensor):
+                owner = HOST
+        return owner
 
 
+CUDA = "cuda"
+HOST = "cpu"
+_DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_MIXES_DEVICES = ("aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_foreach_copy")
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 

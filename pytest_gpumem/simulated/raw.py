@@ -7,5 +7,9 @@ from typing import cast
 
 import torch
 
-device = cast(Callable[[torch.Tensor], torch.device], torch._C.TensorBase.device.__get__)
-is_meta = cast(Callable[[torch.Tensor], bool], torch._C.TensorBase.is_meta.__get__)
+_getters = vars(torch._C.TensorBase)
+
+device = cast(Callable[[torch.Tensor], torch.device], _getters["device"].__get__)
+is_meta = cast(Callable[[torch.Tensor], bool], _getters["is_meta"].__get__)
+data = _getters["data"]
+"""The getset descriptor of ``Tensor.data``."""

@@ -2,10 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
 
+from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
+from pytest_gpumem.measurement.record import PhaseRecord
+from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.device import SimulatedGPU
+from pytest_gpumem.simulated.gpus import GpuModel
+
+
+class SimulatedRun:
+    """What one ``with simulate(...)`` did to its GPU; readable inside and afterwards."""
+
+    def __init__(self, gpu: SimulatedGPU) -> None:
+        self._gpu = gpu
+        self._statistics = CudaStatistics()
+        self._statistics.listeners.append(self._reach)
+        self._peak_allocated = 0
+        self._peak_reserved = 0
+        self._tracker = PhaseTracker(self._statistics)
+
+    @property
+    def model(self) -> GpuModel:
+        """The GPU's catalogue entry."""
+        return self._gpu.model
+
+    @property
+    def peak_allocated(self) -> int:
+        """Highest bytes in live blocks so far, whatever the code did to torch's own peaks."""
+        self._statistics.harvest()
+        return self._peak_allocated
+
+    @property
+    def peak_reserved(self) -> int:
+        """Highest bytes in segments held from the driver so far."""
+        self._statistics.harvest()
+        return self._peak_reserved
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in live blocks."""
+        return self._gpu.allocator.allocated
+
+    @property
+    def reserved(self) -> int:
+        """Bytes in segments held from the driver."""
+        return self._gpu.allocator.reserved
+
+    @property
+    def phases(self) -> Mapping[str, PhaseRecord]:
+        """The phases left so far, by name."""
+        workspaces = frozenset(
+            Block(self._gpu.index, address, self._gpu.allocator.block(address))
+            for address in self._gpu.workspaces.live
+        )
+        return MappingProxyType(self._tracker.records(self._gpu.index, Bytes(), workspaces))
+
+    @property
+    def trace(self) -> Sequence[Any]:
+        """Allocator events, in order."""
+        return self._gpu.allocator.trace
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that readers of the numbers have to know."""
+        return self._gpu.notes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what happens inside; the numbers are in :attr:`phases` afterwards."""
+        with self._tracker.window(name):
+            yield
+
+    def snapshot(self) -> dict[str, Any]:
+        """The schema of ``torch.cuda.memory._snapshot()``."""
+        return self._gpu.allocator.snapshot()
+
+    def finish(self) -> None:
+        """Take the last reading; afterwards the numbers stand."""
+        self._statistics.harvest()
+
+    def _reach(self, readings: Readings) -> None:
+        reading = readings.get(self._gpu.index)
+        if reading is not None:
+            self._peak_allocated = max(self._peak_allocated, reading.peak_allocated)
+            self._peak_reserved = max(self._peak_reserved, reading.peak_reserved)
 
 
 @contextmanager
@@ -15,8 +99,11 @@ def simulate(
     alloc_conf: str | None = None,
     torch_version: str | None = None,
     cublas_workspace_config: str | None = None,
-) -> Iterator[SimulatedGPU]:
-    """Run the body on a simulated GPU of ``model``; see :class:`SimulatedGPU`."""
+) -> Iterator[SimulatedRun]:
+    """Run the body on a simulated GPU of ``model``; see :class:`SimulatedGPU` for the settings.
+
+    Raises ``ValueError`` for an unknown model, version or setting.
+    """
     gpu = SimulatedGPU(
         model,
         alloc_conf=alloc_conf,
@@ -24,4 +111,9 @@ def simulate(
         cublas_workspace_config=cublas_workspace_config,
     )
     with gpu.active():
-        yield gpu
+        run = SimulatedRun(gpu)
+        with run._statistics.screened():
+            try:
+                yield run
+            finally:
+                run.finish()

@@ -21,7 +21,7 @@ _empty_strided = torch.empty_strided
 _Make = Callable[[tuple[Any, ...]], Any]
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """An argument or result that cannot be described by value."""
 
 
@@ -41,8 +41,11 @@ class Shapes:
         """The operator's result: fresh meta tensors, or its own first argument."""
         try:
             key = (func, torch.get_default_dtype(), _describe(args), _describe(kwargs))
+            if func._schema.is_mutable and _has_values(args):
+                # CPU tensors are real: writing to them must happen.
+                raise _UnknownError
             make = self._known.get(key)
-        except (_Unknown, TypeError):
+        except (_UnknownError, TypeError):
             return execute(func, args, kwargs)
         if make is not None:
             return make(args)
@@ -51,7 +54,7 @@ class Shapes:
         result = execute(func, args, kwargs)
         try:
             make = _recipe(result, args, _storages((args, kwargs)))
-        except _Unknown:
+        except _UnknownError:
             make = None
         if len(self._known) >= MOST_SHAPES:
             self._known.clear()
@@ -62,7 +65,7 @@ class Shapes:
 def _describe(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
-            raise _Unknown
+            raise _UnknownError
         return value.shape, value.stride(), value.dtype, raw.is_meta(value)
     if isinstance(value, (list, tuple)):
         return tuple([_describe(item) for item in value])
@@ -72,6 +75,12 @@ def _describe(value: Any) -> Any:
         return None
     # True == 1 == 1.0, but they promote differently.
     return value.__class__, value
+
+
+def _has_values(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not raw.is_meta(value)
+    return isinstance(value, (list, tuple)) and any(map(_has_values, value))
 
 
 def _storages(value: Any) -> set[int]:
@@ -91,7 +100,7 @@ def _recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
     if isinstance(result, torch.Tensor):
         if result.untyped_storage()._cdata in inputs:
             # A view whose schema does not say so (_unsafe_view): only running it makes one.
-            raise _Unknown
+            raise _UnknownError
         return _tensor_recipe(result)
     if isinstance(result, (list, tuple)):
         if args and isinstance(args[0], (list, tuple)) and _same(result, args[0]):
@@ -99,7 +108,7 @@ def _recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
         makes = [_recipe(item, (), inputs) for item in result]
         kind = type(result)
         return lambda args: kind([make(()) for make in makes])
-    raise _Unknown
+    raise _UnknownError
 
 
 def _same(results: Any, inputs: Any) -> bool:
@@ -115,9 +124,9 @@ def _tensor_recipe(tensor: torch.Tensor) -> _Make:
         or tensor.storage_offset()
         or type(tensor) is not torch.Tensor
     ):
-        raise _Unknown
+        raise _UnknownError
     size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
     probe = _empty_strided(size, stride, dtype=dtype, device=META)
     if probe.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
-        raise _Unknown
+        raise _UnknownError
     return lambda args: _empty_strided(size, stride, dtype=dtype, device=META)

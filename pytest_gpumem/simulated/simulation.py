@@ -11,6 +11,7 @@ import torch
 # The first meta kernel imports it in any case; imported during a simulation it would keep what is
 # patched then for the rest of the process.
 import torch._dynamo
+
 from pytest_gpumem.simulated import operators, surface
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.execution import ShapeExecution
@@ -37,6 +38,8 @@ class Simulation:
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
         self.making_real_meta = False
+        self.destination: str | None = None
+        """Where ``Tensor.to`` is moving a tensor, which ``meta`` alone does not tell."""
         self.notes: dict[str, None] = {}
         self.autocast = CastCache()
         self.execution = ShapeExecution(self)
@@ -100,10 +103,12 @@ class Simulation:
         with ExitStack() as resources:
             self._patches.apply()
             resources.callback(self._patches.undo)
-            lifts = torch._C._only_lift_cpu_tensors()  # type: ignore[attr-defined]  # not in the stubs
+            lifts = torch._C._only_lift_cpu_tensors()
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
-            torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]  # not in the stubs
-            resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)  # type: ignore[attr-defined]  # not in the stubs
+            torch._C._set_only_lift_cpu_tensors(True)
+            resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
+            # What was compiled before the simulation runs eagerly too.
+            resources.enter_context(torch.compiler.set_stance("force_eager"))
             resources.enter_context(operators.installed(self))
             resources.enter_context(self.execution)
             self._resources = resources.pop_all()

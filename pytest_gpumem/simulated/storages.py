@@ -28,7 +28,10 @@ class Storages:
 
     def __init__(self) -> None:
         self.by_key: dict[int, SimulatedStorage] = {}
+        self.on_host: dict[int, SimulatedStorage] = {}
+        """Copies of CUDA tensors in host memory: CPU tensors whose values nobody knows."""
         self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
+        self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
 
     def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
         """The block behind ``tensor``; ``None`` if it does not live on a simulated device."""
@@ -36,6 +39,22 @@ class Storages:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
             return None
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        if not self.on_host:
+            return False
+        try:
+            return tensor.untyped_storage()._cdata in self.on_host
+        except (NotImplementedError, RuntimeError):
+            return False
+
+    def adopt_on_host(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` stand for host memory with unknown values."""
+        storage = tensor.untyped_storage()
+        record = SimulatedStorage(storage, self._died_on_host)
+        record.key = storage._cdata
+        self.on_host[record.key] = record
 
     def adopt(self, tensor: torch.Tensor, device: SimulatedGPU) -> None:
         """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
@@ -69,6 +88,10 @@ class Storages:
             record.device.allocator.free(record.address)
         record.address = address
         record.nbytes = nbytes
+
+    def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(record, SimulatedStorage)
+        del self.on_host[record.key]
 
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)

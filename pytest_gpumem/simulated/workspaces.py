@@ -1,7 +1,8 @@
 """cuBLAS and cuBLASLt workspaces, by torch version and compute capability.
 
-Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release (parseChosenWorkspaceSize,
-getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); release binaries agree.
+Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release
+(parseChosenWorkspaceSize, getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); the release binaries
+agree.
 """
 
 from __future__ import annotations
@@ -153,6 +154,11 @@ class Workspaces:
             if address:
                 self.memory.free(address)
         self._kept.clear()
+
+    @property
+    def live(self) -> dict[int, int]:
+        """Address -> bytes of every workspace that is kept."""
+        return {address: size for address, size in self._kept.values() if address}
 
     def _handle(self) -> object:
         return "autograd" if self.in_autograd_thread() else threading.get_ident()

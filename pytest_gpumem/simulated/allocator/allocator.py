@@ -41,7 +41,7 @@ DEVICE_ADDRESSES = 1 << 44
 """Distance between the address ranges of two devices; freed ranges are not used again."""
 
 
-_ignore: Callable[[object], None] = deque(maxlen=0).append
+_ignore: Callable[[object], None] = deque[object](maxlen=0).append
 """Called for every event when none are kept: a queue that holds nothing costs the least."""
 
 
@@ -85,7 +85,9 @@ class Allocator:
         self._place_segment = place_segment or self._next_address
         self._unused_address = FIRST_ADDRESS + device * DEVICE_ADDRESSES
         self._small = Pool(small=True, split_above=split_threshold(small=True, split_freely=False))
-        self._large = Pool(small=False, split_above=split_threshold(small=False, split_freely=False))
+        self._large = Pool(
+            small=False, split_above=split_threshold(small=False, split_freely=False)
+        )
         self._small_lists = self._small.free_lists
         self._large_lists = self._large.free_lists
         self._live: dict[int, Block] = {}
@@ -99,8 +101,8 @@ class Allocator:
         self._plain_below = TOO_LARGE if self._divisions is None else 0
         self._max_split = self.settings.max_split_size or UNLIMITED
         self._common = self._max_split == UNLIMITED
-        events: list[RawEntry] = []
-        self._note: Callable[[RawEntry], None] = events.append if record else _ignore
+        events: list[Any] = []
+        self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
         self.trace = Trace(events)
         """Every event so far, in order."""
         if self.settings.per_process_memory_fraction < 1.0:
@@ -129,12 +131,11 @@ class Allocator:
         every = self._every
 
         keys = free_list.keys
+        blocks = free_list.blocks
         index = bisect_left(keys, rounded << SIZE_SHIFT) if self._common else len(keys)
         if index < len(keys):
-            key = keys.pop(index)
-            block = free_list.blocks.pop(key)
+            block = blocks.pop(keys.pop(index))
         else:
-            index = 0
             block = self._find_or_obtain(free_list, rounded, context)
 
         address = block.address
@@ -156,7 +157,7 @@ class Allocator:
             tail.size = remaining
             tail.key = key = (remaining << SIZE_SHIFT) + tail_address
             insort(keys, key)
-            free_list.blocks[key] = tail
+            blocks[key] = tail
             if was_split:
                 tally.split_bytes_out += rounded
                 every.split_bytes -= rounded
@@ -228,12 +229,13 @@ class Allocator:
         merged_size = size
         absorbed = 0
         keys = free_list.keys
+        blocks = free_list.blocks
         previous = block.previous
         if previous is not None:
             key = previous.key
             if key:
                 del keys[bisect_left(keys, key)]
-                del free_list.blocks[key]
+                del blocks[key]
                 absorbed = 1
                 merged_size += previous.size
                 block.address = address = previous.address
@@ -245,7 +247,7 @@ class Allocator:
             key = following.key
             if key:
                 del keys[bisect_left(keys, key)]
-                del free_list.blocks[key]
+                del blocks[key]
                 absorbed += 1
                 merged_size += following.size
                 block.next = following = following.next
@@ -254,7 +256,7 @@ class Allocator:
         block.size = merged_size
         block.key = key = (merged_size << SIZE_SHIFT) + address
         insort(keys, key)
-        free_list.blocks[key] = block
+        blocks[key] = block
 
         if previous is None and following is None:
             tally.splits_out += absorbed
@@ -596,9 +598,7 @@ class Allocator:
             process=self.used_elsewhere + self._every.reserved,
         )
 
-    def _out_of_memory(
-        self, stream: int, rounded: int, segment: int, context: Any
-    ) -> OutOfMemory:
+    def _out_of_memory(self, stream: int, rounded: int, segment: int, context: Any) -> OutOfMemory:
         fields = self._memory_fields(rounded, segment)
         self._note(("oom", fields.free, rounded, stream, context))
         self._counters.num_ooms += 1

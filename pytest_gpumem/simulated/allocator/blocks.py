@@ -83,7 +83,9 @@ class Pool:
 
     __slots__ = ("free_lists", "identity", "small", "split_above", "tally")
 
-    def __init__(self, *, small: bool, split_above: int, identity: tuple[int, int] = (0, 0)) -> None:
+    def __init__(
+        self, *, small: bool, split_above: int, identity: tuple[int, int] = (0, 0)
+    ) -> None:
         self.small = small
         self.identity = identity
         self.split_above = split_above

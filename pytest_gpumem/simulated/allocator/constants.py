@@ -1,6 +1,6 @@
-"""Constants of CUDACachingAllocator (c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp).
+"""Constants of PyTorch's CUDA caching allocator, in bytes; the same in torch 2.6 to 2.15.
 
-All in bytes, and the same in torch 2.6 to 2.15.
+From c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from __future__ import annotations

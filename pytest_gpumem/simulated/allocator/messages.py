@@ -33,7 +33,7 @@ class OutOfMemoryFields:
     """Free cached blocks of private pools."""
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
     """The device is full. ``str()`` is torch's text, the numbers are in ``fields``."""
 
     def __init__(self, message: str, fields: OutOfMemoryFields) -> None:
@@ -71,9 +71,11 @@ def out_of_memory_message(
         f"CUDA out of memory. Tried to allocate {format_size(fields.segment)}."
         f" GPU {fields.device} has a total capacity of {format_size(fields.total)}"
         f" of which {format_size(fields.free)} is free. "
-        f"Including non-PyTorch memory, this process has {format_size(fields.process)} memory in use. "
+        "Including non-PyTorch memory, this process has"
+        f" {format_size(fields.process)} memory in use. "
         f"{allowed}"
-        f"Of the allocated memory {format_size(fields.allocated + in_pools)} is allocated by PyTorch, "
+        f"Of the allocated memory {format_size(fields.allocated + in_pools)}"
+        " is allocated by PyTorch, "
         f"{private}"
         f"and {format_size(unallocated)} is reserved by PyTorch but unallocated."
         f"{_hint(version, expandable=expandable)}"
@@ -92,6 +94,7 @@ def _hint(version: tuple[int, int], *, expandable: bool) -> str:
         "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
     )
     return (
-        f" If reserved but unallocated memory is large try setting {variable}=expandable_segments:True"
-        f" to avoid fragmentation.  See documentation for Memory Management  ({page})"
+        " If reserved but unallocated memory is large try setting"
+        f" {variable}=expandable_segments:True to avoid fragmentation."
+        f"  See documentation for Memory Management  ({page})"
     )

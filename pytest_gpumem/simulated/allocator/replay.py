@@ -20,9 +20,10 @@ from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Versio
 Json = Mapping[str, Any]
 
 _UNBOUNDED = 1 << 55
-"""Device memory of a replay: what did not fit is on record as events, it need not be found again."""
+"""Device memory of a replay: what did not fit then is on record as events."""
 _ELSEWHERE = 1 << 50
 """Where segments land that the recording does not have."""
+_XZ_MAGIC = b"\xfd7zXZ\x00"
 _NOT_COMPARED = frozenset({"free_requested", "snapshot", "oom", "annotate"})
 """free_requested repeats free_completed; the others do not change the allocator's state."""
 
@@ -97,17 +98,18 @@ def load_snapshot(path: str | Path) -> Json:
     """
     import lzma
     import pickle
+    from io import BytesIO
 
     class PlainUnpickler(pickle.Unpickler):
         def find_class(self, module_name: str, global_name: str) -> Any:
             raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
 
     try:
-        with Path(path).open("rb") as file:
-            packed = file.read(6) == b"\xfd7zXZ\x00"
-            file.seek(0)
-            data = PlainUnpickler(lzma.open(file) if packed else file).load()
-    except (OSError, EOFError, pickle.UnpicklingError, lzma.LZMAError, ValueError) as error:
+        content = Path(path).read_bytes()
+        if content.startswith(_XZ_MAGIC):
+            content = lzma.decompress(content)
+        data = PlainUnpickler(BytesIO(content)).load()
+    except Exception as error:  # a damaged pickle raises errors of nearly every type
         raise SnapshotError(f"Cannot read the memory snapshot {path}: {error}.") from error
     if not isinstance(data, dict):
         raise SnapshotError(f"{path} is not a memory snapshot: it holds a {type(data).__name__}.")
@@ -150,9 +152,7 @@ def _undo(
 ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int | None]]]:
     """Segments held, and (requested, size or None) of the blocks live, when recording began."""
     final = list(segments)
-    held = {
-        segment["address"]: {key: segment[key] for key in _SEGMENT_KEYS} for segment in final
-    }
+    held = {segment["address"]: {key: segment[key] for key in _SEGMENT_KEYS} for segment in final}
     for event in reversed(trace):
         if event["action"] == "segment_alloc":
             held.pop(event["addr"], None)

@@ -52,7 +52,7 @@ def is_small(rounded: int) -> bool:
 
 
 def segment_size(rounded: int, large_segment: int = LARGE_SEGMENT) -> int:
-    """Bytes asked from the driver when no cached block serves ``rounded`` (``get_allocation_size``)."""
+    """Bytes of a new segment for a request of ``rounded`` bytes (``get_allocation_size``)."""
     if rounded <= SMALL_SIZE:
         return SMALL_SEGMENT
     if rounded < MIN_LARGE_ALLOC:

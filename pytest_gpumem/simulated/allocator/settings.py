@@ -50,6 +50,8 @@ class AllocatorSettings:
     release_lock_on_cudamalloc: bool = False
     pinned_num_register_threads: int = 1
     pinned_use_cuda_host_register: bool = False
+    pinned_max_round_threshold: int | None = None
+    pinned_max_cached_size: int | None = None
     backend: str = "native"
     expandable_segments_reserve: str = ""
     expandable_segments_reserve_by_class: str = ""
@@ -93,7 +95,7 @@ class _Parser:
 
     def __init__(self, conf: str, version: Version) -> None:
         self.generic = version >= GENERIC_CONFIG
-        self.tokens = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
+        self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
         self.index = 0
         self.result = AllocatorSettings(conf=conf, version=version)
 
@@ -194,6 +196,9 @@ class _Parser:
         """A size of the host allocator: checked, and without effect on the device."""
         self._integer()
 
+    def read_size(self, key: str) -> None:
+        self._set(**{key.removesuffix("_mb"): self._integer() * MIB})
+
     def read_large_segment(self, key: str) -> None:
         self._integer()
 
@@ -227,9 +232,7 @@ class _Parser:
     def read_backend(self, key: str) -> None:
         value = self._next()
         if value not in ("native", "cudaMallocAsync"):
-            raise SettingsError(
-                "Unknown allocator backend, options are native and cudaMallocAsync"
-            )
+            raise SettingsError("Unknown allocator backend, options are native and cudaMallocAsync")
         self._set(backend=value)
 
     def read_threads(self, key: str) -> None:
@@ -321,8 +324,8 @@ _KEYS: dict[str, tuple[Version, Callable[[_Parser, str], None]]] = {
     "large_segment_size_mb": ((2, 11), _Parser.read_large_segment),
     "throw_on_cudamalloc_oom": ((2, 12), _Parser.read_flag),
     "pinned_free_catch_all": ((2, 12), _Parser.check_flag),
-    "pinned_max_round_threshold_mb": ((2, 13), _Parser.check_size),
-    "pinned_max_cached_size_mb": ((2, 13), _Parser.check_size),
+    "pinned_max_round_threshold_mb": ((2, 13), _Parser.read_size),
+    "pinned_max_cached_size_mb": ((2, 13), _Parser.read_size),
     "expandable_segments_reserve": ((2, 15), _Parser.read_text),
     "expandable_segments_reserve_by_class": ((2, 15), _Parser.read_text),
 }

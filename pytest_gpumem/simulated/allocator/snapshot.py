@@ -88,7 +88,7 @@ def _block(block: Block) -> Json:
 
 
 def trace_dicts(entries: Iterable[TraceEntry], version: Version) -> list[Json]:
-    """Trace entries as torch shows them; ``time_us`` counts events, so that it is the same each run.
+    """Trace entries as torch shows them; ``time_us`` counts events: the same in every run.
 
     ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
     """
@@ -119,10 +119,9 @@ def _trace_dict(index: int, entry: TraceEntry, extra: Json) -> Json:
 
 def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
     """``allocator_settings`` of a snapshot."""
-    limit = settings.max_split_size
     result: Json = {
         "PYTORCH_CUDA_ALLOC_CONF": settings.conf,
-        "max_split_size": -1 if limit is None else limit,
+        "max_split_size": _or_unlimited(settings.max_split_size),
         "garbage_collection_threshold": settings.garbage_collection_threshold,
         "expandable_segments": settings.expandable_segments,
         "pinned_num_register_threads": settings.pinned_num_register_threads,
@@ -131,7 +130,15 @@ def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
     }
     if version >= (2, 9):
         result["graph_capture_record_stream_reuse"] = settings.graph_capture_record_stream_reuse
+    if version >= (2, 13):
+        result["max_round_threshold"] = _or_unlimited(settings.pinned_max_round_threshold)
+        result["max_cached_size"] = _or_unlimited(settings.pinned_max_cached_size)
     result["roundup_power2_divisions"] = {
         str(1 << slot): value for slot, value in enumerate(settings.roundup_power2_divisions)
     }
     return result
+
+
+def _or_unlimited(size: int | None) -> int:
+    """torch shows the largest size_t as -1."""
+    return -1 if size is None else size

@@ -9,7 +9,11 @@ FREE = "free"
 """Recorded for a free that completes at once: it reads as two events, requested and completed."""
 
 RawEntry = tuple[str, int, int, int, Any]
-"""action, address, size, stream, context: what the allocator appends."""
+"""action, address, size, stream, context.
+
+The allocator appends these five to one flat list: keeping a tuple per event would cost more than
+all else that it does for the event.
+"""
 
 
 class TraceEntry(NamedTuple):
@@ -30,7 +34,7 @@ class TraceEntry(NamedTuple):
 class Trace(Sequence[TraceEntry]):
     """A view of the recorded events; it follows the allocator while more are recorded."""
 
-    def __init__(self, raw: list[RawEntry]) -> None:
+    def __init__(self, raw: list[Any]) -> None:
         self._raw = raw
         self._read = 0
         self._entries: list[TraceEntry] = []
@@ -49,7 +53,8 @@ class Trace(Sequence[TraceEntry]):
 
     def _current(self) -> list[TraceEntry]:
         entries = self._entries
-        for action, address, size, stream, context in self._raw[self._read :]:
+        items = iter(self._raw[self._read :])
+        for action, address, size, stream, context in zip(*[items] * 5, strict=True):
             if action is FREE:
                 entries.append(TraceEntry("free_requested", address, size, stream, context))
                 action = "free_completed"

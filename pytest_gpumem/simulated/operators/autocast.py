@@ -91,7 +91,7 @@ class CastCache:
     @contextmanager
     def reachable(self) -> Iterator[None]:
         """Let meta tensors reach the casting kernels wherever autocast for CUDA is on."""
-        with torch._C._IncludeDispatchKeyGuard(_KEY):  # type: ignore[attr-defined]  # not in the stubs
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
             # Included for every tensor, so excluded until autocast itself lifts the exclusion.
             try:
                 yield
@@ -165,11 +165,20 @@ class CastCache:
         return kernel
 
     def _float32_norm(self, overload: Any) -> Callable[..., Any]:
+        norm = torch.ops.aten.norm
+        typed: Any = (
+            norm.ScalarOpt_dtype
+            if overload is norm.Scalar
+            else lambda tensor, p, dim, keepdim=False, *, dtype: norm.ScalarOpt_dim_dtype(
+                tensor, p, dim, keepdim, dtype=dtype
+            )
+        )
+
         def kernel(tensor: torch.Tensor, p: Any = 2, *args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 if not _eligible(tensor):
                     return overload(tensor, p, *args, **kwargs)
-                return torch.norm(tensor, p, *(args or (None,)), dtype=torch.float32, **kwargs)
+                return typed(tensor, p, *args, **kwargs, dtype=torch.float32)
 
         return kernel
 

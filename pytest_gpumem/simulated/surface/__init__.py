@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.simulated.surface import autocast, cuda, factories, streams, tensors
+from pytest_gpumem.simulated.surface import autocast, compile, cuda, factories, streams, tensors
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 def plan(simulation: Simulation, patches: Patches) -> None:
     """List every replacement that ``simulation`` needs."""
-    for part in (tensors, factories, cuda, streams, autocast):
+    for part in (tensors, factories, cuda, streams, autocast, compile):
         part.plan(simulation, patches)

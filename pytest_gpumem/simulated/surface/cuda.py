@@ -26,6 +26,11 @@ def plan(simulation: Simulation, patches: Patches) -> None:
             name.startswith("_accelerator_") and hasattr(torch._C, name)
         ):
             patches.plan(torch._C, name, getattr(api, name))
+    for module in (torch.cuda.graphs, torch.cuda.memory):
+        # They hold some of these functions under their own names.
+        for name in vars(module):
+            if name.startswith("_cuda_") and hasattr(api, name):
+                patches.plan(module, name, getattr(api, name))
     cuda = torch.cuda
     count = len(simulation.gpus)
     state: dict[str, Any] = {
@@ -50,6 +55,9 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         patches.plan(cuda, name, value)
     patches.plan(torch.cuda.random, "get_rng_state", api.get_rng_state)
     patches.plan(torch.cuda.random, "set_rng_state", api.set_rng_state)
+    # Up to 2.10 torch copies the whole trace for this, whatever is asked of it.
+    patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
+    patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)
     patches.plan(torch, "Generator", _generator(torch.Generator))
     patches.plan(torch.version, "cuda", torch.version.cuda or "simulated")
@@ -93,14 +101,14 @@ class _Runtime:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
 
-    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's name
+    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
         gpu = self._simulation.device(device)
         return gpu.allocator.free_memory, gpu.model.total_memory
 
-    def cudaProfilerStart(self) -> int:  # noqa: N802  # CUDA's name
+    def cudaProfilerStart(self) -> int:
         return 0
 
-    def cudaProfilerStop(self) -> int:  # noqa: N802  # CUDA's name
+    def cudaProfilerStop(self) -> int:
         return 0
 
 
@@ -118,20 +126,20 @@ class _Api:
 
     def _cuda_init(self) -> None: ...
 
-    def _cuda_isInBadFork(self) -> bool:  # noqa: N802
+    def _cuda_isInBadFork(self) -> bool:
         return False
 
-    def _cuda_getDeviceCount(self) -> int:  # noqa: N802
+    def _cuda_getDeviceCount(self) -> int:
         return len(self._simulation.gpus)
 
-    def _cuda_getDevice(self) -> int:  # noqa: N802
+    def _cuda_getDevice(self) -> int:
         return self._simulation.current_index
 
-    def _cuda_setDevice(self, index: int) -> None:  # noqa: N802
+    def _cuda_setDevice(self, index: int) -> None:
         self._simulation.device(index)
         self._simulation.current_index = index
 
-    def _cuda_exchangeDevice(self, index: int) -> int:  # noqa: N802
+    def _cuda_exchangeDevice(self, index: int) -> int:
         before = self._simulation.current_index
         if index >= 0:
             self._cuda_setDevice(index)
@@ -139,16 +147,16 @@ class _Api:
 
     _cuda_maybeExchangeDevice = _cuda_exchangeDevice
 
-    def _cuda_canDeviceAccessPeer(self, one: int, other: int) -> bool:  # noqa: N802
+    def _cuda_canDeviceAccessPeer(self, one: int, other: int) -> bool:
         return one != other
 
-    def _cuda_hasPrimaryContext(self, index: int) -> bool:  # noqa: N802
+    def _cuda_hasPrimaryContext(self, index: int) -> bool:
         return True
 
-    def _cuda_getCompiledVersion(self) -> int:  # noqa: N802
+    def _cuda_getCompiledVersion(self) -> int:
         return 0
 
-    def _cuda_getArchFlags(self) -> str:  # noqa: N802
+    def _cuda_getArchFlags(self) -> str:
         return ""
 
     def _cuda_synchronize(self) -> None: ...
@@ -180,39 +188,45 @@ class _Api:
 
     # Streams.
 
-    def _cuda_getCurrentStream(self, index: int) -> tuple[int, int, int]:  # noqa: N802
+    def _cuda_getCurrentStream(self, index: int) -> tuple[int, int, int]:
         return self._gpu(index).stream, index, 1
 
-    def _cuda_getDefaultStream(self, index: int) -> tuple[int, int, int]:  # noqa: N802
+    def _cuda_getDefaultStream(self, index: int) -> tuple[int, int, int]:
         return 0, index, 1
 
-    def _cuda_getCurrentRawStream(self, index: int) -> int:  # noqa: N802
+    def _cuda_getCurrentRawStream(self, index: int) -> int:
         return self._gpu(index).stream
 
-    def _cuda_setStream(  # noqa: N802
+    def _cuda_setStream(
         self, stream_id: int = 0, device_index: int = 0, device_type: int = 1
     ) -> None:
         self._gpu(device_index).stream = stream_id
 
-    def _cuda_isCurrentStreamCapturing(self) -> bool:  # noqa: N802
+    def _cuda_isCurrentStreamCapturing(self) -> bool:
         return False
 
     # The caching allocator.
 
-    def _cuda_memoryStats(self, device: Any) -> dict[str, Any]:  # noqa: N802
+    def _cuda_memoryStats(self, device: Any) -> dict[str, Any]:
         return self._gpu(device).allocator.stats()
 
-    def _cuda_resetPeakMemoryStats(self, device: Any) -> None:  # noqa: N802
+    def _cuda_resetPeakMemoryStats(self, device: Any) -> None:
         self._gpu(device).allocator.reset_peak_stats()
 
-    def _cuda_resetAccumulatedMemoryStats(self, device: Any) -> None:  # noqa: N802
+    def _cuda_resetAccumulatedMemoryStats(self, device: Any) -> None:
         self._gpu(device).allocator.reset_accumulated_stats()
 
-    def _cuda_emptyCache(self, *_: Any) -> None:  # noqa: N802
+    def _cuda_emptyCache(self, *_: Any) -> None:
         for gpu in self._simulation.gpus:
             gpu.allocator.empty_cache()
 
-    def _cuda_memorySnapshot(self, *_: Any) -> dict[str, Any]:  # noqa: N802
+    def memory_snapshot(
+        self, mempool_id: Any = None, include_traces: bool = True
+    ) -> list[dict[str, Any]]:
+        """``torch.cuda.memory_snapshot()``: the segments of every device."""
+        return [s for gpu in self._simulation.gpus for s in gpu.allocator.segments()]
+
+    def _cuda_memorySnapshot(self, *_: Any) -> dict[str, Any]:
         snapshots = [gpu.allocator.snapshot() for gpu in self._simulation.gpus]
         merged = dict(snapshots[0])
         merged["segments"] = [s for snapshot in snapshots for s in snapshot["segments"]]
@@ -221,46 +235,46 @@ class _Api:
 
     def _cuda_record_memory_history(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def _cuda_isHistoryEnabled(self) -> bool:  # noqa: N802
+    def _cuda_isHistoryEnabled(self) -> bool:
         return True
 
-    def _cuda_setMemoryFraction(self, fraction: float, device: Any) -> None:  # noqa: N802
+    def _cuda_setMemoryFraction(self, fraction: float, device: Any) -> None:
         self._gpu(device).allocator.set_memory_fraction(fraction)
 
-    def _cuda_getAllocatorBackend(self) -> str:  # noqa: N802
+    def _cuda_getAllocatorBackend(self) -> str:
         return "native"
 
-    def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:  # noqa: N802
+    def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:
         return self._simulation.current.allocator.malloc(size, stream)
 
-    def _cuda_cudaCachingAllocator_raw_delete(self, address: int) -> None:  # noqa: N802
+    def _cuda_cudaCachingAllocator_raw_delete(self, address: int) -> None:
         self._simulation.current.allocator.free(address)
 
     # Library workspaces.
 
-    def _cuda_clearCublasWorkspaces(self) -> None:  # noqa: N802
+    def _cuda_clearCublasWorkspaces(self) -> None:
         for gpu in self._simulation.gpus:
             gpu.workspaces.clear()
 
-    def _cuda_getCurrentBlasHandle(self) -> int:  # noqa: N802
+    def _cuda_getCurrentBlasHandle(self) -> int:
         self._simulation.current.workspaces.gemm()
         return 1
 
     # The same, through torch.accelerator.
 
-    def _accelerator_getAccelerator(self) -> torch.device:  # noqa: N802
+    def _accelerator_getAccelerator(self) -> torch.device:
         return torch.device("cuda")
 
-    def _accelerator_getDeviceIndex(self) -> int:  # noqa: N802
+    def _accelerator_getDeviceIndex(self) -> int:
         return self._simulation.current_index
 
-    def _accelerator_setDeviceIndex(self, index: int) -> None:  # noqa: N802
+    def _accelerator_setDeviceIndex(self, index: int) -> None:
         self._cuda_setDevice(index)
 
-    def _accelerator_deviceCount(self) -> int:  # noqa: N802
+    def _accelerator_deviceCount(self) -> int:
         return len(self._simulation.gpus)
 
-    def _accelerator_exchangeDevice(self, index: int) -> int:  # noqa: N802
+    def _accelerator_exchangeDevice(self, index: int) -> int:
         return self._cuda_exchangeDevice(index)
 
     _accelerator_maybeExchangeDevice = _accelerator_exchangeDevice
@@ -270,29 +284,29 @@ class _Api:
     _accelerator_hooks_exchange_device = _accelerator_exchangeDevice
     _accelerator_hooks_maybe_exchange_device = _accelerator_exchangeDevice
 
-    def _accelerator_getStream(self, index: int) -> SimulatedStream:  # noqa: N802
+    def _accelerator_getStream(self, index: int) -> SimulatedStream:
         return SimulatedStream(stream_id=self._gpu(index).stream, device_index=index)
 
-    def _accelerator_setStream(self, stream: SimulatedStream) -> None:  # noqa: N802
+    def _accelerator_setStream(self, stream: SimulatedStream) -> None:
         self._gpu(stream.device_index).stream = stream.stream_id
 
-    def _accelerator_synchronizeDevice(self, index: int) -> None: ...  # noqa: N802
+    def _accelerator_synchronizeDevice(self, index: int) -> None: ...
 
-    def _accelerator_isAllocatorInitialized(self) -> bool:  # noqa: N802
+    def _accelerator_isAllocatorInitialized(self) -> bool:
         return True
 
-    def _accelerator_getDeviceStats(self, index: int) -> dict[str, Any]:  # noqa: N802
+    def _accelerator_getDeviceStats(self, index: int) -> dict[str, Any]:
         return self._cuda_memoryStats(index)
 
-    def _accelerator_resetPeakStats(self, index: int) -> None:  # noqa: N802
+    def _accelerator_resetPeakStats(self, index: int) -> None:
         self._cuda_resetPeakMemoryStats(index)
 
-    def _accelerator_resetAccumulatedStats(self, index: int) -> None:  # noqa: N802
+    def _accelerator_resetAccumulatedStats(self, index: int) -> None:
         self._cuda_resetAccumulatedMemoryStats(index)
 
-    def _accelerator_emptyCache(self) -> None:  # noqa: N802
+    def _accelerator_emptyCache(self) -> None:
         self._cuda_emptyCache()
 
-    def _accelerator_getMemoryInfo(self, index: int) -> tuple[int, int]:  # noqa: N802
+    def _accelerator_getMemoryInfo(self, index: int) -> tuple[int, int]:
         gpu = self._gpu(index)
         return gpu.allocator.free_memory, gpu.model.total_memory

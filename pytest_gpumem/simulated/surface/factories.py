@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -39,6 +39,7 @@ _FACTORIES = (
 
 def plan(simulation: Simulation, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
+    _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
         patches.plan(torch, name, _watching(simulation, getattr(torch, name)))
     through = _context(simulation, DeviceContext.__torch_function__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,11 +22,13 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     tensor = torch.Tensor
     patches.plan(tensor, "device", property(surface.device))
     patches.plan(tensor, "is_cuda", property(surface.is_cuda))
+    patches.plan(tensor, "is_cpu", property(surface.is_cpu))
     patches.plan(tensor, "is_meta", property(surface.is_meta))
     patches.plan(tensor, "data", property(surface.get_data, surface.set_data))
     for name, method in {
         "to": surface.to,
         "cuda": surface.cuda,
+        "cpu": surface.cpu,
         "get_device": surface.get_device,
         "data_ptr": surface.data_ptr,
         "pin_memory": surface.pin_memory,
@@ -50,8 +52,8 @@ def _as_function(method: Any) -> Any:
     return lambda tensor, *args, **kwargs: method(tensor, *args, **kwargs)
 
 
+_CPU = torch.device("cpu")
 _Base = torch._C.TensorBase
-_data = torch.Tensor.data
 _to = _Base.to
 _type = _Base.type
 _DTYPE_NAMES = {
@@ -72,11 +74,11 @@ class _Tensors:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._storages = simulation.storages
-        self._deepcopy = torch.Tensor.__deepcopy__
-        self._repr = torch.Tensor.__repr__
+        self._deepcopy: Any = torch.Tensor.__deepcopy__
+        self._repr: Any = torch.Tensor.__repr__
         self._storage_data_ptr = torch.UntypedStorage.data_ptr
         self._shallow_copies = torch._has_compatible_shallow_copy_type
-        self._array = torch.Tensor.__array__
+        self._array: Any = torch.Tensor.__array__
 
     def _block(self, tensor: torch.Tensor) -> SimulatedStorage | None:
         if not raw.is_meta(tensor) or self._simulation.execution.inside:
@@ -86,14 +88,21 @@ class _Tensors:
     # What a tensor says of itself.
 
     def device(self, tensor: torch.Tensor) -> torch.device:
-        block = self._block(tensor)
-        return raw.device(tensor) if block is None else block.device.torch_device
+        if not raw.is_meta(tensor) or self._simulation.execution.inside:
+            return raw.device(tensor)
+        block = self._storages.of(tensor)
+        if block is not None:
+            return block.device.torch_device
+        return _CPU if self._storages.is_on_host(tensor) else raw.device(tensor)
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         return self._block(tensor) is not None
 
+    def is_cpu(self, tensor: torch.Tensor) -> bool:
+        return self.device(tensor).type == "cpu"
+
     def is_meta(self, tensor: torch.Tensor) -> bool:
-        return raw.is_meta(tensor) and self._block(tensor) is None
+        return self.device(tensor).type == "meta"
 
     def get_device(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
@@ -103,7 +112,7 @@ class _Tensors:
         block = self._block(tensor)
         if block is None:
             return _Base.data_ptr(tensor)
-        return block.address + tensor.storage_offset() * tensor.element_size()
+        return block.address + int(tensor.storage_offset()) * tensor.element_size()
 
     def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
         block = self._storages.by_key.get(storage._cdata)
@@ -113,8 +122,8 @@ class _Tensors:
         return False
 
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
-        block = self._block(tensor)
-        if block is None:
+        device = self.device(tensor)
+        if not raw.is_meta(tensor) or device.type == "meta":
             return str(self._repr(tensor, **kwargs))
         grad = (
             f", grad_fn=<{type(tensor.grad_fn).__name__}>"
@@ -124,7 +133,7 @@ class _Tensors:
             else ""
         )
         return (
-            f"tensor(..., device='{block.device.torch_device}', size={tuple(tensor.shape)}, "
+            f"tensor(..., device='{device}', size={tuple(tensor.shape)}, "
             f"dtype={tensor.dtype}{grad})"
         )
 
@@ -140,12 +149,26 @@ class _Tensors:
         device = torch.device(target)
         if device.type == "cuda":
             self._simulation.device(device.index)
-            target = "meta"
         elif device.type == "meta":
             self._simulation.has_real_meta = True
-        if position is None:
-            return _to(tensor, **{**kwargs, "device": target})
-        return _to(tensor, target, *args[1:], **kwargs)
+            return _to(tensor, *args, **kwargs)
+        elif not raw.is_meta(tensor):
+            return _to(tensor, *args, **kwargs)
+        if self.device(tensor).type != device.type:
+            # Both ends may be meta to torch, which would then hand back the same tensor.
+            kwargs = {**kwargs, "copy": True}
+        self._simulation.destination = device.type
+        try:
+            if position is None:
+                return _to(tensor, **{**kwargs, "device": "meta"})
+            return _to(tensor, "meta", *args[1:], **kwargs)
+        finally:
+            self._simulation.destination = None
+
+    def cpu(
+        self, tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
+    ) -> torch.Tensor:
+        return self.to(tensor, "cpu", memory_format=memory_format)
 
     def cuda(
         self,
@@ -189,11 +212,11 @@ class _Tensors:
         return bool(self._shallow_copies(one, other))
 
     def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _data.__get__(tensor)  # type: ignore[no-any-return]  # a getset descriptor
+        return cast(torch.Tensor, raw.data.__get__(tensor))
 
     def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         if raw.device(tensor).type == raw.device(new).type:
-            _data.__set__(tensor, new)  # type: ignore[attr-defined]  # a getset descriptor
+            raw.data.__set__(tensor, new)
             return
         # CPU <-> CUDA in place: the Python object stays, so optimizers and tied weights keep
         # seeing it. torch refuses this between CPU and meta, hence the swap one level lower.
@@ -204,7 +227,7 @@ class _Tensors:
             if gradient is not None:
                 tensor.grad = None
                 self.set_data(gradient, gradient.to(new.device))
-        torch._C._swap_tensor_impl(tensor, replacement)  # type: ignore[attr-defined]  # not in the stubs
+        torch._C._swap_tensor_impl(tensor, replacement)
         if gradient is not None:
             tensor.grad = gradient
 
@@ -244,6 +267,7 @@ class _Tensors:
         return self._array(tensor, *args, **kwargs)
 
     def _refuse_numpy(self, tensor: torch.Tensor) -> None:
+        self._refuse_on_host(tensor, "numpy()")
         block = self._block(tensor)
         if block is not None:
             raise TypeError(
@@ -252,8 +276,17 @@ class _Tensors:
             )
 
     def _refuse(self, tensor: torch.Tensor, read: str) -> None:
+        self._refuse_on_host(tensor, read)
         if self._block(tensor) is not None:
-            raise UnknownValueError(
-                f"{read} at {user_line()} depends on a value of a CUDA tensor, which a simulated "
-                f"GPU does not have: only shapes are computed"
-            )
+            raise UnknownValueError(_unknown(read))
+
+    def _refuse_on_host(self, tensor: torch.Tensor, read: str) -> None:
+        if raw.is_meta(tensor) and self._storages.is_on_host(tensor):
+            raise UnknownValueError(_unknown(read))
+
+
+def _unknown(read: str) -> str:
+    return (
+        f"{read} at {user_line()} depends on a value of a CUDA tensor, which a simulated GPU does "
+        f"not have: only shapes are computed"
+    )

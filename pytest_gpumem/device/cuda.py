@@ -1,0 +1,105 @@
+"""A real CUDA device."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.device.select import DeviceError
+from pytest_gpumem.measurement.nvml import NvmlReading, read_device
+from pytest_gpumem.measurement.record import Measurement
+
+
+def find_device(index: int | None, *, required: bool) -> CudaDevice | None:
+    """Return the CUDA device ``index``, ``None`` where torch sees no device at all.
+
+    Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
+    not initialised.
+    """
+    if not torch.cuda.is_available():
+        if not required:
+            return None
+        raise DeviceError(
+            f"--gpumem-device={_name(index)}, but torch {torch.__version__} sees no CUDA device; "
+            "write --gpumem-device=auto or sim to run on a simulated one"
+        )
+    count = torch.cuda.device_count()
+    if index is not None and index >= count:
+        raise DeviceError(
+            f"--gpumem-device={_name(index)}, but torch sees {count} CUDA device"
+            f"{'s' if count != 1 else ''}; the last one is cuda:{count - 1}"
+        )
+    return CudaDevice(index)
+
+
+class CudaDevice:
+    """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` means by itself."""
+
+    def __init__(self, index: int | None) -> None:
+        self._chosen = index is not None
+        self.index = index or 0
+
+    @cached_property
+    def environment(self) -> Environment:
+        """What its numbers depend on; initialises CUDA."""
+        properties = torch.cuda.get_device_properties(self.index)
+        release = re.match(r"\d+\.\d+", torch.__version__)
+        reading = read_device(_uuid(properties) or self.index)
+        known = reading if isinstance(reading, NvmlReading) else None
+        return Environment(
+            simulated=False,
+            gpu=properties.name,
+            compute_capability=f"{properties.major}.{properties.minor}",
+            torch=release[0] if release else torch.__version__,
+            cuda=torch.version.cuda,
+            driver=known.driver if known else None,
+            alloc_conf=_alloc_conf(),
+            cublas_workspace_config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+            partition=known.mode.partition if known else "",
+        )
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes; initialises CUDA."""
+        total: int = torch.cuda.get_device_properties(self.index).total_memory
+        return total
+
+    def active(self) -> AbstractContextManager[object]:
+        """Make the device the current one, if it was named: else CUDA's own choice stands."""
+        return torch.cuda.device(self.index) if self._chosen else nullcontext()
+
+    def begin_test(self) -> None:
+        """Do nothing: a real device notes nothing."""
+
+    def complete(self, measurement: Measurement) -> Measurement:
+        """Return ``measurement`` as it is."""
+        return measurement
+
+    def nvml(self) -> Mapping[str, Any]:
+        """Return what NVML says of the device now, or why it says nothing."""
+        properties = torch.cuda.get_device_properties(self.index)
+        return read_device(_uuid(properties) or self.index).to_dict()
+
+
+def _uuid(properties: Any) -> str | None:
+    uuid = getattr(properties, "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def _name(index: int | None) -> str:
+    return "cuda" if index is None else f"cuda:{index}"
+
+
+def _alloc_conf() -> str:
+    # Up to 2.9 the CUDA allocator reads the first variable only; since 2.10 also the second.
+    names = ["PYTORCH_CUDA_ALLOC_CONF"]
+    if torch.__version__ >= "2.10":
+        names.append("PYTORCH_ALLOC_CONF")
+    return next((os.environ[name] for name in names if name in os.environ), "")

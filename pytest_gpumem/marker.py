@@ -1,0 +1,206 @@
+"""``@pytest.mark.gpumem(...)``: what a test's author expects, as one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_tolerance
+
+if TYPE_CHECKING:
+    import pytest
+
+MARKER = (
+    "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
+    "gpu, min_memory): measure the test's GPU memory and fail it where it exceeds what is given."
+)
+"""The line for ``config.addinivalue_line("markers", ...)``."""
+
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+
+
+class MarkerError(ValueError):
+    """Bad arguments of the marker; the message is one sentence, without the test's name."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a test is measured and judged by; sizes in bytes, ``None`` where nothing is expected."""
+
+    max: int | None = None
+    """Limit of the peak allocated bytes charged to the test."""
+    max_reserved: int | None = None
+    max_leak: int | None = None
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """Limit of the peak allocated bytes, by phase."""
+    baseline: bool | None = None
+    """True: a stored baseline must exist; None: one that exists counts; False: none counts."""
+    predict: Tolerance | None = None
+    tolerance: Tolerance | None = None
+    """For the baseline."""
+    warmup: int = 0
+    repeat: int = 1
+    gpu: tuple[str, ...] = ()
+    """Names from the catalogue, to be simulated one by one."""
+    min_memory: int | None = None
+    """The test is skipped on a device with less total memory."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: builtin types only, tolerances as text."""
+        return {
+            "max": self.max,
+            "max_reserved": self.max_reserved,
+            "max_leak": self.max_leak,
+            "phases": dict(self.phases),
+            "baseline": self.baseline,
+            "predict": None if self.predict is None else str(self.predict),
+            "tolerance": None if self.tolerance is None else str(self.tolerance),
+            "warmup": self.warmup,
+            "repeat": self.repeat,
+            "gpu": list(self.gpu),
+            "min_memory": self.min_memory,
+        }
+
+
+def expectation_of(
+    markers: Iterable[pytest.Mark], defaults: Mapping[str, Any] = NO_DEFAULTS
+) -> Expectation:
+    """Return the expectation that a test's markers, closest first, add up to.
+
+    Keyword by keyword the closest marker wins; ``defaults`` (values by keyword, as
+    :func:`parse_keyword` returns them) are weaker than any marker. Raises :class:`MarkerError`.
+    """
+    merged = dict(defaults)
+    for mark in reversed(list(markers)):
+        merged.update(_keywords_of(mark))
+    return Expectation(**merged)
+
+
+def parse_keyword(keyword: str, value: object) -> Any:
+    """Return ``value`` as the field ``keyword`` of :class:`Expectation` holds it.
+
+    Raises a ``ValueError`` whose sentence begins with the value and says what is accepted.
+    """
+    return _PARSERS[keyword](value)
+
+
+def _keywords_of(mark: pytest.Mark) -> dict[str, Any]:
+    given = dict(mark.kwargs)
+    if len(mark.args) > 1:
+        raise MarkerError(
+            f"gpumem marker: {len(mark.args)} positional arguments {mark.args!r}, "
+            "but only max= may be given without its keyword"
+        )
+    if mark.args:
+        if "max" in given:
+            raise MarkerError(
+                f"gpumem marker: {mark.args[0]!r} and max={given['max']!r} are both the peak "
+                "limit; give one of them"
+            )
+        given["max"] = mark.args[0]
+    return {keyword: _parse_named(keyword, value) for keyword, value in given.items()}
+
+
+def _parse_named(keyword: str, value: object) -> Any:
+    if keyword not in _PARSERS:
+        raise MarkerError(
+            f"gpumem marker: unknown keyword {keyword}={value!r}; "
+            f"{_suggestion(keyword)}accepted: {', '.join(_PARSERS)}"
+        )
+    try:
+        return parse_keyword(keyword, value)
+    except ValueError as error:
+        raise MarkerError(f"gpumem marker: {keyword}={error}") from None
+
+
+def _suggestion(keyword: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(keyword, _PARSERS, n=1)
+    return f"did you mean {close[0]}? " if close else ""
+
+
+def _size(value: object) -> int:
+    # What is not an int or a text is refused there, with its sentence.
+    return parse_size(value)  # type: ignore[arg-type]
+
+
+def _tolerance(value: object) -> Tolerance:
+    return parse_tolerance(value)  # type: ignore[arg-type]  # as in _size
+
+
+def _predict(value: object) -> Tolerance:
+    _tolerance(value)
+    raise MarkerError(
+        f"{value!r} asks for a prediction, which is not available in this version; use "
+        "baseline=True, or a limit such as max="
+    )
+
+
+def _phases(value: object) -> dict[str, int]:
+    if not isinstance(value, Mapping):
+        raise MarkerError(f'{value!r} is not a dict of sizes by phase, like {{"forward": "1GB"}}')
+    limits = {}
+    for name, limit in value.items():
+        if not isinstance(name, str) or not name:
+            raise MarkerError(f"{value!r} names a phase {name!r}; a name is a text, not empty")
+        try:
+            limits[name] = _size(limit)
+        except SizeError as error:
+            raise MarkerError(f"{value!r} limits {name!r} to {error}") from None
+    return limits
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise MarkerError(f"{value!r} is neither True nor False")
+    return value
+
+
+def _count(least: int) -> Callable[[object], int]:
+    def parse(value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise MarkerError(f"{value!r} is not a number of runs; write an int from {least} up")
+        return value
+
+    return parse
+
+
+def _gpus(value: object) -> tuple[str, ...]:
+    # Most test suites name no GPU, and every one with the plugin installed imports this module.
+    from pytest_gpumem.simulated.gpus import GpuError, find_gpu
+
+    names = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise MarkerError(f'{value!r} is not a GPU model; write one like "A100-40GB", or a list')
+    models = tuple(find_gpu(name).name for name in names)
+    for model in models:
+        if models.count(model) > 1:
+            raise GpuError(f"{value!r} names {model} twice; name each GPU model once")
+    return models
+
+
+_PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
+    {
+        "max": _size,
+        "max_reserved": _size,
+        "max_leak": _size,
+        "phases": _phases,
+        "baseline": _flag,
+        "predict": _predict,
+        "tolerance": _tolerance,
+        "warmup": _count(0),
+        "repeat": _count(1),
+        "gpu": _gpus,
+        "min_memory": _size,
+    }
+)

@@ -1,0 +1,118 @@
+"""Phases that nobody had to name: forward, backward and step."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pytest_gpumem.measurement.phases import Phase, PhaseTracker
+
+FORWARD = "forward"
+BACKWARD = "backward"
+STEP = "step"
+
+_BACKWARD_ENTRIES = (torch.autograd, torch.autograd.graph)
+"""Where ``_engine_run_backward`` is looked up: ``backward()`` finds it in the first."""
+
+
+@dataclass
+class _Step:
+    """An optimizer step that has begun; torch tells of its end only if it succeeds."""
+
+    phase: Phase | None
+    frame: FrameType
+    thread: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step was left by an exception, so that nobody told of its end."""
+        return get_ident() == self.thread and not _is_running(self.frame)
+
+
+class AutomaticPhases:
+    """Finds the phases of a body by itself: what is outermost counts, whatever it calls.
+
+    Automatic phases never contain each other: a module that a step's closure calls, or that
+    checkpointing runs again during backward, belongs to the phase that is under way.
+    """
+
+    def __init__(self, tracker: PhaseTracker) -> None:
+        self._tracker = tracker
+        self._busy = False
+        self._step: _Step | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Find phases while the body runs inside."""
+        before = register_optimizer_step_pre_hook(self._step_begins)
+        after = register_optimizer_step_post_hook(self._step_ended)
+        try:
+            with pytest.MonkeyPatch.context() as patches:
+                call = self._outermost(FORWARD, torch.nn.Module.__call__)
+                patches.setattr(torch.nn.Module, "__call__", call)
+                for place in _BACKWARD_ENTRIES:
+                    run = self._outermost(BACKWARD, place._engine_run_backward)
+                    patches.setattr(place, "_engine_run_backward", run)
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._close_step()
+
+    def _outermost(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._busy and not self._abandoned_step():
+                return function(*args, **kwargs)
+            self._busy = True
+            try:
+                with self._tracker.window(name):
+                    return function(*args, **kwargs)
+            finally:
+                self._busy = False
+
+        return watched
+
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._busy and not self._abandoned_step():
+            return
+        self._busy = True
+        self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
+
+    def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._step is not None and self._step.frame is sys._getframe(1):
+            self._close_step()
+
+    def _abandoned_step(self) -> bool:
+        if self._step is None or not self._step.is_over:
+            return False
+        self._close_step()
+        return True
+
+    def _close_step(self) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self._busy = False
+        if step.phase is not None:
+            self._tracker.leave(step.phase)
+
+
+def _is_running(frame: FrameType) -> bool:
+    running: FrameType | None = sys._getframe()
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is not None

@@ -1,0 +1,174 @@
+"""Who pays for what fixtures hold: each fixture's set-up is metered by itself.
+
+A fixture of module scope is set up by whichever of its tests comes first. Its bytes are remembered
+with the instance, and every test that uses it is charged the same.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pytest_gpumem.measurement.phases import Bytes, Extent
+from pytest_gpumem.measurement.statistics import Reading, Readings, Statistics
+
+FixtureKey = Any
+"""A pytest ``FixtureDef``: one per fixture function and place, of which one instance lives."""
+
+
+@dataclass(eq=False)
+class FixtureRecord:
+    """What the set-up of one fixture instance took, without the fixtures it asked for."""
+
+    held: Mapping[int, Bytes] = field(default_factory=dict)
+    """By device: what was there after the set-up and not before."""
+    peak: Mapping[int, Bytes] = field(default_factory=dict)
+    """By device: how far the set-up went above its start."""
+    nested: tuple[FixtureKey, ...] = ()
+    """Fixtures that its function asked for by ``getfixturevalue``, set up by it or found."""
+
+
+class _SetUp:
+    """A set-up in progress."""
+
+    def __init__(self, start: Readings) -> None:
+        self.start = {device: _present(now) for device, now in start.items()}
+        self.nested_bytes: dict[int, Bytes] = {}
+        self.peak: dict[int, Bytes] = {}
+        self.allocations = _allocations(start)
+        self.nested: list[FixtureKey] = []
+
+    def reach(self, readings: Readings) -> None:
+        """Take in a window in which no fixture that it asked for was being set up."""
+        for device, reading in readings.items():
+            above = Bytes(reading.peak_allocated, reading.peak_reserved) - self.base(device)
+            known = self.peak.get(device, Bytes())
+            self.peak[device] = Bytes(
+                max(known.allocated, above.allocated), max(known.reserved, above.reserved)
+            )
+
+    def base(self, device: int) -> Bytes:
+        """Return what was on ``device`` at the start, and what nested fixtures hold."""
+        nested = self.nested_bytes.get(device, Bytes())
+        return self.start.get(device, Bytes()) + nested
+
+    def finish(self, statistics: Statistics, settle: Callable[[], None]) -> dict[int, Bytes]:
+        """Return what the set-up left behind, by device, without nested fixtures."""
+        end = statistics.harvest()
+        if _allocations(end) != self.allocations:
+            settle()
+            end = statistics.harvest()
+        self.allocations = _allocations(end) - self.allocations
+        return {device: _present(now) - self.base(device) for device, now in end.items()}
+
+    def take(self, fixture: FixtureKey, inner: _SetUp, held: Mapping[int, Bytes]) -> None:
+        """Leave what a nested set-up did to the inner fixture."""
+        self.nested.append(fixture)
+        self.allocations += inner.allocations
+        _add(self.nested_bytes, held)
+        _add(self.nested_bytes, inner.nested_bytes)
+
+
+class FixtureLedger:
+    """The records of all living fixture instances."""
+
+    def __init__(self) -> None:
+        self._records: dict[FixtureKey, FixtureRecord] = {}
+        self._open: list[_SetUp] = []
+
+    def record(self, fixture: FixtureKey) -> FixtureRecord:
+        """Return the record of a fixture, an empty one where its set-up was not metered."""
+        return self._records.get(fixture, FixtureRecord())
+
+    def forget(self, fixture: FixtureKey) -> None:
+        """Drop the record of a fixture that has been torn down."""
+        self._records.pop(fixture, None)
+
+    @contextmanager
+    def metering(
+        self, fixture: FixtureKey, statistics: Statistics, settle: Callable[[], None]
+    ) -> Iterator[list[FixtureKey]]:
+        """Meter the set-up of ``fixture``, which goes on inside.
+
+        Yields the list of fixtures that its function asks for, which the caller completes with
+        those it found set up. ``settle`` frees what is nobody's.
+        """
+        own = _SetUp(statistics.harvest())
+        outer = self._open[-1] if self._open else None
+        if outer is None:
+            statistics.listeners.append(self._reach)
+        self._open.append(own)
+        try:
+            yield own.nested
+        finally:
+            held = own.finish(statistics, settle)
+            self._open.pop()
+            self._records[fixture] = FixtureRecord(held, own.peak, tuple(own.nested))
+            if outer is None:
+                statistics.listeners.remove(self._reach)
+            else:
+                outer.take(fixture, own, held)
+
+    def _reach(self, readings: Readings) -> None:
+        self._open[-1].reach(readings)
+
+    def with_nested(self, fixtures: Iterable[FixtureKey]) -> list[FixtureKey]:
+        """Return ``fixtures`` in order, each once, those that one asked for in front of it."""
+        ordered: dict[FixtureKey, None] = {}
+
+        def visit(fixture: FixtureKey) -> None:
+            if fixture not in ordered:
+                for nested in self.record(fixture).nested:
+                    visit(nested)
+                ordered[fixture] = None
+
+        for fixture in fixtures:
+            visit(fixture)
+        return list(ordered)
+
+    def held(self, fixtures: Iterable[FixtureKey]) -> dict[int, Bytes]:
+        """Return what ``fixtures`` hold together, by device."""
+        total: dict[int, Bytes] = {}
+        for fixture in self.with_nested(fixtures):
+            _add(total, self.record(fixture).held)
+        return total
+
+    def setup_extents(self, fixtures: Iterable[FixtureKey]) -> dict[int, Extent]:
+        """Return how far the set-up of ``fixtures``, one after the other from nothing, goes."""
+        running: dict[int, Bytes] = {}
+        extents: dict[int, Extent] = {}
+        for fixture in self.with_nested(fixtures):
+            record = self.record(fixture)
+            for device, peak in record.peak.items():
+                top = running.get(device, Bytes()) + peak
+                extent = extents.setdefault(device, Extent())
+                extent.peak_allocated = max(extent.peak_allocated, top.allocated)
+                extent.peak_reserved = max(extent.peak_reserved, top.reserved)
+            _add(running, record.held)
+        for device, held in running.items():
+            extents.setdefault(device, Extent()).allocated_after = held.allocated
+        return extents
+
+
+def settle(statistics: Statistics) -> None:
+    """Free what is nobody's: garbage in cycles, library workspaces, unused segments."""
+    statistics.synchronize()
+    gc.collect()
+    statistics.clear_workspaces()
+    statistics.empty_cache()
+
+
+def _present(reading: Reading) -> Bytes:
+    return Bytes(reading.allocated, reading.reserved)
+
+
+def _allocations(readings: Readings) -> int:
+    return sum(reading.allocations for reading in readings.values())
+
+
+def _add(total: dict[int, Bytes], amounts: Mapping[int, Bytes]) -> None:
+    for device, amount in amounts.items():
+        total[device] = total.get(device, Bytes()) + amount

@@ -1,0 +1,118 @@
+"""What a test left behind: blocks that live on and that nothing of the test's own set-up holds."""
+
+from __future__ import annotations
+
+import gc
+import types
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from pytest_gpumem.measurement.statistics import Block
+
+MOST_OBJECTS = 1_000_000
+"""A walk ends here: what a fixture reaches through a larger heap is not its own any more."""
+
+_NOT_ENTERED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes, int, float)
+"""Everything is reachable through these, or nothing is."""
+
+_FOREIGN = ("_pytest", "pytest", "pluggy", "pytest_gpumem", "xdist")
+"""Packages whose objects lead to the whole session, so to other tests' values."""
+
+
+def leaked_blocks(
+    before: frozenset[Block], after: frozenset[Block], roots: Iterable[Any]
+) -> frozenset[Block]:
+    """Return the blocks of ``after`` that are not in ``before`` nor held by ``roots``."""
+    new = after - before
+    return new - blocks_reachable(roots, new) if new else new
+
+
+def blocks_reachable(roots: Iterable[Any], blocks: frozenset[Block]) -> frozenset[Block]:
+    """Return those ``blocks`` that tensors reachable from ``roots`` lie in."""
+    ordered = sorted(blocks, key=lambda block: block.address)
+    addresses = [block.address for block in ordered]
+    found = set()
+    for tensor in reachable_tensors(roots):
+        pointer = _data_pointer(tensor)
+        index = bisect_right(addresses, pointer) - 1
+        if index >= 0 and pointer < ordered[index].address + ordered[index].size:
+            found.add(ordered[index])
+    return frozenset(found)
+
+
+def reachable_tensors(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that ``roots`` hold: in attributes, containers, closures and graphs."""
+    queue = list(roots)
+    seen: set[int] = set()
+    kept: list[Any] = []  # while an object lives its id is its own
+    while queue and len(seen) < MOST_OBJECTS:
+        value = queue.pop()
+        if id(value) in seen or not _is_entered(value):
+            continue
+        seen.add(id(value))
+        kept.append(value)
+        if isinstance(value, torch.Tensor):
+            yield value
+        queue.extend(_referents(value))
+
+
+def holders_of_class(cls: type) -> list[Any]:
+    """Return the models, optimizers and tensors that ``setUpClass`` and the like left on ``cls``.
+
+    A container on a class is no holder: one that grows from test to test is a leak.
+    """
+    kinds = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
+    attributes = [value for base in cls.__mro__ for value in vars(base).values()]
+    return [value for value in attributes if isinstance(value, kinds)]
+
+
+def _is_entered(value: Any) -> bool:
+    if value is None or isinstance(value, _NOT_ENTERED):
+        return False
+    return type(value).__module__.partition(".")[0] not in _FOREIGN
+
+
+def _referents(value: Any) -> Iterable[Any]:
+    if isinstance(value, torch.Tensor):
+        return [*gc.get_referents(value), *_tensor_parts(value)]
+    if isinstance(value, torch.autograd.graph.Node):
+        return [*gc.get_referents(value), *_node_parts(value)]
+    if isinstance(value, types.FunctionType):
+        # Its globals would lead everywhere.
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
+    return gc.get_referents(value)
+
+
+def _tensor_parts(tensor: torch.Tensor) -> Iterator[Any]:
+    """Yield what a tensor holds in C++, where the garbage collector does not look."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
+        for name in ("grad", "_base", "grad_fn"):
+            try:
+                yield getattr(tensor, name)
+            except RuntimeError:  # a tensor of a kind that has no such part
+                continue
+    if tensor.layout is torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+
+
+def _node_parts(node: Any) -> Iterator[Any]:
+    yield from (function for function, _ in node.next_functions)
+    yield getattr(node, "variable", None)
+    for name in dir(node):
+        if name.startswith("_saved_"):
+            try:
+                yield getattr(node, name)
+            except RuntimeError:  # freed: the graph has been run backward
+                continue
+
+
+def _data_pointer(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # sparse, or without a storage
+        return 0

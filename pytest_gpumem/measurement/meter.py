@@ -1,0 +1,159 @@
+"""The meter: one test, from a clean start to its measurement."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger, settle
+from pytest_gpumem.measurement.leaks import leaked_blocks
+from pytest_gpumem.measurement.phases import (
+    CALL,
+    SETUP,
+    Bytes,
+    Extent,
+    PhaseTracker,
+    bytes_on,
+)
+from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.measurement.statistics import Block, Reading, Statistics
+from pytest_gpumem.measurement.workspace import clear_workspaces
+
+
+class Meter:
+    """Measures one test on every device that it touches.
+
+    :meth:`setting_up` meters each fixture, :meth:`running` each run of the body; the last run
+    counts. :meth:`measurements` says what came of it.
+    """
+
+    def __init__(self, statistics: Statistics, ledger: FixtureLedger) -> None:
+        self._statistics = statistics
+        self._ledger = ledger
+        self._charged: list[FixtureKey] = []
+        """The fixtures that have been told from strangers so far."""
+        self._stray: dict[int, Bytes] | None = None
+        self._before: frozenset[Block] = frozenset()
+        self._running = False
+        self.tracker = PhaseTracker(statistics)
+        self._clean_start()
+
+    @contextmanager
+    def setting_up(self, fixture: FixtureKey) -> Iterator[list[FixtureKey]]:
+        """Meter the set-up of a fixture; see :meth:`FixtureLedger.metering`."""
+        if not self._running:
+            clean = partial(settle, self._statistics)
+            with self._ledger.metering(fixture, self._statistics, clean) as nested:
+                yield nested
+            return
+        # The body asked for it. Another test may have set it up before, so neither its set-up nor
+        # the moment of it may count; and what the body uses by now, workspaces too, is left alone.
+        _collect_garbage()
+        with (
+            self.tracker.aside(lambda: self._ledger.held([fixture])),
+            self._ledger.metering(fixture, self._statistics, _collect_garbage) as nested,
+        ):
+            yield nested
+        self._charged.append(fixture)
+
+    @contextmanager
+    def running(self, fixtures: Iterable[FixtureKey]) -> Iterator[None]:
+        """Run the body inside, on a clean start; ``fixtures`` are those that it is charged for."""
+        self._clean_start()
+        if self._stray is None:
+            self._stray = {
+                device: Bytes(now.allocated, now.reserved)
+                for device, now in self._statistics.harvest().items()
+            }
+        self._charge(fixtures)
+        self._before = self._statistics.live_blocks()
+        self.tracker.restart()
+        self._running = True
+        try:
+            with self.tracker.window(CALL):
+                yield
+        finally:
+            self._running = False
+
+    def phases(self, device: int) -> Mapping[str, PhaseRecord]:
+        """Return the phases left so far; their cuBLAS workspaces are known only in the end."""
+        return self.tracker.records(device, self._stray_on(device))
+
+    def measurements(
+        self, fixtures: Iterable[FixtureKey], roots: Iterable[Any], *, device: int, passed: bool
+    ) -> dict[int, Measurement]:
+        """Return what the last run came to, by device; of ``device`` also where it was not used.
+
+        ``fixtures`` are all that the test used in the end and ``roots`` what may keep memory
+        without leaking it. Frees the workspaces. Leaks are judged only where the body ``passed``:
+        after a failure its frames live on.
+        """
+        self._charge(fixtures)
+        self._statistics.synchronize()
+        gc.collect()
+        workspaces, after = clear_workspaces(self._statistics)
+        leaked = leaked_blocks(self._before, after, roots) if passed else None
+        setup = self._ledger.setup_extents(fixtures)
+        now = {device: Reading(), **self._statistics.harvest()}
+        return {
+            index: self._measurement(index, reading, setup, workspaces, leaked)
+            for index, reading in now.items()
+        }
+
+    def _measurement(
+        self,
+        device: int,
+        now: Reading,
+        setup: Mapping[int, Extent],
+        workspaces: frozenset[Block],
+        leaked: frozenset[Block] | None,
+    ) -> Measurement:
+        stray = self._stray_on(device)
+        phases = self.tracker.records(device, stray, workspaces)
+        call = phases[CALL]
+        return Measurement(
+            device=f"cuda:{device}",
+            simulated=False,
+            peak_allocated=call.peak_allocated,
+            peak_reserved=call.peak_reserved,
+            allocated_before=call.allocated_before,
+            allocated_after=now.allocated - stray.allocated,
+            leaked=None if leaked is None else bytes_on(device, leaked),
+            cublas_workspace=call.cublas_workspace,
+            stray=max(stray.allocated, 0),
+            phases={SETUP: _setup_phase(setup.get(device, Extent())), **phases},
+        )
+
+    def _clean_start(self) -> None:
+        settle(self._statistics)
+        self._statistics.forget_peaks()
+
+    def _charge(self, fixtures: Iterable[FixtureKey]) -> None:
+        """Take what ``fixtures`` hold out of what belongs to strangers."""
+        new = [fixture for fixture in fixtures if fixture not in self._charged]
+        known = self._ledger.held(self._charged)
+        self._charged += new
+        stray = self._stray if self._stray is not None else {}
+        for device, held in self._ledger.held(self._charged).items():
+            owned = held - known.get(device, Bytes())
+            stray[device] = stray.get(device, Bytes()) - owned
+
+    def _stray_on(self, device: int) -> Bytes:
+        return (self._stray or {}).get(device, Bytes())
+
+
+def _setup_phase(extent: Extent) -> PhaseRecord:
+    return PhaseRecord(
+        name=SETUP,
+        peak_allocated=extent.peak_allocated,
+        peak_reserved=extent.peak_reserved,
+        allocated_before=0,
+        allocated_after=extent.allocated_after,
+    )
+
+
+def _collect_garbage() -> None:
+    gc.collect()

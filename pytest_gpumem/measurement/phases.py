@@ -1,0 +1,222 @@
+"""Phases: named windows inside a test, and their peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import RLock
+
+from pytest_gpumem.measurement.record import PhaseRecord
+from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Statistics
+
+SETUP = "setup"
+CALL = "call"
+KEPT_NAMES = (SETUP, CALL)
+
+SNAPSHOTS_OF_EACH_ENTRY = 8
+"""A phase entered more often has its blocks looked at on entries that are powers of two: workspaces
+live on once they exist, and a snapshot of a large model costs milliseconds."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """An amount of each of the two sizes that the allocator keeps."""
+
+    allocated: int = 0
+    reserved: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.allocated + other.allocated, self.reserved + other.reserved)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.allocated - other.allocated, self.reserved - other.reserved)
+
+
+@dataclass
+class Extent:
+    """How far one device's memory went within a phase; bytes, not yet charged to anybody."""
+
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    allocated_before: int = 0
+    allocated_after: int = 0
+
+    def reach(self, reading: Reading) -> None:
+        """Take in a reading of the window that has just ended."""
+        self.peak_allocated = max(self.peak_allocated, reading.peak_allocated)
+        self.peak_reserved = max(self.peak_reserved, reading.peak_reserved)
+        self.allocated_after = reading.allocated
+
+    def raise_by(self, amount: Bytes) -> None:
+        """Count ``amount`` as if it had been there all along."""
+        self.peak_allocated += amount.allocated
+        self.peak_reserved += amount.reserved
+        self.allocated_before += amount.allocated
+        self.allocated_after += amount.allocated
+
+
+@dataclass(eq=False)
+class Phase:
+    """All windows of one name."""
+
+    name: str
+    parent: str | None
+    entered: int = 0
+    open: bool = False
+    extents: dict[int, Extent] = field(default_factory=dict)
+    blocks: frozenset[Block] = frozenset()
+    """What was live when the phase was last left and looked at."""
+
+    def copy(self) -> Phase:
+        """Return a copy that goes its own way."""
+        extents = {device: replace(extent) for device, extent in self.extents.items()}
+        return replace(self, extents=extents)
+
+    def extent(self, device: int) -> Extent:
+        """Return the extent of ``device``, zero where the phase did not see it."""
+        return self.extents.get(device, Extent())
+
+    def begin(self, readings: Readings) -> None:
+        """Open a window at the present values."""
+        self.entered += 1
+        self.open = True
+        for device, now in readings.items():
+            extent = self.extents.setdefault(device, Extent(allocated_before=now.allocated))
+            extent.reach(now.at_rest)
+
+    def reach(self, readings: Readings) -> None:
+        """Take in a harvest made while a window was open."""
+        for device, reading in readings.items():
+            # A device that CUDA did not have yet when the phase began was empty then.
+            self.extents.setdefault(device, Extent()).reach(reading)
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether this end of the phase is one to look at the live blocks."""
+        count = self.entered
+        return count <= SNAPSHOTS_OF_EACH_ENTRY or count & (count - 1) == 0
+
+
+class PhaseTracker:
+    """The phases of one run of a test's body.
+
+    Safe to use from several threads: autograd and data-parallel code run modules in their own.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        statistics.listeners.append(self._reach)
+        self._paused = False
+        self._lock = RLock()
+        self._open: list[Phase] = []
+        self._kept: tuple[Phase, ...] | None = None
+        self.phases: dict[str, Phase] = {}
+
+    def restart(self) -> None:
+        """Forget every phase but those from before the first restart."""
+        with self._lock:
+            if self._kept is None:
+                self._kept = tuple(phase.copy() for phase in self.phases.values())
+            self._open.clear()
+            self.phases = {phase.name: phase.copy() for phase in self._kept}
+
+    @contextmanager
+    def window(self, name: str) -> Iterator[None]:
+        """Be in the phase ``name``; inside a phase of the same name nothing new begins."""
+        phase = self.enter(name)
+        try:
+            yield
+        finally:
+            if phase is not None:
+                self.leave(phase)
+
+    def enter(self, name: str) -> Phase | None:
+        """Begin the phase ``name``; ``None`` where it is open already."""
+        with self._lock:
+            if self.is_open(name):
+                return None
+            readings = self._statistics.harvest()
+            parent = self._open[-1].name if self._open else None
+            phase = self.phases.setdefault(name, Phase(name, parent))
+            if phase.parent != parent:
+                phase.parent = None
+            phase.begin(readings)
+            self._open.append(phase)
+            return phase
+
+    def leave(self, phase: Phase) -> None:
+        """End a phase that :meth:`enter` began, and whatever is still open inside it."""
+        with self._lock:
+            if not phase.open:
+                return
+            self._statistics.harvest()
+            while phase.open:
+                self._close(self._open.pop())
+
+    def is_open(self, name: str) -> bool:
+        """Whether a window of this name is open."""
+        return name in self.phases and self.phases[name].open
+
+    @contextmanager
+    def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> Iterator[None]:
+        """Leave what happens inside out of every phase.
+
+        What it keeps, ``amounts()`` by device, counts as if it had been there before every phase.
+        """
+        self._statistics.harvest()
+        self._paused = True
+        try:
+            yield
+        finally:
+            readings = self._statistics.harvest()
+            self._paused = False
+            with self._lock:
+                for device, amount in amounts().items():
+                    for phase in self.phases.values():
+                        phase.extents.setdefault(device, Extent()).raise_by(amount)
+                self._reach({device: now.at_rest for device, now in readings.items()})
+
+    def records(
+        self, device: int, stray: Bytes, workspaces: frozenset[Block] = frozenset()
+    ) -> dict[str, PhaseRecord]:
+        """Return the record of each phase that has been left, charged: without ``stray`` bytes.
+
+        ``workspaces`` are the blocks that turned out to be cuBLAS's.
+        """
+        return {
+            phase.name: _record(phase, device, stray, workspaces)
+            for phase in self.phases.values()
+            if not phase.open
+        }
+
+    def _reach(self, readings: Readings) -> None:
+        if self._paused:
+            return
+        with self._lock:
+            for phase in self._open:
+                phase.reach(readings)
+
+    def _close(self, phase: Phase) -> None:
+        phase.open = False
+        if phase.wants_snapshot:
+            phase.blocks = self._statistics.live_blocks()
+
+
+def _record(phase: Phase, device: int, stray: Bytes, workspaces: frozenset[Block]) -> PhaseRecord:
+    extent = phase.extent(device)
+    return PhaseRecord(
+        name=phase.name,
+        peak_allocated=extent.peak_allocated - stray.allocated,
+        peak_reserved=extent.peak_reserved - stray.reserved,
+        allocated_before=extent.allocated_before - stray.allocated,
+        allocated_after=extent.allocated_after - stray.allocated,
+        cublas_workspace=bytes_on(device, phase.blocks & workspaces),
+        entered=phase.entered,
+        parent=phase.parent,
+    )
+
+
+def bytes_on(device: int, blocks: frozenset[Block]) -> int:
+    """Return the bytes of those ``blocks`` that lie on ``device``."""
+    return sum(block.size for block in blocks if block.device == device)

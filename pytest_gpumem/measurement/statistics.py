@@ -1,0 +1,214 @@
+"""The caching allocator's statistics, read so that the body of a test does not notice.
+
+The meter resets peaks wherever a phase begins or ends. A body must not see that in
+``torch.cuda.max_memory_allocated()``, and its own ``torch.cuda.reset_peak_memory_stats()`` must not
+blind the meter. So while a test runs the body's entry points are wrapped: what the meter reset is
+remembered and folded into what the body reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import pytest
+import torch
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One device's statistics since the last harvest, in bytes."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    allocations: int = 0
+    """Bytes ever handed out: a counter that moves with every allocation."""
+
+    @property
+    def at_rest(self) -> Reading:
+        """The present values, as if they had never been higher."""
+        return replace(self, peak_allocated=self.allocated, peak_reserved=self.reserved)
+
+
+class Block(NamedTuple):
+    """A live block of the allocator."""
+
+    device: int
+    address: int
+    size: int
+
+
+Readings = Mapping[int, Reading]
+"""By device index."""
+
+
+class Statistics(Protocol):
+    """What the meter asks of a machine's devices."""
+
+    @property
+    def listeners(self) -> list[Callable[[Readings], None]]:
+        """Who is told of every harvest: peaks can be taken only once."""
+
+    def harvest(self) -> Readings:
+        """Return each device's reading, and begin new peaks."""
+
+    def live_blocks(self) -> frozenset[Block]:
+        """Return every block in use."""
+
+    def synchronize(self) -> None:
+        """Wait for the work queued on every device in use."""
+
+    def clear_workspaces(self) -> None:
+        """Free the cuBLAS and cuBLASLt workspaces."""
+
+    def empty_cache(self) -> None:
+        """Give unused segments back to the driver."""
+
+    def forget_peaks(self) -> None:
+        """Let the body's peaks begin here, too."""
+
+
+class CudaStatistics:
+    """``torch.cuda``'s statistics of every visible device, real or simulated.
+
+    Nothing here initialises CUDA: before the test does so itself, every reading is empty. Must be
+    created, and used, while the device is active.
+    """
+
+    def __init__(self) -> None:
+        self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
+        self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
+        self._remembered: dict[int, dict[Path, int]] = {}
+        self.listeners: list[Callable[[Readings], None]] = []
+
+    def harvest(self) -> Readings:
+        """Return each device's reading, and begin new peaks; the body's peaks remain."""
+        readings = {}
+        for device in self._devices():
+            stats = self._stats(device)
+            self._remember(device, stats)
+            self._reset_peaks(device)
+            readings[device] = _reading(stats)
+        for listener in self.listeners:
+            listener(readings)
+        return readings
+
+    def live_blocks(self) -> frozenset[Block]:
+        """Return every block in use, also those that a stream still works on."""
+        if not _initialized():
+            return frozenset()
+        return frozenset(
+            Block(segment["device"], block["address"], block["size"])
+            for segment in torch.cuda.memory_snapshot(**self._snapshot_options)
+            for block in segment["blocks"]
+            if block["state"].startswith("active")
+        )
+
+    def synchronize(self) -> None:
+        """Wait for every device in use; one that nothing was allocated on is left alone."""
+        for device in self._devices():
+            if _current(self._stats(device), "reserved_bytes"):
+                torch.cuda.synchronize(device)
+
+    def clear_workspaces(self) -> None:
+        """Free the cuBLAS and cuBLASLt workspaces of every thread and stream."""
+        if _initialized():
+            torch._C._cuda_clearCublasWorkspaces()
+
+    def empty_cache(self) -> None:
+        """Give unused segments back to the driver."""
+        torch.cuda.empty_cache()
+
+    def forget_peaks(self) -> None:
+        """Let the body's peaks begin at the present values."""
+        self._remembered.clear()
+        for device in self._devices():
+            self._reset_peaks(device)
+
+    @contextmanager
+    def screened(self) -> Iterator[None]:
+        """Show the body its own peaks, as if nobody else had reset them."""
+        replacements = {
+            "_cuda_memoryStats": self._body_stats,
+            "_cuda_resetPeakMemoryStats": self._body_reset,
+            "_accelerator_getDeviceStats": self._body_stats,
+            "_accelerator_resetPeakStats": self._body_reset,
+        }
+        with pytest.MonkeyPatch.context() as patches:
+            for name, replacement in replacements.items():
+                if hasattr(torch._C, name):  # torch.accelerator's memory functions came with 2.9
+                    patches.setattr(torch._C, name, replacement)
+            yield
+
+    def _body_stats(self, device: int) -> dict[str, Any]:
+        return _raised(self._stats(device), self._remembered.get(device, {}))
+
+    def _body_reset(self, device: int) -> None:
+        self.harvest()
+        self._remembered.pop(device, None)
+        self._reset_peaks(device)
+
+    def _remember(self, device: int, stats: Mapping[str, Any]) -> None:
+        remembered = self._remembered.setdefault(device, {})
+        for path, value in _peaks(stats):
+            remembered[path] = max(remembered.get(path, 0), value)
+
+    def _devices(self) -> range:
+        return range(self._device_count) if _initialized() else range(0)
+
+    @cached_property
+    def _device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    @cached_property
+    def _snapshot_options(self) -> dict[str, bool]:
+        # Copying a recorded history would cost more than the blocks; the option came with 2.11.
+        known = inspect.signature(torch.cuda.memory_snapshot).parameters
+        return {"include_traces": False} if "include_traces" in known else {}
+
+
+def _initialized() -> bool:
+    return bool(torch.cuda.is_initialized())
+
+
+def _reading(stats: Mapping[str, Any]) -> Reading:
+    allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+    return Reading(
+        allocated=allocated["current"],
+        reserved=reserved["current"],
+        peak_allocated=allocated["peak"],
+        peak_reserved=reserved["peak"],
+        allocations=allocated["allocated"],
+    )
+
+
+def _current(stats: Mapping[str, Any], key: str) -> int:
+    current: int = stats[key]["all"]["current"]
+    return current
+
+
+def _peaks(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, int]]:
+    for key, value in stats.items():
+        if isinstance(value, Mapping):
+            yield from _peaks(value, (*path, key))
+        elif key == "peak":
+            yield path, value
+
+
+def _raised(stats: Mapping[str, Any], peaks: Mapping[Path, int], path: Path = ()) -> dict[str, Any]:
+    return {
+        key: _raised(value, peaks, (*path, key))
+        if isinstance(value, Mapping)
+        else max(value, peaks.get(path, 0))
+        if key == "peak"
+        else value
+        for key, value in stats.items()
+    }

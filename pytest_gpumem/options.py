@@ -1,0 +1,326 @@
+"""Command line and ini file, read once into one frozen :class:`Settings`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
+
+import pytest
+
+from pytest_gpumem.marker import parse_keyword
+from pytest_gpumem.sizes import Tolerance
+
+T = TypeVar("T")
+
+DEFAULT_GPU = "A100-40GB"
+"""The catalogue name that is simulated where none is given."""
+
+_FLAGS = {
+    "gpumem_all": "measure and report unmarked tests too, without judging them",
+    "gpumem_prune_baselines": "delete baselines of tests that no longer exist",
+    "gpumem_require_baselines": (
+        "fail tests that say baseline=True and have none (on by itself when CI is set)"
+    ),
+}
+_VALUE_FLAGS = {
+    "gpumem_update_baselines": (("all", "new"), "store what was measured as the new baselines"),
+    "gpumem_history": (
+        ("python", "all"),
+        "record the source lines of allocations (on by itself when simulated)",
+    ),
+}
+_VALUES = {
+    "gpumem_device": (
+        "auto|cuda|cuda:N|sim|sim:MODEL[,MODEL...]|off",
+        "where marked tests run (default: auto, a GPU if there is one, else sim)",
+    ),
+    "gpumem_sim_scope": (
+        "test|session",
+        "the simulated GPU exists only inside marked tests, or always (default: test)",
+    ),
+    "gpumem_baselines": ("DIR", "folder of the stored baselines (default: baselines)"),
+    "gpumem_tolerance": ("TOLERANCE", 'how far a baseline may be exceeded, like "1%% + 1MiB"'),
+    "gpumem_artifacts": ("DIR", "write memory snapshots of failing tests to this folder"),
+}
+_REPORT = ("json:PATH", "write a report; may be given several times")
+_MARKER_DEFAULTS = {
+    "gpumem_max": "default of the marker's max",
+    "gpumem_max_reserved": "default of the marker's max_reserved",
+    "gpumem_max_leak": "default of the marker's max_leak",
+    "gpumem_warmup": "default of the marker's warmup",
+    "gpumem_repeat": "default of the marker's repeat",
+    "gpumem_gpu": "default of the marker's gpu, models separated by commas",
+    "gpumem_min_memory": "default of the marker's min_memory",
+}
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """Where marked tests run."""
+
+    kind: Literal["auto", "cuda", "sim", "off"]
+    index: int | None = None
+    """Of the CUDA device; ``None`` for the current one."""
+    models: tuple[str, ...] = ()
+    """Catalogue names to simulate; empty where nothing can be simulated."""
+
+
+@dataclass(frozen=True)
+class ReportTarget:
+    """One report to write."""
+
+    kind: Literal["json"]
+    path: Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What command line and ini file say; paths are absolute."""
+
+    device: DeviceChoice
+    sim_scope: Literal["test", "session"]
+    all: bool
+    baselines: Path
+    update: Literal["all", "new"] | None
+    prune: bool
+    require_baselines: bool
+    tolerance: Tolerance | None
+    reports: tuple[ReportTarget, ...]
+    history: Literal["python", "all"] | None
+    """``None`` where the user leaves it to the plugin."""
+    artifacts: Path | None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "defaults", MappingProxyType(dict(self.defaults)))
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register every option and its ini twin."""
+    group = parser.getgroup("gpumem", "GPU memory (pytest-gpumem)")
+    for name, (form, help_text) in _VALUES.items():
+        group.addoption(_option(name), metavar=form, default=None, dest=name, help=help_text)
+        parser.addini(name, f"{form}: {help_text}".replace("%%", "%"), default=None)
+    form, help_text = _REPORT
+    group.addoption(
+        "--gpumem-report",
+        action="append",
+        metavar=form,
+        default=None,
+        dest="gpumem_report",
+        help=help_text,
+    )
+    parser.addini("gpumem_report", f"{form}: {help_text}", type="linelist", default=None)
+    for name, help_text in _FLAGS.items():
+        group.addoption(_option(name), action="store_true", default=None, dest=name, help=help_text)
+        parser.addini(name, help_text, type="bool", default=None)
+    for name, (choices, help_text) in _VALUE_FLAGS.items():
+        strings = [_option(name), *(f"{_option(name)}={choice}" for choice in choices)]
+        group.addoption(
+            *strings, action=_ValueFlag, const=choices[0], default=None, dest=name, help=help_text
+        )
+        parser.addini(name, f"{'|'.join(choices)}: {help_text}", default=None)
+    for name, help_text in _MARKER_DEFAULTS.items():
+        parser.addini(name, help_text, default=None)
+    parser.addini("gpumem_baseline", "default of the marker's baseline", type="bool", default=None)
+    parser.addini(
+        "gpumem_phases",
+        "defaults of the marker's phases, one NAME = SIZE a line",
+        type="linelist",
+        default=None,
+    )
+
+
+def settings_from(config: pytest.Config) -> Settings:
+    """Return the settings; the command line wins over the ini file.
+
+    Raises ``pytest.UsageError`` with one sentence that names the option or ini key, the value and
+    what is accepted.
+    """
+    reader = _Reader(config)
+    tolerance = reader.one("gpumem_tolerance", _as_marker("tolerance"))
+    required = reader.flag("gpumem_require_baselines")
+    return Settings(
+        device=reader.one("gpumem_device", _device) or _device("auto"),
+        sim_scope=reader.one("gpumem_sim_scope", _choice("test", "session")) or "test",
+        all=bool(reader.flag("gpumem_all")),
+        baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
+        update=reader.one("gpumem_update_baselines", _choice("all", "new")),
+        prune=bool(reader.flag("gpumem_prune_baselines")),
+        require_baselines=bool(os.getenv("CI")) if required is None else required,
+        tolerance=tolerance,
+        reports=reader.reports(),
+        history=reader.one("gpumem_history", _choice("python", "all")),
+        artifacts=reader.path("gpumem_artifacts"),
+        defaults=_marker_defaults(reader, tolerance),
+    )
+
+
+def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> dict[str, Any]:
+    values = {
+        "max": reader.one("gpumem_max", _as_marker("max")),
+        "max_reserved": reader.one("gpumem_max_reserved", _as_marker("max_reserved")),
+        "max_leak": reader.one("gpumem_max_leak", _as_marker("max_leak")),
+        "phases": reader.one("gpumem_phases", _phases),
+        "baseline": reader.flag("gpumem_baseline"),
+        "tolerance": tolerance,
+        "warmup": reader.one("gpumem_warmup", _runs("warmup")),
+        "repeat": reader.one("gpumem_repeat", _runs("repeat")),
+        "gpu": reader.one("gpumem_gpu", _models),
+        "min_memory": reader.one("gpumem_min_memory", _as_marker("min_memory")),
+    }
+    return {keyword: value for keyword, value in values.items() if value is not None}
+
+
+class _ValueFlag(argparse.Action):
+    """A flag that may carry a value, but only after ``=``.
+
+    ``nargs="?"`` would take the test path that follows a bare flag for its value. So each accepted
+    ``--flag=value`` is an option string of its own, which argparse looks for before it splits at
+    the ``=``; any other value is an error that lists them.
+    """
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, **kwargs)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        _, _, value = (option_string or "").partition("=")
+        setattr(namespace, self.dest, value or self.const)
+
+
+class _Reader:
+    """Finds what was given, command line before ini file, and names it in what goes wrong."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def one(self, name: str, parse: Callable[[Any], T]) -> T | None:
+        label, value = self._given(name)
+        if value is None:
+            return None
+        return _parsed(label, value, parse)
+
+    def flag(self, name: str) -> bool | None:
+        value: bool | None = self._given(name, "; write true or false")[1]
+        return value
+
+    def path(self, name: str) -> Path | None:
+        label, _ = self._given(name)
+        return self.one(name, lambda value: self._folder(label) / _not_empty(value))
+
+    def reports(self) -> tuple[ReportTarget, ...]:
+        label, values = self._given("gpumem_report")
+        folder = self._folder(label)
+        return tuple(_parsed(label, value, lambda v: _report(v, folder)) for value in values or ())
+
+    def _given(self, name: str, accepted: str = "") -> tuple[str, Any]:
+        value = self._config.getoption(name, None)
+        if value is not None:
+            return _option(name), value
+        # pytest itself raises a ValueError or TypeError for a value that is not of the ini type.
+        try:
+            value = self._config.getini(name)
+        except (ValueError, TypeError, pytest.UsageError) as error:
+            raise pytest.UsageError(f"{name}: {error}{accepted}") from None
+        return name, None if value in ("", []) else value
+
+    def _folder(self, label: str) -> Path:
+        if label.startswith("--"):
+            return self._config.invocation_params.dir
+        inipath = self._config.inipath
+        return self._config.rootpath if inipath is None else inipath.parent
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise pytest.UsageError(f"{label}={error}") from None
+
+
+def _as_marker(keyword: str) -> Callable[[str], Any]:
+    return lambda value: parse_keyword(keyword, value)
+
+
+def _runs(keyword: str) -> Callable[[str], int]:
+    def parse(value: str) -> int:
+        runs: int = parse_keyword(keyword, int(value) if value.strip().isdecimal() else value)
+        return runs
+
+    return parse
+
+
+def _models(value: str) -> tuple[str, ...]:
+    models: tuple[str, ...] = parse_keyword("gpu", [name.strip() for name in value.split(",")])
+    return models
+
+
+def _phases(lines: list[str]) -> dict[str, int]:
+    limits: dict[str, str] = {}
+    for line in lines:
+        name, equals, size = (part.strip() for part in line.partition("="))
+        if not equals or not name or name in limits:
+            raise ValueError(f"{line!r} is not a phase and its limit, each once: forward = 1GB")
+        limits[name] = size
+    parsed: dict[str, int] = parse_keyword("phases", limits)
+    return parsed
+
+
+def _not_empty(value: str) -> str:
+    if not value:
+        raise ValueError(f"{value!r} is not a folder; write its path")
+    return value
+
+
+def _choice(*choices: Any) -> Callable[[str], Any]:
+    def parse(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"{value!r} is not accepted; write {' or '.join(choices)}")
+        return value
+
+    return parse
+
+
+def _device(value: str) -> DeviceChoice:
+    if value == "auto":
+        return DeviceChoice("auto", models=(DEFAULT_GPU,))
+    if value == "sim":
+        return DeviceChoice("sim", models=(DEFAULT_GPU,))
+    if value == "cuda":
+        return DeviceChoice("cuda")
+    if value == "off":
+        return DeviceChoice("off")
+    kind, _, rest = value.partition(":")
+    if kind == "cuda" and rest.isascii() and rest.isdecimal():
+        return DeviceChoice("cuda", index=int(rest))
+    if kind == "sim" and rest:
+        return DeviceChoice("sim", models=_models(rest))
+    raise ValueError(f"{value!r} is not a device; write {_VALUES['gpumem_device'][0]}")
+
+
+def _report(value: str, folder: Path) -> ReportTarget:
+    kind, _, path = value.partition(":")
+    if kind == "json" and path:
+        return ReportTarget("json", folder / path)
+    if kind in ("html", "github"):
+        raise ValueError(
+            f"{value!r} asks for a report that is not available in this version; "
+            "json:PATH is accepted"
+        )
+    raise ValueError(f"{value!r} is not a report; json:PATH is accepted")

@@ -1,0 +1,1 @@
+"""What a run leaves for its readers: terminal section, JSON report, JUnit properties."""

@@ -1,0 +1,108 @@
+"""The JSON report, ``--gpumem-report json:PATH``: every number of a run, as schema.json says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.jsonfile import replace_file, schema_problem
+from pytest_gpumem.report.record import TestRecord
+
+SCHEMA_VERSION = 1
+
+
+class ReportError(ValueError):
+    """A report that cannot be written or read; the message is one sentence for the user."""
+
+
+def report_of(records: Iterable[TestRecord]) -> dict[str, Any]:
+    """Return the report of a run, builtin types only, the tests sorted by node id.
+
+    The report's environment is that of most tests; a test measured elsewhere names its own.
+    """
+    ordered = sorted(records, key=lambda record: record.nodeid)
+    counts = Counter(record.environment for record in ordered)
+    common = counts.most_common(1)[0][0] if counts else None
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "environment": common and common.to_dict(),
+        "tests": [_test(record, common) for record in ordered],
+    }
+
+
+def write_report(path: Path, records: Sequence[TestRecord]) -> Path:
+    """Write the report of ``records`` to ``path``, whole or not at all; return the file written.
+
+    Folders that are missing are made, a symbolic link is written through. Raises
+    :class:`ReportError` where the file cannot be written.
+    """
+    report = report_of(records)
+    if problem := schema_problem("pytest_gpumem.report", report):
+        raise ReportError(f"report {path} was not written: {problem}")
+    content = f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode("ascii")
+    target = path.resolve()
+    try:
+        if target.exists() and not target.is_file() and not target.is_dir():
+            # A pipe or a device such as /dev/stdout is written to, not replaced by a file.
+            target.write_bytes(content)
+        else:
+            replace_file(target, content)
+    except OSError as error:
+        raise ReportError(
+            f"report {path} cannot be written: {error.strerror or error}; "
+            "give --gpumem-report json:PATH a file that can be written"
+        ) from error
+    return target
+
+
+def read_report(path: Path) -> list[TestRecord]:
+    """Return the tests of the report ``path``; raises :class:`ReportError` where it is none."""
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ReportError(
+            f"report {path} cannot be read: {error.strerror or error}; check the path"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _foreign(path, f"not valid JSON ({error})") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise ReportError(
+            f"report {path} has schema_version {version} and this pytest-gpumem reads "
+            f"{SCHEMA_VERSION}; install a newer one"
+        )
+    if problem := schema_problem("pytest_gpumem.report", data):
+        raise _foreign(path, problem)
+    return [_record(test, data["environment"]) for test in data["tests"]]
+
+
+def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
+    data = record.to_dict()
+    if record.environment == common:
+        del data["environment"]
+    if record.nvml is None:
+        del data["nvml"]
+    return data
+
+
+def _record(test: dict[str, Any], environment: dict[str, Any] | None) -> TestRecord:
+    optional: dict[str, Any] = {
+        "environment": environment,
+        "other_devices": [],
+        "improvements": [],
+        "missing_baseline": False,
+        "judged": True,
+        "nvml": None,
+    }
+    return TestRecord.from_dict({**optional, **test})
+
+
+def _foreign(path: Path, problem: str) -> ReportError:
+    return ReportError(
+        f"report {path} is not one of pytest-gpumem: {problem}; write it with "
+        "--gpumem-report json:PATH"
+    )

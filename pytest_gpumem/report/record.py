@@ -1,0 +1,90 @@
+"""Everything the reports know of one test: the value that travels from worker to controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.measurement.record import Measurement
+
+
+@dataclass(frozen=True)
+class TestRecord:
+    """One test that ran: what was expected, measured and judged; sizes in bytes."""
+
+    __test__: ClassVar[bool] = False  # pytest would take the name for a test class
+
+    nodeid: str
+    outcome: str
+    """As pytest counts: ``passed``, ``failed``, ``error``, ``skipped``, ``xfailed`` or ``xpassed``.
+
+    Never ``rerun``: only the last run of a test is reported.
+    """
+    environment: Environment
+    measurement: Measurement | None
+    """Of the device that the test is judged by; ``None`` where nothing could be measured."""
+    other_devices: tuple[Measurement, ...] = ()
+    """Of every further device that the test touched."""
+    expectation: Mapping[str, Any] = field(default_factory=dict)
+    baseline: Mapping[str, Any] | None = None
+    """The stored entry of this environment, ``None`` where there is none."""
+    prediction: Mapping[str, Any] | None = None
+    verdicts: tuple[Verdict, ...] = ()
+    improvements: tuple[Improvement, ...] = ()
+    missing_baseline: bool = False
+    """A baseline was wanted and this environment has none."""
+    judged: bool = True
+    """``False`` where the test was only measured, or its body failed before a verdict."""
+    nvml: Mapping[str, Any] | None = None
+    """A device-level reading, or why there is none; ``None`` where none was tried."""
+
+    @property
+    def broken(self) -> tuple[Verdict, ...]:
+        """The verdicts that did not pass."""
+        return tuple(verdict for verdict in self.verdicts if not verdict.passed)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the test failed by its memory; ``False`` where that was expected (xfail)."""
+        return self.outcome == "failed" and bool(self.broken)
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """One per device that was measured, the judged one first."""
+        return (() if self.measurement is None else (self.measurement,)) + self.other_devices
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        return {
+            "nodeid": self.nodeid,
+            "outcome": self.outcome,
+            "environment": self.environment.to_dict(),
+            "measurement": self.measurement and self.measurement.to_dict(),
+            "other_devices": [measurement.to_dict() for measurement in self.other_devices],
+            "expectation": dict(self.expectation),
+            "baseline": None if self.baseline is None else dict(self.baseline),
+            "prediction": None if self.prediction is None else dict(self.prediction),
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+            "improvements": [improvement.to_dict() for improvement in self.improvements],
+            "missing_baseline": self.missing_baseline,
+            "judged": self.judged,
+            "nvml": None if self.nvml is None else dict(self.nvml),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TestRecord:
+        """Rebuild what :meth:`to_dict` wrote."""
+        measurement = data["measurement"]
+        return cls(
+            **{
+                **data,
+                "environment": Environment.from_dict(data["environment"]),
+                "measurement": None if measurement is None else Measurement.from_dict(measurement),
+                "other_devices": tuple(map(Measurement.from_dict, data["other_devices"])),
+                "verdicts": tuple(map(Verdict.from_dict, data["verdicts"])),
+                "improvements": tuple(map(Improvement.from_dict, data["improvements"])),
+            }
+        )

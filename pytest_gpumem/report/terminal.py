@@ -1,0 +1,285 @@
+"""The terminal: the header's line and the section "gpumem" at the end of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.baseline.verdict import update_command
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.table import STATUS_STYLE, table, test_status
+from pytest_gpumem.report.text import Line, Span, Writer, shorten, wrap, write_lines
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baseline.update import Change, UpdateReport
+
+MOST_LISTED = 10
+"""Tests, changes and notes of one kind that are listed unless verbose."""
+
+STATUS_WORDS = {
+    "ok": "ok",
+    "FAIL": "failed",
+    "xfail": "failed as expected",
+    "better": "improved",
+    "new": "without baseline",
+    "-": "not judged",
+}
+
+
+def describe(environment: Environment) -> str:
+    """Return what an environment is, real or not: ``simulated A100-40GB (torch 2.13)``."""
+    kind = "simulated " if environment.simulated else ""
+    facts = [f"torch {environment.torch}"]
+    if not environment.simulated:
+        facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
+        facts += [f"driver {environment.driver}"] if environment.driver else []
+    facts += [environment.partition] if environment.partition else []
+    facts += [environment.alloc_conf] if environment.alloc_conf else []
+    if environment.cublas_workspace_config:
+        facts.append(f"CUBLAS_WORKSPACE_CONFIG={environment.cublas_workspace_config}")
+    return f"{kind}{environment.gpu} ({', '.join(facts)})"
+
+
+def header_line(device: str, baselines: Mapping[str, int]) -> str:
+    """Return the line for ``pytest_report_header``.
+
+    ``device`` is :func:`describe`'s text, or whatever else says where tests will run;
+    ``baselines`` gives the number of tests stored in each folder that will be compared with.
+    """
+    stored = [f"{folder} ({_tests(count)})" for folder, count in baselines.items()]
+    return f"gpumem: {device}" + (f", baselines: {', '.join(stored)}" if stored else "")
+
+
+def write_section(writer: Writer, lines: Sequence[Line], *, verbosity: int) -> None:
+    """Write the section; without a title when quiet, nothing at all when there is nothing."""
+    if lines and verbosity >= 0:
+        writer.sep("=", "gpumem")
+    write_lines(writer, lines)
+
+
+def section(
+    records: Sequence[TestRecord],
+    *,
+    verbosity: int,
+    width: int,
+    update: UpdateReport | None = None,
+    notes: Sequence[str] = (),
+    command: str = "pytest",
+) -> list[Line]:
+    """Return the lines of the section, none wider than ``width`` unless one word or command is.
+
+    ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
+    exact bytes. ``command`` is how pytest is started, for the commands that are suggested.
+    """
+    records = _recorded(records, update)
+    blocks: list[list[Line]] = []
+    if verbosity >= 0:
+        blocks += _tables(records, verbosity, width)
+    blocks.append(list(_failures(records, verbosity, width)))
+    if verbosity >= 0:
+        most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
+        blocks.append(list(_improvements(records, most, width, command)))
+        blocks.append(list(_without_baseline(records, most, width, command)))
+        blocks.append(list(_notes(records, notes, most, width)))
+        blocks.append(list(_devices(records, verbosity, width)))
+    blocks.append(list(_updates(update, verbosity, width)))
+    blocks.append(list(_summary(records, width)))
+    return _spaced(blocks, Line() if verbosity >= 0 else None)
+
+
+def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Sequence[TestRecord]:
+    """No test is called without baseline where baselines were recorded just now.
+
+    What could not be recorded, the update's own messages say.
+    """
+    if update is None or not (update.added or update.changed or update.unchanged):
+        return records
+    return [replace(record, missing_baseline=False) for record in records]
+
+
+def _spaced(blocks: Sequence[Sequence[Line]], between: Line | None) -> list[Line]:
+    lines: list[Line] = []
+    for block in filter(None, blocks):
+        if lines and between is not None:
+            lines.append(between)
+        lines += block
+    return lines
+
+
+def _tables(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[list[Line]]:
+    for environment, found in _by_environment(records).items():
+        heading = [Line.of(line, "bold") for line in wrap(describe(environment), width, rest="  ")]
+        yield heading + table(found, verbosity=verbosity, width=width)
+
+
+def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
+    environments: dict[Environment, list[TestRecord]] = {}
+    for record in records:
+        environments.setdefault(record.environment, []).append(record)
+    return environments
+
+
+def _failures(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
+    for record in records:
+        if record.failed or (record.broken and verbosity > 0):
+            yield _marked(test_status(record), record.nodeid, width)
+            for verdict in record.broken:
+                yield from _sentence(verdict.short, width)
+                for note in verdict.notes:
+                    yield from _sentence(note, width, "    ")
+
+
+def _improvements(
+    records: Sequence[TestRecord], most: int, width: int, command: str
+) -> Iterator[Line]:
+    improved = [record for record in records if test_status(record) == "better"]
+    for record in improved[:most]:
+        yield _marked("better", record.nodeid, width)
+        for improvement in record.improvements:
+            yield from _sentence(improvement.short, width)
+        yield _command("lock it in", update_command(record.nodeid, command))
+    yield from _rest(improved, most, "improved")
+
+
+def _without_baseline(
+    records: Sequence[TestRecord],
+    most: int,
+    width: int,
+    command: str,
+) -> Iterator[Line]:
+    missing = [record for record in records if test_status(record) == "new"]
+    for environment, found in _by_environment(missing).items():
+        text = f"no baseline in {environment.key} for {_tests(len(found))}:"
+        yield from (Line.of(line, "yellow") for line in wrap(text, width, rest="  "))
+        yield from (Line.of(shorten(f"  {record.nodeid}", width)) for record in found[:most])
+        yield from _rest(found, most, "without baseline")
+    if missing:
+        yield _command("record them", f"{command} --gpumem-update-baselines=new")
+
+
+def _updates(update: UpdateReport | None, verbosity: int, width: int) -> Iterator[Line]:
+    if update is None:
+        return
+    counts = {
+        "added": len(update.added),
+        "changed": len(update.changed),
+        "unchanged": update.unchanged,
+        "pruned": len(update.pruned),
+    }
+    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    files = f" ({len(update.written)} file{'s' * (len(update.written) != 1)} written)"
+    yield Line.of(f"baselines: {told or 'nothing to record'}{files if update.written else ''}")
+    if verbosity >= 0:
+        most = MOST_LISTED if verbosity == 0 else len(update.added) + len(update.changed)
+        for mark, changes in (("+", update.added), ("~", update.changed), ("-", update.pruned)):
+            yield from _changes(mark, changes, max(most, MOST_LISTED), width)
+        for message in update.messages:
+            yield from _sentence(message, width)
+    for error in update.errors:
+        yield from (Line.of(line, "red") for line in wrap(error, width, first="  ", rest="    "))
+
+
+def _changes(mark: str, changes: Sequence[Change], most: int, width: int) -> Iterator[Line]:
+    for change in changes[:most]:
+        yield from map(Line.of, wrap(change.text, width, first=f"  {mark} ", rest="      "))
+    yield from _rest(changes, most, {"+": "added", "~": "changed", "-": "pruned"}[mark])
+
+
+def _notes(
+    records: Sequence[TestRecord], notes: Sequence[str], most: int, width: int
+) -> Iterator[Line]:
+    counts: Counter[str] = Counter(notes)
+    for record in records:
+        counts.update({note for measured in record.measurements for note in measured.notes})
+    for note, count in list(counts.items())[:most]:
+        times = f" ({_tests(count)})" if count > 1 else ""
+        yield from map(Line.of, wrap(f"note: {note}{times}", width, rest="  "))
+    yield from _rest(list(counts), most, "notes", tests=False)
+
+
+def _devices(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
+    for found in _by_environment(records).values():
+        readings = [record.nvml for record in found if record.nvml is not None]
+        read = [reading for reading in readings if "absent" not in reading]
+        if read:
+            text = _device_text(max(read, key=lambda reading: int(reading["used"])))
+        elif readings and verbosity > 0:
+            text = f"whole device: not read, because {readings[0]['absent']}"
+        else:
+            continue
+        yield from (Line.of(line, "dim") for line in wrap(text, width, rest="  "))
+
+
+def _device_text(reading: Mapping[str, Any]) -> str:
+    """Return what NVML said, kept apart from the allocator's numbers."""
+    used, total = format_size(reading["used"]), format_size(reading["total"])
+    text = f"whole device (NVML): at most {used} of {total} used"
+    if reading["process_used"] is not None:
+        text += f", by this process {format_size(reading['process_used'])}"
+    elif reading["unattributed"]:
+        text += f", by this process unattributed ({reading['unattributed']})"
+    others = [
+        f"{other['name'] or 'PID'} {other['pid']}"
+        + (f" ({format_size(other['used'])})" if other["used"] is not None else "")
+        for other in reading["others"] or ()
+    ]
+    return f"{text}; other processes: {', '.join(others)}" if others else text
+
+
+def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
+    measured = [record for record in records if record.measurement is not None]
+    if not records:
+        return
+    counts = Counter(map(test_status, records))
+    told = ", ".join(f"{counts[key]} {word}" for key, word in STATUS_WORDS.items() if counts[key])
+    where = _kinds(records)
+    text = f"gpumem: {_tests(len(records))} on {where}: {told}"
+    if measured:
+        largest = max(measured, key=lambda record: _peak(record))
+        text += (
+            f"; highest peak {format_size(_peak(largest))} ({shorten(largest.nodeid, width - 4)})"
+        )
+    style = "bold red" if counts["FAIL"] else "bold green"
+    yield from (Line.of(line, style) for line in wrap(text, width, rest="  "))
+
+
+def _peak(record: TestRecord) -> int:
+    return record.measurement.peak_allocated if record.measurement else 0
+
+
+def _kinds(records: Sequence[TestRecord]) -> str:
+    """Name the devices, so that a simulated number is never read as a measured one."""
+    simulated = {record.environment.gpu: None for record in records if record.environment.simulated}
+    real = {record.environment.gpu: None for record in records if not record.environment.simulated}
+    parts = [", ".join(real)] if real else []
+    parts += [f"simulated {', '.join(simulated)}"] if simulated else []
+    return " and ".join(parts)
+
+
+def _tests(count: int) -> str:
+    return f"{count} test" if count == 1 else f"{count} tests"
+
+
+def _marked(status: str, nodeid: str, width: int) -> Line:
+    name = shorten(nodeid, width - len(status) - 1)
+    return Line((Span(status, STATUS_STYLE[status]), Span(f" {name}", "bold")))
+
+
+def _sentence(text: str, width: int, indent: str = "  ") -> Iterator[Line]:
+    yield from map(Line.of, wrap(text, width, first=indent, rest=indent + "  "))
+
+
+def _command(why: str, command: str) -> Line:
+    # Never broken or shortened: it is there to be copied.
+    return Line((Span(f"  {why}: "), Span(command, "cyan")))
+
+
+def _rest(found: Sequence[object], most: int, word: str, *, tests: bool = True) -> Iterator[Line]:
+    if hidden := len(found[most:]):
+        yield Line.of(
+            f"  and {_tests(hidden) if tests else hidden} more {word} (-v lists all)", "dim"
+        )

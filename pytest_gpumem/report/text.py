@@ -1,0 +1,124 @@
+"""Styled lines of text: made without a terminal, so that they can be tested without one."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+ELLIPSIS = "…"
+
+# What pytest's TerminalWriter calls the styles used here.
+MARKUP = {"dim": "light"}
+
+
+class Writer(Protocol):
+    """The part of pytest's TerminalWriter that is used here."""
+
+    fullwidth: int
+
+    def sep(self, sepchar: str, title: str | None = None, **markup: bool) -> None:
+        """Write a line of ``sepchar`` with a title."""
+
+    def write(self, msg: str, *, flush: bool = False, **markup: bool) -> None:
+        """Write ``msg``, styled where the terminal has colours."""
+
+    def line(self, s: str = "", **markup: bool) -> None:
+        """Write ``s`` and end the line."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of a line; ``style`` holds words such as ``bold red``, empty for plain text."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a terminal, without its end."""
+
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, style: str = "") -> Line:
+        """Return a line in one style."""
+        return cls((Span(text, style),))
+
+    @property
+    def text(self) -> str:
+        """The line without its styles."""
+        return "".join(span.text for span in self.spans)
+
+
+def write_lines(writer: Writer, lines: Iterable[Line]) -> None:
+    """Write ``lines`` in their styles; the writer leaves colours out where there are none."""
+    for line in lines:
+        for span in line.spans:
+            writer.write(span.text, **{MARKUP.get(word, word): True for word in span.style.split()})
+        writer.line()
+
+
+def cells(text: str) -> int:
+    """Return the columns that ``text`` takes in a terminal: two for a wide character."""
+    if text.isascii():
+        return len(text)
+    return sum(_cell(char) for char in text)
+
+
+def _cell(char: str) -> int:
+    if unicodedata.combining(char):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def shorten(text: str, width: int) -> str:
+    """Return ``text`` in at most ``width`` columns, with an ellipsis for what falls out.
+
+    It falls out of the middle: a test's name differs from its neighbour's at the ends.
+    """
+    if cells(text) <= width:
+        return text
+    if width < 1:
+        return ""
+    tail = _fitting(text[::-1], (width - 1) // 2)[::-1]
+    head = _fitting(text, width - 1 - cells(tail))
+    return f"{head}{ELLIPSIS}{tail}"
+
+
+def _fitting(text: str, width: int) -> str:
+    return text[: sum(used <= width for used in accumulate(map(_cell, text)))]
+
+
+def pad(text: str, width: int, *, right: bool = False) -> str:
+    """Return ``text`` filled up to ``width`` columns, set to the right if so asked."""
+    gap = " " * (width - cells(text))
+    return gap + text if right else text + gap
+
+
+def wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]:
+    """Return ``text`` in lines of ``width`` columns, broken between words, never inside one.
+
+    A number stays with its unit. The first line begins with ``first``, the others with ``rest``.
+    """
+    words = re.split(r"(?<!\d)\s+|\s+(?!(?:[KMGT]i)?B\b|%)", text.strip())
+    return pack(filter(None, words), width, gap=" ", first=first, rest=rest)
+
+
+def pack(
+    items: Iterable[str], width: int, *, gap: str = "  ", first: str = "", rest: str = ""
+) -> list[str]:
+    """Return ``items``, ``gap`` between them, in as few lines of ``width`` columns as they need."""
+    lines: list[str] = []
+    current, empty = first, True
+    for item in items:
+        joined = current + item if empty else current + gap + item
+        if not empty and cells(joined) > width:
+            lines.append(current)
+            joined = rest + item
+        current, empty = joined, False
+    return lines if empty else [*lines, current]

@@ -1,0 +1,169 @@
+"""Sizes and tolerances: what people write, bytes, and what people read.
+
+``K M G T`` and ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+TIB = 1024**4
+
+ALLOCATOR_BLOCK = 512
+"""Bytes; the CUDA caching allocator rounds every request up to a multiple (kMinBlockSize)."""
+
+SIZE_FORM = (
+    'bytes as an int, or a text such as "512", "2GB" (powers of 1000), "2GiB" or "2G" (1024)'
+)
+TOLERANCE_FORM = '"2% + 1MiB", "1%", "1MiB" or bytes as an int'
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "t": TIB,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "kb": 1000,
+    "mb": 1000**2,
+    "gb": 1000**3,
+    "tb": 1000**4,
+}
+
+# The digits are bounded so that a mistyped value never runs into Python's own limit for int().
+# Texts, compiled at first use: every pytest run imports this module, few run into a size.
+_NUMBER = r"([0-9]{1,18})(?:\.([0-9]{1,18}))?"
+_SIZE = rf"\s*{_NUMBER}\s*([A-Za-z]*)\s*"
+_PERCENT = rf"\s*{_NUMBER}\s*%\s*"
+
+
+class SizeError(ValueError):
+    """A size or tolerance that cannot be read; the message is one sentence for the user."""
+
+
+def parse_size(value: int | str) -> int:
+    """Return the bytes that ``value`` stands for, fractions of a byte rounded down.
+
+    Units are read without regard to case, with or without a space before them; a bare number is
+    bytes. Raises :class:`SizeError` for anything else: negative numbers, bools, floats, other
+    units.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    if isinstance(value, str) and (match := re.fullmatch(_SIZE, value)):
+        whole, fraction, unit = match.groups(default="")
+        if (factor := _UNITS.get(unit.lower())) is not None:
+            scale: int = 10 ** len(fraction)
+            return int(whole + fraction) * factor // scale
+    raise SizeError(f"{value!r} is not a size; write {SIZE_FORM}")
+
+
+def format_size(n: int) -> str:
+    """Return ``n`` bytes for reading: ``1.62 GiB``, ``412.0 MiB``, ``-512 B``."""
+    sign, size = ("-", -n) if n < 0 else ("", n)
+    if size < KIB:
+        return f"{sign}{size} B"
+    text = ""
+    for unit, factor, digits in (
+        ("KiB", KIB, 1),
+        ("MiB", MIB, 1),
+        ("GiB", GIB, 2),
+        ("TiB", TIB, 2),
+    ):
+        scale: int = 10**digits
+        # Rounded before the unit is chosen, else 1 GiB less one byte would read "1024.0 MiB".
+        rounded = (2 * size * scale + factor) // (2 * factor)
+        text = f"{sign}{rounded // scale}.{rounded % scale:0{digits}} {unit}"
+        if rounded < KIB * scale:
+            break
+    return text
+
+
+def format_exact(n: int) -> str:
+    """Return ``n`` bytes for comparing: ``1.62 GiB (1,739,461,632 B)``; below 1 KiB ``512 B``."""
+    if abs(n) < KIB:
+        return format_size(n)
+    return f"{format_size(n)} ({n:,} B)"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a number may exceed its reference: ``percent`` of it plus ``floor`` bytes.
+
+    Raises :class:`SizeError` when a part is negative or not a finite number.
+    """
+
+    percent: float
+    floor: int
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.percent) or self.percent < 0 or self.floor < 0:
+            raise SizeError(
+                f"{self.percent!r} % + {self.floor!r} B is not a tolerance; write {TOLERANCE_FORM}"
+            )
+
+    def allowance(self, reference: int) -> int:
+        """Return the bytes by which a number may exceed ``reference`` (bytes).
+
+        A percentage without a floor allows one allocator block at least: of a small reference it
+        would otherwise be less than the allocator can resolve.
+        """
+        from decimal import Decimal
+
+        # The shortest decimal of a float is what the user wrote, and its ratio is exact.
+        numerator, denominator = Decimal(repr(self.percent)).as_integer_ratio()
+        share = numerator * reference // (denominator * 100)
+        if self.percent and not self.floor:
+            return max(share, ALLOCATOR_BLOCK)
+        return share + self.floor
+
+    def __str__(self) -> str:
+        """As a user would write it, ``1% + 1MiB``; :func:`parse_tolerance` reads it back."""
+        parts = [f"{_plain(self.percent)}%"] if self.percent else []
+        if self.floor:
+            parts.append(_compact(self.floor))
+        return " + ".join(parts) or "0"
+
+
+def parse_tolerance(value: int | str) -> Tolerance:
+    """Return the tolerance that ``value`` stands for: ``"2% + 1MiB"``, ``"1%"``, ``"1MiB"``, ``0``.
+
+    Raises :class:`SizeError` for anything else.
+    """
+    try:
+        if not isinstance(value, str):
+            return Tolerance(0.0, parse_size(value))
+        parts = value.split("+")
+        percents = [part for part in parts if re.fullmatch(_PERCENT, part)]
+        sizes = [part for part in parts if part not in percents]
+        if len(percents) <= 1 and len(sizes) <= 1:
+            percent = float(percents[0].replace("%", "")) if percents else 0.0
+            return Tolerance(percent, parse_size(sizes[0]) if sizes else 0)
+    except SizeError:
+        pass
+    raise SizeError(f"{value!r} is not a tolerance; write {TOLERANCE_FORM}") from None
+
+
+def _plain(number: float) -> str:
+    from decimal import Decimal
+
+    text = format(Decimal(repr(number)), "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _compact(size: int) -> str:
+    """Return ``size`` bytes exactly, in the largest unit of which it is a whole number."""
+    for unit in ("TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "KB"):
+        factor = _UNITS[unit.lower()]
+        if size % factor == 0:
+            return f"{size // factor}{unit}"
+    return f"{size}B"

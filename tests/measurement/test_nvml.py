@@ -1,0 +1,469 @@
+"""NVML, played by an object that answers and refuses as the library does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
+import pytest
+
+from pytest_gpumem.measurement.nvml import (
+    Nvml,
+    NvmlAbsent,
+    NvmlMode,
+    NvmlProcess,
+    NvmlReading,
+    read_device,
+    visible_devices,
+)
+
+GIB = 1024**3
+ME = 4242
+
+
+def process(pid: int, used: int | None) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, usedGpuMemory=used)
+
+
+@dataclass
+class Gpu:
+    """One device; a value that is an int in ``errors`` is the code that its question raises."""
+
+    uuid: str = "GPU-11111111-aaaa-bbbb-cccc-000000000000"
+    name: str = "NVIDIA H200"
+    used: int = 6 * GIB
+    compute: list[SimpleNamespace] = field(default_factory=lambda: [process(ME, 2 * GIB)])
+    graphics: list[SimpleNamespace] = field(default_factory=list)
+    mps: list[SimpleNamespace] = field(default_factory=list)
+    samples: list[SimpleNamespace] = field(default_factory=list)
+    virtualization: int = 0
+    compute_mode: int = 0
+    instances: list[Gpu | None] | None = None
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+class FakeNvml:
+    """Counts initialisations, and raises pynvml's own errors with NVML's own codes."""
+
+    NVMLError: type[Exception] = pynvml.NVMLError
+
+    def __init__(
+        self, *gpus: Gpu, names: Mapping[int, str] | None = None, init_error: int | None = None
+    ) -> None:
+        self.gpus = gpus or (Gpu(),)
+        self.names = names or {}
+        self.init_error = init_error
+        self.open = 0
+        self.old_driver = False
+        self.driver_error: int | None = None
+
+    def nvmlInit(self) -> None:  # noqa: N802 - pynvml's name, as all below
+        if self.init_error is not None:
+            raise pynvml.NVMLError(self.init_error)
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        if self.driver_error is not None:
+            raise pynvml.NVMLError(self.driver_error)
+        return "570.86.15"
+
+    def nvmlSystemGetProcessName(self, pid: int) -> str:  # noqa: N802
+        if pid not in self.names:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return self.names[pid].encode("latin-1").decode("utf-8")
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:  # noqa: N802
+        return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:  # noqa: N802
+        everything = [one for gpu in self.gpus for one in (gpu, *filter(None, gpu.instances or []))]
+        for gpu in everything:
+            if gpu.uuid == uuid:
+                return gpu
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def nvmlDeviceGetUUID(self, handle: Gpu) -> str:  # noqa: N802
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: Gpu) -> str:  # noqa: N802
+        return handle.name
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Gpu, version: int | None = None) -> Any:  # noqa: N802
+        self._refuse(handle, "memory")
+        total, reserved = 140 * GIB, GIB
+        if version is None:
+            used = handle.used + reserved
+            return SimpleNamespace(total=total, used=used, free=total - used)
+        if self.old_driver:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        assert version == pynvml.nvmlMemory_v2
+        free = total - handle.used - reserved
+        return SimpleNamespace(total=total, used=handle.used, reserved=reserved, free=free)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Gpu) -> Any:  # noqa: N802
+        self._refuse(handle, "utilization")
+        return SimpleNamespace(gpu=37, memory=12)
+
+    def nvmlDeviceGetProcessUtilization(  # noqa: N802
+        self,
+        handle: Gpu,
+        timeStamp: int,  # noqa: N803
+    ) -> list[SimpleNamespace]:
+        if not handle.samples:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return handle.samples
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Gpu) -> list[Any]:  # noqa: N802
+        self._refuse(handle, "processes")
+        return handle.compute
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Gpu) -> list[Any]:  # noqa: N802
+        self._refuse(handle, "processes")
+        return handle.graphics
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Gpu) -> list[Any]:  # noqa: N802
+        self._refuse(handle, "processes")
+        return handle.mps
+
+    def nvmlDeviceGetMigMode(self, handle: Gpu) -> list[int]:  # noqa: N802
+        if handle.uuid.startswith("MIG-"):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        self._refuse(handle, "mig")
+        return [int(handle.instances is not None), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Gpu) -> int:  # noqa: N802
+        return len(handle.instances or [])
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Gpu, index: int) -> Gpu:  # noqa: N802
+        instance = (handle.instances or [])[index]
+        if instance is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return instance
+
+    def nvmlDeviceGetVirtualizationMode(self, handle: Gpu) -> int:  # noqa: N802
+        self._refuse(handle, "virtualization")
+        return handle.virtualization
+
+    def nvmlDeviceGetComputeMode(self, handle: Gpu) -> int:  # noqa: N802
+        self._refuse(handle, "compute_mode")
+        return handle.compute_mode
+
+    def _refuse(self, handle: Gpu, question: str) -> None:
+        if question in handle.errors:
+            raise pynvml.NVMLError(handle.errors[question])
+
+
+def read(
+    nvml: Nvml, device: int | str = 0, environ: Mapping[str, str] | None = None
+) -> NvmlReading:
+    reading = read_device(device, nvml, environ=environ or {}, pid=ME)
+    assert isinstance(reading, NvmlReading), reading
+    return reading
+
+
+def absent(nvml: Nvml, device: int | str = 0, environ: Mapping[str, str] | None = None) -> str:
+    reading = read_device(device, nvml, environ=environ or {}, pid=ME)
+    assert isinstance(reading, NvmlAbsent)
+    return reading.reason
+
+
+def mig_gpu() -> Gpu:
+    def instance(number: int, profile: str) -> Gpu:
+        uuid = f"MIG-{number}0000000-dddd-eeee-ffff-000000000000"
+        refused = {"utilization": pynvml.NVML_ERROR_NOT_SUPPORTED}
+        return Gpu(uuid, f"NVIDIA A100-SXM4-40GB MIG {profile}", errors=refused)
+
+    instances = [None, instance(5, "1g.5gb"), instance(6, "3g.20gb")]
+    return Gpu(name="NVIDIA A100-SXM4-40GB", instances=instances)
+
+
+def test_a_device_is_read_whole() -> None:
+    sample = SimpleNamespace
+    gpu = Gpu(
+        compute=[process(ME, 2 * GIB), process(77, 3 * GIB)],
+        samples=[
+            sample(pid=ME, timeStamp=2, smUtil=80),
+            sample(pid=ME, timeStamp=1, smUtil=5),
+            sample(pid=77, timeStamp=3, smUtil=99),
+        ],
+    )
+    nvml = FakeNvml(gpu, names={77: "/usr/bin/python3.11 train.py"})
+    assert read(nvml) == NvmlReading(
+        uuid="GPU-11111111-aaaa-bbbb-cccc-000000000000",
+        name="NVIDIA H200",
+        driver="570.86.15",
+        total=140 * GIB,
+        used=6 * GIB,
+        free=133 * GIB,
+        process_used=2 * GIB,
+        unattributed=None,
+        others=(NvmlProcess(77, "python3.11", 3 * GIB),),
+        alone=False,
+        mode=NvmlMode(),
+        gpu_percent=37,
+        memory_percent=12,
+        process_gpu_percent=80,
+    )
+
+
+def test_a_reading_is_builtin_types_on_its_way() -> None:
+    data = read(FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))).to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["others"] == [{"pid": 7, "name": None, "used": None}]
+    assert data["mode"]["mig_profile"] is None
+    assert NvmlAbsent("why").to_dict() == {"absent": "why"}
+
+
+@pytest.mark.parametrize("fails", ["nothing", "memory", "device", "all answers"])
+def test_the_library_is_shut_down_whatever_happens(fails: str) -> None:
+    nvml = FakeNvml(Gpu(errors={"memory": 4} if fails == "memory" else {}))
+    read_device(9 if fails == "device" else 0, nvml, environ={}, pid=ME)
+    assert nvml.open == 0
+
+
+def test_a_shutdown_that_fails_does_not_lose_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FakeNvml) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
+
+    monkeypatch.setattr(FakeNvml, "nvmlShutdown", fail)
+    assert read(FakeNvml()).used == 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "the NVIDIA driver is not loaded"),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "shared library was not found"),
+        (pynvml.NVML_ERROR_NO_PERMISSION, "insufficient permissions"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "of different versions"),
+        (pynvml.NVML_ERROR_TIMEOUT, "NVML says: Timeout"),
+    ],
+)
+def test_no_driver_no_library_and_no_permission_are_reasons(code: int, reason: str) -> None:
+    nvml = FakeNvml(init_error=code)
+    assert reason in absent(nvml)
+    assert nvml.open == 0
+
+
+def test_a_device_that_may_not_be_read_or_is_lost_is_a_reason() -> None:
+    assert "permissions" in absent(FakeNvml(Gpu(errors={"memory": 4})))
+    assert "fallen off the bus" in absent(FakeNvml(Gpu(errors={"memory": 15})))
+
+
+def test_without_the_package_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_device() == NvmlAbsent("the package nvidia-ml-py is not installed")
+
+
+def test_pynvml_itself_is_the_library_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    reading = read_device()
+    assert isinstance(reading, NvmlReading)
+    assert reading.process_used is None, "this test's own PID is not on the fake"
+
+
+def test_an_old_driver_only_knows_used_with_its_own_reserve() -> None:
+    nvml = FakeNvml()
+    nvml.old_driver = True
+    reading = read(nvml)
+    assert (reading.used, reading.free) == (7 * GIB, 133 * GIB)
+
+
+def test_what_is_not_supported_is_none() -> None:
+    refused = dict.fromkeys(("utilization", "virtualization", "compute_mode", "mig"), 3)
+    nvml = FakeNvml(Gpu(errors=refused))
+    nvml.driver_error = 3
+    reading = read(nvml)
+    assert reading.driver is None
+    assert reading.gpu_percent is None
+    assert reading.memory_percent is None
+    assert reading.mode == NvmlMode()
+
+
+def test_no_sample_of_the_process_is_no_utilisation() -> None:
+    assert read(FakeNvml()).process_gpu_percent is None
+    strangers = [SimpleNamespace(pid=1, timeStamp=1, smUtil=50)]
+    assert read(FakeNvml(Gpu(samples=strangers))).process_gpu_percent is None
+
+
+@pytest.mark.parametrize("used", [0, None])
+def test_a_process_without_bytes_is_unattributed_but_recognised(used: int | None) -> None:
+    reading = read(FakeNvml(Gpu(compute=[process(ME, used), process(7, used)])))
+    assert reading.process_used is None
+    assert reading.unattributed == f"NVML does not say how much this process (PID {ME}) uses"
+    assert reading.others == (NvmlProcess(7, None, None),)
+    assert reading.alone is False
+    assert read(FakeNvml(Gpu(compute=[process(ME, used)]))).alone is True
+
+
+@pytest.mark.parametrize(
+    ("pids", "alone"),
+    [([], None), ([90_001], None), ([90_001, 90_002], False)],
+)
+def test_a_container_that_shows_the_hosts_pids_is_unattributed(
+    pids: list[int], alone: bool | None
+) -> None:
+    reading = read(FakeNvml(Gpu(compute=[process(pid, GIB) for pid in pids])))
+    assert reading.process_used is None
+    assert reading.unattributed is not None
+    assert f"this process (PID {ME}) is not among those NVML lists" in reading.unattributed
+    assert reading.alone is alone
+
+
+def test_processes_that_may_not_be_listed_are_unknown() -> None:
+    reading = read(FakeNvml(Gpu(errors={"processes": pynvml.NVML_ERROR_NO_PERMISSION})))
+    assert reading.others is None
+    assert reading.alone is None
+    assert reading.unattributed == "NVML does not list the device's processes"
+
+
+def test_a_process_that_computes_and_draws_is_counted_once() -> None:
+    both = Gpu(
+        compute=[process(ME, GIB), process(7, None)],
+        graphics=[process(7, 5 * GIB), process(8, GIB)],
+    )
+    assert read(FakeNvml(both)).others == (
+        NvmlProcess(7, None, 5 * GIB),
+        NvmlProcess(8, None, GIB),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("/opt/my env/bin/python", "my"),
+        ("C:\\Python\\python.exe", "python.exe"),
+        ("", None),
+        ("\xff", None),
+    ],
+)
+def test_a_process_name_is_its_programs_or_none(name: str, shown: str | None) -> None:
+    nvml = FakeNvml(Gpu(compute=[process(ME, GIB), process(7, GIB)]), names={7: name})
+    assert read(nvml).others == (NvmlProcess(7, shown, GIB),)
+
+
+def test_the_first_mig_instance_is_what_cuda_uses() -> None:
+    reading = read(FakeNvml(mig_gpu()))
+    assert reading.uuid.startswith("MIG-5")
+    assert reading.mode.mig_profile == "1g.5gb"
+    assert reading.mode.partition == "MIG-1g.5gb"
+    assert reading.gpu_percent is None
+
+
+@pytest.mark.parametrize(
+    "visible",
+    ["MIG-60000000-dddd-eeee-ffff-000000000000", "MIG-6", "MIG-6,MIG-5"],
+)
+def test_a_mig_instance_is_found_by_its_uuid(visible: str) -> None:
+    reading = read(FakeNvml(mig_gpu()), environ={"CUDA_VISIBLE_DEVICES": visible})
+    assert reading.mode.partition == "MIG-3g.20gb"
+
+
+def test_a_mig_instance_whose_name_does_not_tell_is_one_all_the_same() -> None:
+    gpu = mig_gpu()
+    assert gpu.instances is not None
+    assert gpu.instances[1] is not None
+    gpu.instances[1].name = "NVIDIA A100-SXM4-40GB"
+    assert read(FakeNvml(gpu)).mode.partition == "MIG"
+
+
+def test_mps_vgpu_and_exclusive_mode_are_told() -> None:
+    mode = read(FakeNvml(Gpu(mps=[process(ME, GIB)], virtualization=2, compute_mode=3))).mode
+    assert mode == NvmlMode(vgpu=True, mps=True, exclusive_process=True)
+    assert mode.partition == "vGPU-MPS"
+    passthrough = read(FakeNvml(Gpu(virtualization=1, compute_mode=1))).mode
+    assert passthrough == NvmlMode()
+    assert passthrough.partition == ""
+
+
+def test_mps_is_known_by_its_server_and_its_variable() -> None:
+    server = Gpu(compute=[process(ME, GIB), process(9, 30)])
+    assert read(FakeNvml(server, names={9: "nvidia-cuda-mps-server"})).mode.mps
+    assert read(FakeNvml(), environ={"CUDA_MPS_PIPE_DIRECTORY": "/run/mps"}).mode.mps
+
+
+def two_gpus(second_name: str = "NVIDIA H200") -> FakeNvml:
+    return FakeNvml(
+        Gpu(used=1), Gpu("GPU-22222222-aaaa-bbbb-cccc-000000000000", second_name, used=2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "used"),
+    [
+        (1, None, 2),
+        (0, "1", 2),
+        (1, "1,0", 1),
+        (0, " 1 , 0", 2),
+        (0, "GPU-2", 2),
+        (1, "GPU-22222222,GPU-1", 1),
+        ("GPU-22222222-aaaa-bbbb-cccc-000000000000", "0", 2),
+        ("22222222-aaaa-bbbb-cccc-000000000000", None, 2),
+        ("2222", None, 2),
+    ],
+)
+def test_a_device_is_cudas_index_or_a_uuid(
+    device: int | str, visible: str | None, used: int
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert read(two_gpus(), device, environ).used == used
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "reason"),
+    [
+        (2, None, "no CUDA device 2: NVML sees 2, CUDA_VISIBLE_DEVICES is unset"),
+        (0, "", "no CUDA device 0: NVML sees 2, CUDA_VISIBLE_DEVICES is ''"),
+        (1, "0", "no CUDA device 1: NVML sees 2, CUDA_VISIBLE_DEVICES is '0'"),
+        (-1, None, "no CUDA device -1"),
+        (0, "GPU-9", "NVML sees no device with the UUID 'GPU-9'"),
+        ("GPU-", None, "more than one device matches the UUID 'GPU-'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_a_reason(
+    device: int | str, visible: str | None, reason: str
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert reason in absent(two_gpus(), device, environ)
+
+
+def test_an_index_is_not_trusted_where_cuda_may_count_otherwise() -> None:
+    mixed = two_gpus("NVIDIA T400")
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in absent(mixed, 1)
+    assert read(mixed, 1, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).used == 2
+    assert read(mixed, "GPU-2").used == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("2,1", [2, 1]),
+        ("0,2,-1,1", [0, 2]),
+        ("0,7,1", [0]),
+        ("-1", []),
+        ("", []),
+        ("none", []),
+        ("0,0", []),
+        ("1x,2", [1, 2]),
+        ("+3", [3]),
+        ("GPU-8932f937,MIG-5", ["GPU-8932f937", "MIG-5"]),
+    ],
+)
+def test_visible_devices_are_those_cuda_enumerates(
+    value: str | None, expected: list[int | str]
+) -> None:
+    assert visible_devices(value, 4) == expected

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.simulated.gpus import GPUS, GpuError, find_gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "full_name", "capacity", "capability", "sm_count", "max_threads_per_sm", "l2_cache"),
+    [
+        ("T4", "Tesla T4", "14.75", (7, 5), 40, 1024, 4_194_304),
+        ("V100", "Tesla V100-SXM2-16GB", "15.77", (7, 0), 80, 2048, 6_291_456),
+        ("V100-32GB", "Tesla V100-SXM2-32GB", "31.73", (7, 0), 80, 2048, 6_291_456),
+        ("A10", "NVIDIA A10", "22.07", (8, 6), 72, 1536, 6_291_456),
+        ("A10G", "NVIDIA A10G", "22.06", (8, 6), 80, 1536, 6_291_456),
+        ("A100-40GB", "NVIDIA A100-SXM4-40GB", "39.39", (8, 0), 108, 2048, 41_943_040),
+        ("A100-80GB", "NVIDIA A100-SXM4-80GB", "79.15", (8, 0), 108, 2048, 41_943_040),
+        ("L4", "NVIDIA L4", "21.99", (8, 9), 58, 1536, 50_331_648),
+        ("L40S", "NVIDIA L40S", "44.31", (8, 9), 142, 1536, 100_663_296),
+        ("RTX-3060", "NVIDIA GeForce RTX 3060", "11.76", (8, 6), 28, 1536, 2_359_296),
+        ("RTX-3090", "NVIDIA GeForce RTX 3090", "23.70", (8, 6), 82, 1536, 6_291_456),
+        ("RTX-4060", "NVIDIA GeForce RTX 4060", "7.75", (8, 9), 24, 1536, 25_165_824),
+        ("RTX-4090", "NVIDIA GeForce RTX 4090", "23.64", (8, 9), 128, 1536, 75_497_472),
+        ("H100", "NVIDIA H100 80GB HBM3", "79.19", (9, 0), 132, 2048, 52_428_800),
+        ("H200", "NVIDIA H200", "139.80", (9, 0), 132, 2048, 62_914_560),
+        ("B200", "NVIDIA B200", "178.35", (10, 0), 148, 2048, 132_644_864),
+    ],
+)
+def test_a_model_reads_as_on_the_real_card(
+    name: str,
+    full_name: str,
+    capacity: str,
+    capability: tuple[int, int],
+    sm_count: int,
+    max_threads_per_sm: int,
+    l2_cache: int,
+) -> None:
+    gpu = GPUS[name]
+    assert gpu.name == name
+    assert gpu.full_name == full_name
+    # As torch prints it: "GPU 0 has a total capacity of 39.39 GiB".
+    assert f"{gpu.total_memory / 1024**3:.2f}" == capacity
+    assert gpu.compute_capability == capability
+    assert gpu.sm_count == sm_count
+    assert gpu.max_threads_per_sm == max_threads_per_sm
+    assert gpu.l2_cache_bytes == l2_cache
+
+
+def test_the_catalogue_is_complete_and_read_only() -> None:
+    assert len(GPUS) == 16
+    assert GPUS["A100-40GB"].total_memory == 42_298_834_944
+    assert GPUS["B200"].total_memory == 191_503_007_744
+    with pytest.raises(TypeError):
+        GPUS["T4"] = GPUS["A10"]  # type: ignore[index]  # what must not work
+
+
+def test_names_are_found_without_regard_to_case() -> None:
+    assert find_gpu("a100-40gb") is GPUS["A100-40GB"]
+    assert find_gpu(" Rtx-4090 ") is GPUS["RTX-4090"]
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("A100", "A100-40GB or A100-80GB"),
+        ("a100-80", "A100-80GB"),
+        ("4090", "RTX-4090"),
+        ("H100-80GB", "H100"),
+        ("RTX4060", "RTX-4060 or RTX-4090"),
+    ],
+)
+def test_an_unknown_name_gets_the_closest_ones_and_the_list(name: str, suggestion: str) -> None:
+    with pytest.raises(GpuError) as error:
+        find_gpu(name)
+    assert str(error.value) == (
+        f"{name!r} is not a simulated GPU; did you mean {suggestion}? "
+        "known: T4, V100, V100-32GB, A10, A10G, A100-40GB, A100-80GB, L4, L40S, RTX-3060, "
+        "RTX-3090, RTX-4060, RTX-4090, H100, H200, B200"
+    )
+
+
+def test_a_name_like_no_other_gets_the_list_alone() -> None:
+    with pytest.raises(GpuError, match=r"^'Instinct' is not a simulated GPU; known: T4, V100, "):
+        find_gpu("Instinct")
+
+
+def test_several_gpus_are_refused_by_name() -> None:
+    with pytest.raises(GpuError) as error:
+        find_gpu("A100-80GB*2")
+    assert str(error.value) == (
+        "'A100-80GB*2' asks for several simulated GPUs, which are not available in this version; "
+        "write 'A100-80GB' for one"
+    )
+
+
+def test_the_catalogue_imports_without_torch() -> None:
+    code = "import sys, pytest_gpumem.simulated.gpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

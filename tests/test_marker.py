@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.marker import MARKER, Expectation, MarkerError, expectation_of, parse_keyword
+from pytest_gpumem.sizes import Tolerance
+
+
+def gpumem(*args: Any, **kwargs: Any) -> pytest.Mark:
+    # Not pytest.mark.gpumem: these tests also pass where the plugin has not registered it.
+    return pytest.Mark("gpumem", args, kwargs, _ispytest=True)
+
+
+def refusal(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(MarkerError) as error:
+        expectation_of([gpumem(*args, **kwargs)])
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_a_bare_marker_expects_nothing_in_particular() -> None:
+    assert expectation_of([gpumem()]) == Expectation()
+    assert Expectation().warmup == 0
+    assert Expectation().repeat == 1
+    assert Expectation().baseline is None
+
+
+def test_every_keyword() -> None:
+    expectation = expectation_of(
+        [
+            gpumem(
+                max="2GB",
+                max_reserved="3GiB",
+                max_leak=0,
+                phases={"forward": "1GB", "my phase": 512},
+                baseline=True,
+                tolerance="2% + 1MiB",
+                warmup=1,
+                repeat=2,
+                gpu=["a100-40gb", "T4"],
+                min_memory="20GiB",
+            )
+        ]
+    )
+    assert expectation == Expectation(
+        max=2_000_000_000,
+        max_reserved=3_221_225_472,
+        max_leak=0,
+        phases={"forward": 1_000_000_000, "my phase": 512},
+        baseline=True,
+        tolerance=Tolerance(2.0, 1_048_576),
+        warmup=1,
+        repeat=2,
+        gpu=("A100-40GB", "T4"),
+        min_memory=21_474_836_480,
+    )
+
+
+def test_the_one_positional_argument_is_max() -> None:
+    assert expectation_of([gpumem("2GB", warmup=1)]) == Expectation(max=2_000_000_000, warmup=1)
+
+
+def test_one_gpu_needs_no_list() -> None:
+    assert expectation_of([gpumem(gpu="t4")]).gpu == ("T4",)
+    assert expectation_of([gpumem(gpu=("T4", "L4"))]).gpu == ("T4", "L4")
+
+
+def test_the_closest_marker_wins_keyword_by_keyword() -> None:
+    function = gpumem(max="1GB", phases={"forward": 1})
+    klass = gpumem(max="2GB", max_leak=0, phases={"backward": 2})
+    module = gpumem(max="3GB", max_leak=512, repeat=3)
+    assert expectation_of([function, klass, module]) == Expectation(
+        max=1_000_000_000, max_leak=0, repeat=3, phases={"forward": 1}
+    )
+
+
+def test_a_positional_max_wins_over_a_farther_keyword() -> None:
+    assert expectation_of([gpumem(1), gpumem(max=2)]).max == 1
+    assert expectation_of([gpumem(max=2), gpumem(1)]).max == 2
+
+
+def test_defaults_are_weaker_than_any_marker() -> None:
+    defaults = {"max": 5, "max_leak": 6, "baseline": True}
+    assert expectation_of([gpumem(max=1), gpumem(baseline=False)], defaults) == Expectation(
+        max=1, max_leak=6, baseline=False
+    )
+    assert defaults == {"max": 5, "max_leak": 6, "baseline": True}
+
+
+def test_no_marker_leaves_the_defaults() -> None:
+    assert expectation_of([], {"max": 5}) == Expectation(max=5)
+
+
+def test_a_farther_marker_is_checked_though_overridden() -> None:
+    with pytest.raises(MarkerError, match="max='2 gigs' is not a size"):
+        expectation_of([gpumem(max=1), gpumem(max="2 gigs")])
+
+
+@pytest.mark.parametrize("keyword", ["max", "max_reserved", "max_leak", "min_memory"])
+@pytest.mark.parametrize("value", ["2 gigs", -1, 1.5, True, None, ["1GB"], float("nan")])
+def test_an_ill_typed_size_names_keyword_value_and_form(keyword: str, value: object) -> None:
+    sentence = refusal(**{keyword: value})
+    assert sentence.startswith(f"gpumem marker: {keyword}={value!r} is not a size; write bytes")
+
+
+@pytest.mark.parametrize("keyword", ["tolerance", "predict"])
+def test_an_ill_typed_tolerance(keyword: str) -> None:
+    assert refusal(**{keyword: 0.01}) == (
+        f"gpumem marker: {keyword}=0.01 is not a tolerance; "
+        'write "2% + 1MiB", "1%", "1MiB" or bytes as an int'
+    )
+
+
+def test_a_prediction_is_refused_for_now() -> None:
+    assert refusal(predict="1%") == (
+        "gpumem marker: predict='1%' asks for a prediction, which is not available in this "
+        "version; use baseline=True, or a limit such as max="
+    )
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", None])
+def test_an_ill_typed_flag(value: object) -> None:
+    assert refusal(baseline=value) == (
+        f"gpumem marker: baseline={value!r} is neither True nor False"
+    )
+
+
+@pytest.mark.parametrize(("keyword", "least"), [("warmup", 0), ("repeat", 1)])
+@pytest.mark.parametrize("value", [-1, True, "1", 1.0, None])
+def test_an_ill_typed_count(keyword: str, least: int, value: object) -> None:
+    assert refusal(**{keyword: value}) == (
+        f"gpumem marker: {keyword}={value!r} is not a number of runs; write an int from {least} up"
+    )
+
+
+def test_the_body_runs_once_at_least() -> None:
+    assert expectation_of([gpumem(warmup=0)]).warmup == 0
+    assert "repeat=0 is not a number of runs" in refusal(repeat=0)
+
+
+def test_ill_typed_phases() -> None:
+    assert refusal(phases=["forward"]) == (
+        "gpumem marker: phases=['forward'] is not a dict of sizes by phase, "
+        'like {"forward": "1GB"}'
+    )
+    assert refusal(phases={"forward": 1.5}).startswith(
+        "gpumem marker: phases={'forward': 1.5} limits 'forward' to 1.5 is not a size; write bytes"
+    )
+    for name in (1, ""):
+        assert refusal(phases={name: 1}) == (
+            f"gpumem marker: phases={{{name!r}: 1}} names a phase {name!r}; "
+            "a name is a text, not empty"
+        )
+
+
+@pytest.mark.parametrize("value", [1, None, [], (), ["T4", 1], {"T4": 1}])
+def test_an_ill_typed_gpu(value: object) -> None:
+    assert refusal(gpu=value) == (
+        f'gpumem marker: gpu={value!r} is not a GPU model; write one like "A100-40GB", or a list'
+    )
+
+
+def test_an_unknown_gpu_gets_a_suggestion() -> None:
+    assert refusal(gpu=["T4", "A100"]).startswith(
+        "gpumem marker: gpu='A100' is not a simulated GPU; did you mean A100-40GB or A100-80GB? "
+    )
+
+
+def test_a_gpu_is_named_once() -> None:
+    assert refusal(gpu=["T4", "t4"]) == (
+        "gpumem marker: gpu=['T4', 't4'] names T4 twice; name each GPU model once"
+    )
+
+
+def test_several_gpus_of_a_model_are_refused_for_now() -> None:
+    assert "gpu='A100-80GB*2' asks for several simulated GPUs" in refusal(gpu="A100-80GB*2")
+
+
+def test_an_unknown_keyword_gets_a_suggestion() -> None:
+    assert refusal(max_leaks=0) == (
+        "gpumem marker: unknown keyword max_leaks=0; did you mean max_leak? accepted: max, "
+        "max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, gpu, "
+        "min_memory"
+    )
+    assert refusal(xyz=1).startswith("gpumem marker: unknown keyword xyz=1; accepted: max, ")
+
+
+def test_max_is_given_once() -> None:
+    assert refusal("1GB", max="2GB") == (
+        "gpumem marker: '1GB' and max='2GB' are both the peak limit; give one of them"
+    )
+
+
+def test_only_max_is_positional() -> None:
+    assert refusal("1GB", "2GB") == (
+        "gpumem marker: 2 positional arguments ('1GB', '2GB'), "
+        "but only max= may be given without its keyword"
+    )
+
+
+def test_the_json_form_has_builtin_types() -> None:
+    expectation = Expectation(
+        max=1, phases={"forward": 2}, tolerance=Tolerance(1.0, 1_048_576), gpu=("T4",)
+    )
+    data = expectation.to_dict()
+    assert data == {
+        "max": 1,
+        "max_reserved": None,
+        "max_leak": None,
+        "phases": {"forward": 2},
+        "baseline": None,
+        "predict": None,
+        "tolerance": "1% + 1MiB",
+        "warmup": 0,
+        "repeat": 1,
+        "gpu": ["T4"],
+        "min_memory": None,
+    }
+    assert json.loads(json.dumps(data)) == data
+    assert Expectation(predict=Tolerance(1.0, 0)).to_dict()["predict"] == "1%"
+
+
+def test_an_expectation_is_not_changed_by_its_maker() -> None:
+    limits = {"forward": 1}
+    expectation = Expectation(phases=limits)
+    limits["forward"] = 2
+    assert expectation.phases == {"forward": 1}
+
+
+def test_the_marker_line_names_the_marker_and_every_keyword() -> None:
+    signature, _, text = MARKER.partition(": ")
+    assert text
+    assert signature.startswith("gpumem(")
+    for keyword in Expectation().to_dict():
+        assert keyword in signature
+
+
+def test_a_keyword_alone_is_parsed_as_in_the_marker() -> None:
+    assert parse_keyword("max", "1KiB") == 1_024

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.sizes import (
+    SizeError,
+    Tolerance,
+    format_exact,
+    format_size,
+    parse_size,
+    parse_tolerance,
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        (0, 0),
+        (123, 123),
+        ("123", 123),
+        ("512B", 512),
+        ("2K", 2_048),
+        ("2M", 2_097_152),
+        ("2G", 2_147_483_648),
+        ("2T", 2_199_023_255_552),
+        ("3KiB", 3_072),
+        ("3MiB", 3_145_728),
+        ("3GiB", 3_221_225_472),
+        ("3TiB", 3_298_534_883_328),
+        ("2KB", 2_000),
+        ("2MB", 2_000_000),
+        ("2GB", 2_000_000_000),
+        ("2TB", 2_000_000_000_000),
+        ("1.5 MiB", 1_572_864),
+        ("  2 gb ", 2_000_000_000),
+        ("0.1GB", 100_000_000),
+        ("39.39 GiB", 42_294_690_447),
+    ],
+)
+def test_size_in_bytes(written: int | str, size: int) -> None:
+    assert parse_size(written) == size
+
+
+def test_a_fraction_of_a_byte_is_rounded_down() -> None:
+    assert parse_size("1.9999B") == 1
+    assert parse_size("0.0011KB") == 1
+
+
+def test_large_sizes_are_exact() -> None:
+    # As a float, 9007199254740993 would become ...992.
+    assert parse_size("9007199254740993") == 9_007_199_254_740_993
+    assert parse_size("9007199.254740993GB") == 9_007_199_254_740_993
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        *(-1, "-1", "-1MiB", True, 1.5, float("nan"), None),
+        *("", "GiB", "NaN", "1e9", "1,5 GB", "2 GiBi", "2 x", "0x10", "1..5M", ".", "1 2"),
+        *("٣MiB", "2Gi", "9" * 5000),
+    ],
+)
+def test_anything_else_is_not_a_size(junk: object) -> None:
+    with pytest.raises(SizeError) as error:
+        parse_size(junk)  # type: ignore[arg-type]  # what users pass is not type-checked
+    sentence = str(error.value)
+    assert sentence.startswith(f"{junk!r} is not a size; write ")
+    assert "2GB" in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1_023, "1023 B"),
+        (1_024, "1.0 KiB"),
+        (257_024, "251.0 KiB"),
+        (432_013_312, "412.0 MiB"),
+        (1_739_461_632, "1.62 GiB"),
+        (42_294_690_447, "39.39 GiB"),
+        (1_099_511_627_776, "1.00 TiB"),
+        (5_000 * 1024**4, "5000.00 TiB"),
+        (-512, "-512 B"),
+        (-29_360_128, "-28.0 MiB"),
+    ],
+)
+def test_readable_size(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+def test_the_unit_changes_where_rounding_reaches_it() -> None:
+    assert format_size(1024**2 - 1) == "1.0 MiB"
+    assert format_size(1024**3 - 1) == "1.00 GiB"
+    assert format_size(int(1023.9 * 1024**2)) == "1023.9 MiB"
+
+
+def test_exact_size_shows_both() -> None:
+    assert format_exact(1_739_461_632) == "1.62 GiB (1,739,461,632 B)"
+    assert format_exact(-1_024) == "-1.0 KiB (-1,024 B)"
+    assert format_exact(512) == "512 B"
+
+
+@pytest.mark.parametrize(
+    ("written", "tolerance"),
+    [
+        ("2% + 1MiB", Tolerance(2.0, 1_048_576)),
+        ("1MiB+2%", Tolerance(2.0, 1_048_576)),
+        ("1MiB", Tolerance(0.0, 1_048_576)),
+        ("1%", Tolerance(1.0, 0)),
+        ("0.5 %", Tolerance(0.5, 0)),
+        ("0", Tolerance(0.0, 0)),
+        (0, Tolerance(0.0, 0)),
+        (4096, Tolerance(0.0, 4_096)),
+    ],
+)
+def test_tolerance_as_written(written: int | str, tolerance: Tolerance) -> None:
+    assert parse_tolerance(written) == tolerance
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        *("", "%", "1% + 2%", "1% + 1%", "1MiB + 1MiB", "1% + 1MiB + 1", "-1%", "1% - 1MiB"),
+        *("x%", "nan%", "1% +", 0.01, True, -5, None),
+    ],
+)
+def test_anything_else_is_not_a_tolerance(junk: object) -> None:
+    with pytest.raises(SizeError) as error:
+        parse_tolerance(junk)  # type: ignore[arg-type]  # what users pass is not type-checked
+    assert str(error.value) == (
+        f'{junk!r} is not a tolerance; write "2% + 1MiB", "1%", "1MiB" or bytes as an int'
+    )
+
+
+@pytest.mark.parametrize(
+    ("percent", "floor"), [(-1.0, 0), (float("nan"), 0), (float("inf"), 0), (1.0, -1)]
+)
+def test_tolerance_parts_are_never_negative_or_endless(percent: float, floor: int) -> None:
+    with pytest.raises(SizeError, match="is not a tolerance"):
+        Tolerance(percent, floor)
+
+
+def test_allowance_is_the_percentage_plus_the_floor() -> None:
+    assert Tolerance(2.0, 1_048_576).allowance(100_000_000) == 2_000_000 + 1_048_576
+    assert Tolerance(0.0, 4_096).allowance(100_000_000) == 4_096
+    assert Tolerance(1.0, 1).allowance(199) == 2
+
+
+def test_a_bare_percentage_allows_one_allocator_block() -> None:
+    assert Tolerance(1.0, 0).allowance(10_000) == 512
+    assert Tolerance(1.0, 0).allowance(51_200) == 512
+    assert Tolerance(1.0, 0).allowance(51_300) == 513
+    assert Tolerance(0.0, 0).allowance(10_000) == 0
+
+
+def test_allowance_is_exact() -> None:
+    # 0.29 / 100 * 1_000_000 is 2899.9999999999995 in floating point.
+    assert Tolerance(0.29, 1).allowance(1_000_000) == 2_901
+    # 80 TiB and one byte: beyond what a float resolves together with its percentage.
+    assert Tolerance(100.0, 1).allowance(2**60 + 1) == 2**60 + 2
+    assert Tolerance(1e-05, 1).allowance(10_000_000) == 2
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "text"),
+    [
+        (Tolerance(1.0, 1_048_576), "1% + 1MiB"),
+        (Tolerance(0.5, 1_000), "0.5% + 1KB"),
+        (Tolerance(10.0, 0), "10%"),
+        (Tolerance(0.0, 513), "513B"),
+        (Tolerance(1e-05, 0), "0.00001%"),
+        (Tolerance(0.0, 0), "0"),
+    ],
+)
+def test_tolerance_reads_as_it_was_written(tolerance: Tolerance, text: str) -> None:
+    assert str(tolerance) == text
+    assert parse_tolerance(text) == tolerance
