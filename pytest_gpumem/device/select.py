@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
+    from pytest_gpumem.device.device import Device
     from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.measurement.record import Measurement
@@ -18,34 +19,6 @@ if TYPE_CHECKING:
 
 class DeviceError(ValueError):
     """The device asked for cannot be had; the message is one sentence for the user."""
-
-
-class Device(Protocol):
-    """A device that tests are measured on, real or simulated."""
-
-    @property
-    def index(self) -> int:
-        """As in ``cuda:0``."""
-
-    @property
-    def environment(self) -> Environment:
-        """What its numbers depend on; asking a real device initialises CUDA."""
-
-    @property
-    def total_memory(self) -> int:
-        """Bytes; asking a real device initialises CUDA."""
-
-    def active(self) -> AbstractContextManager[object]:
-        """Serve ``cuda`` from this device inside."""
-
-    def begin_test(self) -> None:
-        """Forget what was noted of earlier tests."""
-
-    def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` with what only this kind of device knows."""
-
-    def nvml(self) -> Mapping[str, Any] | None:
-        """Return a device-level reading as builtin types, ``None`` where there is no device."""
 
 
 class SimulatedDevice:

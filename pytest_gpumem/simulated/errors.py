@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 
-class SimulationError(RuntimeError):
-    """Base of everything that stops a simulated run; its text is one sentence for the user."""
+class SimulationError(BaseException):
+    """Base of everything that stops a simulated run; its text is one sentence for the user.
+
+    Like pytest's own outcomes not an ``Exception``: code under test that catches those must not
+    go on as if it had seen a value.
+    """
 
 
 class UnknownValueError(SimulationError):

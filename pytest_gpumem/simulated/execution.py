@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,9 @@ class ShapeExecution(TorchDispatchMode):
         resizes = "out" in schema.overload_name or "resize" in name or "set_" in name
         if any(aliases) and not all(writes):
             return self._plain(func)
-        return self._computing(func, rule, resizes)
+        handler = self._computing(func, rule, resizes)
+        in_place = operators.IN_PLACE.get(str(func))
+        return handler if in_place is None else self._in_place(handler, in_place)
 
     # One handler per kind of operator.
 
@@ -136,7 +139,7 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current
-            if simulation.has_real_meta or storages.on_host:
+            if simulation.has_real_meta or storages.on_host or rule is not None:
                 owner = self._owner(args, kwargs)
                 if owner is None:
                     return run(func, args, kwargs)
@@ -156,6 +159,18 @@ class ShapeExecution(TorchDispatchMode):
             if rule is not None and rule.after is not None:
                 rule.after(device, args, kwargs, result)
             return result
+
+        return handle
+
+    def _in_place(self, handler: Handler, in_place: operators.InPlace) -> Handler:
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            # Two frames up is whoever called the operator.
+            if operators.in_formula(sys._getframe(2)):
+                node = torch._C._current_autograd_node()  # type: ignore[attr-defined]  # not in the stubs
+                operator = in_place(args, node.name())
+                if operator is not None:
+                    return self.__torch_dispatch__(operator, (), args, kwargs)
+            return handler(args, kwargs)
 
         return handle
 
@@ -237,7 +252,9 @@ class ShapeExecution(TorchDispatchMode):
                 self._adopt(item, device)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = self._run(func, args, kwargs)
+        if func._schema.is_mutable and not raw.is_meta(args[0]):
+            raise UnknownValueError(_unknown(func))
+        result = self._run(func, _shapes_only(args), _shapes_only(kwargs))
         for tensor in _tensors(result):
             if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
                 self._storages.adopt_on_host(tensor)
@@ -259,7 +276,9 @@ HOST = "cpu"
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _MIXES_DEVICES = ("aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_foreach_copy")
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
-_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+_READS = frozenset(
+    {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
+)
 
 
 def _is_composite(func: Any) -> bool:
@@ -275,6 +294,19 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for item in value:
             yield from _tensors(item)
+
+
+def _shapes_only(value: Any) -> Any:
+    """``value`` with real CPU tensors replaced by meta tensors of the same shape."""
+    if isinstance(value, torch.Tensor):
+        if raw.is_meta(value) or not value.dim():
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    if isinstance(value, dict):
+        return {name: _shapes_only(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_shapes_only(item) for item in value)
+    return value
 
 
 def _unknown(func: Any) -> str:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 import torch
 
-_getters = vars(torch._C.TensorBase)
+_getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
+_modes_enabled = torch._C._is_torch_function_mode_enabled
 
-device = cast(Callable[[torch.Tensor], torch.device], _getters["device"].__get__)
-is_meta = cast(Callable[[torch.Tensor], bool], _getters["is_meta"].__get__)
-data = _getters["data"]
+
+def _getter(name: str) -> Callable[[torch.Tensor], Any]:
+    get = _getters[name].__get__
+
+    def read(tensor: torch.Tensor) -> Any:
+        if not _modes_enabled():
+            return get(tensor)
+        # Under a mode (torch.device("cuda") as a context) torch reads the replaced attribute.
+        with torch._C.DisableTorchFunction():
+            return get(tensor)
+
+    return read
+
+
+device: Callable[[torch.Tensor], torch.device] = _getter("device")
+is_meta: Callable[[torch.Tensor], bool] = _getter("is_meta")
+data: Any = _getters["data"]
 """The getset descriptor of ``Tensor.data``."""

@@ -24,6 +24,8 @@ from pytest_gpumem.simulated.allocator.blocks import (
     split_threshold,
 )
 from pytest_gpumem.simulated.allocator.constants import SMALL_SIZE, TOO_LARGE, UNLIMITED
+from pytest_gpumem.simulated.allocator.expandable import ExpandableSegments
+from pytest_gpumem.simulated.allocator.garbage import AgedBlocks, collect
 from pytest_gpumem.simulated.allocator.messages import (
     AllocatorError,
     OutOfMemory,
@@ -84,10 +86,14 @@ class Allocator:
         self.used_elsewhere = used_elsewhere
         self._place_segment = place_segment or self._next_address
         self._unused_address = FIRST_ADDRESS + device * DEVICE_ADDRESSES
-        self._small = Pool(small=True, split_above=split_threshold(small=True, split_freely=False))
-        self._large = Pool(
-            small=False, split_above=split_threshold(small=False, split_freely=False)
+        expandable = self.settings.expandable_segments
+        self._small, self._large = (
+            Pool(small=small, split_above=split_threshold(small=small, split_freely=expandable))
+            for small in (True, False)
         )
+        self._collects = self.settings.garbage_collection_threshold > 0.0
+        if self._collects:
+            self._small.make_blocks = self._large.make_blocks = AgedBlocks
         self._small_lists = self._small.free_lists
         self._large_lists = self._large.free_lists
         self._live: dict[int, Block] = {}
@@ -100,7 +106,20 @@ class Allocator:
         # Requests below this are rounded to 512 bytes and nothing else.
         self._plain_below = TOO_LARGE if self._divisions is None else 0
         self._max_split = self.settings.max_split_size or UNLIMITED
-        self._common = self._max_split == UNLIMITED
+        self._split_below = UNLIMITED if expandable else self._max_split
+        # Whether a search is nothing but best fit.
+        self._common = self._max_split == UNLIMITED and not expandable and not self._collects
+        self._expandable = (
+            ExpandableSegments(
+                total_memory,
+                self.settings.large_segment_size,
+                self._place_segment,
+                self._map_pages,
+                self._unmap_pages,
+            )
+            if expandable
+            else None
+        )
         events: list[Any] = []
         self._note: Callable[[RawEntry], None] = events.extend if record else _ignore
         self.trace = Trace(events)
@@ -142,7 +161,7 @@ class Allocator:
         remaining = block.size - rounded
         previous = block.previous
         was_split = previous is not None or block.next is not None
-        if remaining > free_list.split_above and rounded < self._max_split:
+        if remaining > free_list.split_above and rounded < self._split_below:
             tail = block
             block = Block()
             block.address = address
@@ -288,6 +307,9 @@ class Allocator:
         """Return every segment without a live block to the device."""
         self._counters.num_sync_all_streams += 1
         for pool in (self._large, self._small):
+            if self._expandable is not None:
+                self._expandable.release(pool)
+                continue
             for block in pool.whole_segments():
                 self._release_segment(block)
 
@@ -316,6 +338,7 @@ class Allocator:
             self._large.tally,
             self._counters,
             max_split_size=self.settings.max_split_size or -1,
+            expandable=self._expandable is not None,
             version=self.version,
         )
 
@@ -388,9 +411,9 @@ class Allocator:
         return {address: block.size for address, block in self._live.items()}
 
     @property
-    def segment_count(self) -> int:
-        """Segments held from the device."""
-        return self._every.segments
+    def device_frees(self) -> int:
+        """How often memory was returned to the device."""
+        return self._counters.num_device_free
 
     def restore(self, segments: Iterable[Mapping[str, Any]]) -> None:
         """Put an empty allocator into a given state: ``segments`` as a snapshot has them.
@@ -492,24 +515,44 @@ class Allocator:
             found = self._find_uncommon(free_list, rounded)
             if found is not None:
                 return found
+        if self._collects and self._limit is not None:
+            self._collect_garbage(self._limit)
         size = segment_size(rounded, self.settings.large_segment_size)
-        block = self._new_segment(free_list, size, context)
+        block = self._obtain(free_list, rounded, size, context)
         if block is None and self._release_enough(free_list, rounded):
-            block = self._new_segment(free_list, size, context)
+            block = self._obtain(free_list, rounded, size, context)
         if block is None:
             self.empty_cache()
             self._counters.num_alloc_retries += 1
-            block = self._new_segment(free_list, size, context)
+            block = self._obtain(free_list, rounded, size, context)
         if block is None:
             raise self._out_of_memory(free_list.stream, rounded, size, context)
         return block
 
-    def _find_uncommon(self, free_list: FreeList, rounded: int) -> Block | None:
-        """Best fit under ``max_split_size_mb``: large blocks are kept for large requests."""
-        index = bisect_left(free_list.keys, rounded << SIZE_SHIFT)
-        if index == len(free_list.keys):
+    def _obtain(self, free_list: FreeList, rounded: int, size: int, context: Any) -> Block | None:
+        """Memory from the device; None if it, or the memory fraction, has no room."""
+        if self._limit is not None and self._every.reserved + size > self._limit:
             return None
-        block = free_list.blocks[free_list.keys[index]]
+        if self._expandable is not None:
+            return self._expandable.obtain(free_list, rounded, context)
+        return self._new_segment(free_list, size, context)
+
+    def _collect_garbage(self, limit: int) -> None:
+        threshold = int(self.settings.garbage_collection_threshold * limit)
+        excess = self._every.reserved - threshold
+        if excess > 0 and self._expandable is None:
+            collect(self._large, excess, self._release_segment)
+
+    def _find_uncommon(self, free_list: FreeList, rounded: int) -> Block | None:
+        """Best fit with expandable segments or under ``max_split_size_mb``.
+
+        The latter keeps large blocks for large requests.
+        """
+        if self._collects and self._limit is not None:
+            free_list.pool.clock += 1
+        block = self._best_fit(free_list, rounded)
+        if block is None:
+            return None
         limit = self._max_split
         if rounded < limit <= block.size:
             return None
@@ -518,11 +561,15 @@ class Allocator:
         free_list.remove(block)
         return block
 
+    def _best_fit(self, free_list: FreeList, rounded: int) -> Block | None:
+        if self._expandable is not None:
+            return self._expandable.best_fit(free_list, rounded)
+        keys = free_list.keys
+        index = bisect_left(keys, rounded << SIZE_SHIFT)
+        return free_list.blocks[keys[index]] if index < len(keys) else None
+
     def _new_segment(self, free_list: FreeList, size: int, context: Any) -> Block | None:
-        """Ask the device for a segment; None if it, or the memory fraction, has no room."""
-        every = self._every
-        if self._limit is not None and every.reserved + size > self._limit:
-            return None
+        """Ask the device for a segment; None if it has no room."""
         if size > self.free_memory:
             return None
         address = self._place_segment(size)
@@ -534,17 +581,40 @@ class Allocator:
         self._note(("segment_alloc", address, size, free_list.stream, context))
         return block
 
+    def _map_pages(self, free_list: FreeList, address: int, size: int, context: Any) -> bool:
+        """Ask the device for pages of an expandable segment; False if it has no room."""
+        if size > self.free_memory:
+            return False
+        self._reserve(free_list, size)
+        self._counters.num_device_alloc += 1
+        if context is not None:
+            self._segment_contexts.setdefault(address, context)
+        self._note(("segment_map", address, size, free_list.stream, context))
+        return True
+
+    def _unmap_pages(self, free_list: FreeList, address: int, size: int) -> None:
+        context = self._segment_contexts.pop(address, None)
+        self._counters.num_device_free += 1
+        free_list.tally.reserved_out += size
+        self._every.reserved -= size
+        self._note(("segment_unmap", address, size, free_list.stream, context))
+
+    def _reserve(self, free_list: FreeList, size: int) -> None:
+        tally = free_list.tally
+        every = self._every
+        tally.reserved_in += size
+        tally.reserved_peak = max(tally.reserved_peak, tally.reserved_in - tally.reserved_out)
+        every.reserved += size
+        every.reserved_peak = max(every.reserved_peak, every.reserved)
+
     def _add_segment(self, block: Block) -> None:
         tally = block.free_list.tally
         every = self._every
+        self._reserve(block.free_list, block.size)
         tally.segments_in += 1
         tally.segments_peak = max(tally.segments_peak, tally.segments_in - tally.segments_out)
-        tally.reserved_in += block.size
-        tally.reserved_peak = max(tally.reserved_peak, tally.reserved_in - tally.reserved_out)
         every.segments += 1
         every.segments_peak = max(every.segments_peak, every.segments)
-        every.reserved += block.size
-        every.reserved_peak = max(every.reserved_peak, every.reserved)
         if block.size >= self._max_split:
             self._counters.oversize_segments.increase(1)
 
@@ -568,7 +638,7 @@ class Allocator:
 
         ``release_available_cached_blocks``: one that is large enough, else from the largest down.
         """
-        if self._max_split == UNLIMITED:
+        if self._max_split == UNLIMITED or self._expandable is not None:
             return False
         target = max(rounded, self._max_split)
         keys = free_list.keys

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 from pytest_gpumem.simulated.allocator.constants import SMALL_SIZE
 from pytest_gpumem.simulated.allocator.statistics import PoolTally
@@ -33,12 +34,15 @@ class Block:
     """Key in ``free_list`` while the block is free and mapped, else 0."""
     context: Any
 
-    expandable: ClassVar[bool] = False
-
     @property
     def is_split(self) -> bool:
         """Whether the block is only a part of its segment."""
         return self.previous is not None or self.next is not None
+
+    @property
+    def is_mapped(self) -> bool:
+        """False for the addresses of an expandable segment that have no memory."""
+        return self.address not in self.free_list.unmapped
 
 
 def new_block(free_list: FreeList, address: int, size: int) -> Block:
@@ -55,7 +59,7 @@ def new_block(free_list: FreeList, address: int, size: int) -> Block:
 class FreeList:
     """The free blocks of one pool and one stream, by size, then address."""
 
-    __slots__ = ("blocks", "keys", "pool", "split_above", "stream", "tally")
+    __slots__ = ("blocks", "keys", "pool", "split_above", "stream", "tally", "unmapped")
 
     def __init__(self, pool: Pool, stream: int) -> None:
         self.pool = pool
@@ -63,7 +67,8 @@ class FreeList:
         self.tally = pool.tally
         self.split_above = pool.split_above
         self.keys: list[int] = []
-        self.blocks: dict[int, Block] = {}
+        self.blocks: dict[int, Block] = {} if pool.make_blocks is None else pool.make_blocks(pool)
+        self.unmapped: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
         """Put a free block in."""
@@ -81,7 +86,15 @@ class FreeList:
 class Pool:
     """The small or the large pool: its free lists by stream and its statistics."""
 
-    __slots__ = ("free_lists", "identity", "small", "split_above", "tally")
+    __slots__ = (
+        "clock",
+        "free_lists",
+        "identity",
+        "make_blocks",
+        "small",
+        "split_above",
+        "tally",
+    )
 
     def __init__(
         self, *, small: bool, split_above: int, identity: tuple[int, int] = (0, 0)
@@ -91,6 +104,10 @@ class Pool:
         self.split_above = split_above
         """A block is split when what remains is larger than this many bytes."""
         self.tally = PoolTally()
+        self.clock = 0
+        """Counts the searches for a free block, while garbage collection is on."""
+        self.make_blocks: Callable[[Pool], dict[int, Block]] | None = None
+        """Makes the dict of a free list, where a plain one is not enough."""
         self.free_lists: dict[int, FreeList] = {}
 
     def free_list(self, stream: int) -> FreeList:

@@ -82,10 +82,18 @@ def out_of_memory_message(
     )
 
 
+_ADDRESS_SPACE_HINT = (
+    " expandable_segments is enabled. If instead the process is running out of virtual address space"
+    " (VSZ), expandable segments may be over-reserving VA (each segment reserves ~9/8 of device"
+    " memory, times the number of streams); reduce it via PYTORCH_CUDA_ALLOC_CONF"
+    " expandable_segments_reserve / expandable_segments_reserve_by_class."
+)
+
+
 def _hint(version: tuple[int, int], *, expandable: bool) -> str:
     """The advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
     if expandable and version >= (2, 14):
-        return ""
+        return _ADDRESS_SPACE_HINT if version >= (2, 15) else ""
     variable = "PYTORCH_ALLOC_CONF" if version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
     page = (
         "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables"

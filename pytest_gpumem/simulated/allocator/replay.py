@@ -124,7 +124,13 @@ def starting_segments(
     Each has ``address``, ``total_size``, ``stream``, ``segment_type`` and ``blocks``, as in a
     snapshot. Of a block that was live at the beginning and freed later, only the requested size is
     on record: its size follows from its neighbours, see :func:`_handed_out`.
+
+    Raises:
+        SnapshotError: an expandable segment had memory when recording began; its pages cannot be
+            told from the events.
     """
+    segments = list(segments)
+    _check_expandable(segments, trace)
     held, live = _undo(segments, trace)
     divisions = settings.roundup_power2_divisions
     start = []
@@ -147,12 +153,26 @@ def starting_segments(
     return start
 
 
+def _check_expandable(segments: Sequence[Json], trace: Sequence[Json]) -> None:
+    changes = {"segment_map": 1, "segment_unmap": -1}
+    mapped = sum(changes.get(event["action"], 0) * event["size"] for event in trace)
+    held = sum(segment["total_size"] for segment in segments if segment.get("is_expandable"))
+    if mapped != held:
+        raise SnapshotError(
+            f"The recording began when expandable segments held {held - mapped} bytes; to replay it,"
+            " start recording before the first allocation."
+        )
+
+
 def _undo(
-    segments: Iterable[Json], trace: Sequence[Json]
+    segments: Sequence[Json], trace: Sequence[Json]
 ) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int | None]]]:
     """Segments held, and (requested, size or None) of the blocks live, when recording began."""
-    final = list(segments)
-    held = {segment["address"]: {key: segment[key] for key in _SEGMENT_KEYS} for segment in final}
+    held = {
+        segment["address"]: {key: segment[key] for key in _SEGMENT_KEYS}
+        for segment in segments
+        if not segment.get("is_expandable")
+    }
     for event in reversed(trace):
         if event["action"] == "segment_alloc":
             held.pop(event["addr"], None)
@@ -173,7 +193,7 @@ def _undo(
                 born.remove(event["addr"])
             else:
                 live[event["addr"]] = (event["size"], None)
-    for segment in final:
+    for segment in segments:
         for block in segment["blocks"]:
             if block["state"] != "inactive" and block["address"] not in born:
                 live[block["address"]] = (block.get("requested_size", 0), block["size"])
@@ -251,9 +271,9 @@ class _Run:
                 self._allocate(event["size"], event["stream"], address)
             elif action == "free_completed":
                 self.allocator.free(self.addresses.pop(address, address))
-            elif action == "segment_alloc" and self._follow:
+            elif action in ("segment_alloc", "segment_map") and self._follow:
                 self._recorded.append((event["size"], address))
-            elif action == "segment_free":
+            elif action in ("segment_free", "segment_unmap"):
                 self._release()
 
     def _allocate(self, size: int, stream: int, address: int) -> None:
@@ -264,16 +284,17 @@ class _Run:
         self.exact += simulated == address
 
     def _release(self) -> None:
-        """The recording returns a segment: once for each run of these, the cache was emptied."""
+        """The recording returns memory: once for each run of these, the cache was emptied."""
         if self._released == 0:
-            before = self.allocator.segment_count
+            before = self.allocator.device_frees
             self.allocator.empty_cache()
-            self._released = before - self.allocator.segment_count
+            self._released = self.allocator.device_frees - before
         self._released = max(0, self._released - 1)
 
     def _place_segment(self, size: int) -> int:
+        expandable = self.allocator.settings.expandable_segments
         for index, (recorded, address) in enumerate(self._recorded):
-            if recorded == size:
+            if recorded == size or expandable:
                 del self._recorded[index]
                 return address
         address = self._elsewhere

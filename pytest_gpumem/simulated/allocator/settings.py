@@ -81,8 +81,6 @@ class AllocatorSettings:
 
 
 _NOT_SIMULATED = (
-    "expandable_segments",
-    "garbage_collection_threshold",
     "graph_capture_record_stream_reuse",
     "throw_on_cudamalloc_oom",
     "expandable_segments_reserve",

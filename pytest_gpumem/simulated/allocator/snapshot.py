@@ -38,10 +38,15 @@ def snapshot(allocators: Sequence[Allocator]) -> Json:
 def segments(allocator: Allocator) -> list[Json]:
     """The segments of one allocator by address, each with its blocks."""
     heads = sorted(
-        (block for block in allocator.every_block() if block.previous is None),
+        (block for block in allocator.every_block() if _is_head(block)),
         key=lambda block: block.address,
     )
     return [_segment(allocator, head) for head in heads]
+
+
+def _is_head(block: Block) -> bool:
+    """Whether a range of memory begins: an expandable segment has one after each gap."""
+    return block.previous is None or not block.previous.is_mapped
 
 
 def _segment(allocator: Allocator, head: Block) -> Json:
@@ -60,7 +65,7 @@ def _segment(allocator: Allocator, head: Block) -> Json:
         "stream": head.free_list.stream,
         "segment_type": "small" if pool.small else "large",
         "segment_pool_id": pool.identity,
-        "is_expandable": head.expandable,
+        "is_expandable": allocator.settings.expandable_segments,
     }
     if context is None:
         result["frames"] = []
@@ -72,7 +77,7 @@ def _segment(allocator: Allocator, head: Block) -> Json:
 
 def _chain(head: Block) -> Iterable[Block]:
     block: Block | None = head
-    while block is not None:
+    while block is not None and block.is_mapped:
         yield block
         block = block.next
 

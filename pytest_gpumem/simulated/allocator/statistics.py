@@ -238,12 +238,14 @@ def memory_stats(
     counters: Counters,
     *,
     max_split_size: int,
+    expandable: bool,
     version: tuple[int, int],
 ) -> dict[str, Any]:
     """The nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
 
     ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
-    ``max_split_size`` is -1 where it is not set.
+    ``max_split_size`` is -1 where it is not set. torch does not count the free parts of
+    ``expandable`` segments as inactive split: they can be unmapped.
     """
     result: dict[str, Any] = {
         "num_alloc_retries": counters.num_alloc_retries,
@@ -257,6 +259,9 @@ def memory_stats(
         result["num_oom_rejections"] = counters.num_oom_rejections
     for quantity in (*_FIELDS, *_ACTIVE):
         result[quantity] = _three_scopes(quantity, every, small, large)
+    if expandable:
+        for quantity in ("inactive_split", "inactive_split_bytes"):
+            result[quantity] = {scope: _stat(0, 0, 0, 0) for scope in result[quantity]}
     if version >= (2, 13):
         result["reserved_bytes_by_private_pools"] = {}
     result["oversize_allocations"] = counters.oversize_allocations.to_dict()

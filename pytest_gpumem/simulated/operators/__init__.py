@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.operators import dropout, matmul
+from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
 from pytest_gpumem.simulated.operators.rules import Rule
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
 
-__all__ = ["COMPOSITES", "RULES", "Rule", "installed"]
+__all__ = ["COMPOSITES", "IN_PLACE", "InPlace", "RULES", "Rule", "in_formula", "installed"]
 
 RULES: dict[str, Rule] = {**matmul.RULES}
 """By operator name: hidden allocations."""

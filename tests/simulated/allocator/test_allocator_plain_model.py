@@ -122,9 +122,9 @@ class PlainAllocator:
 
     def new_segment(self, small: bool, stream: int, rounded: int) -> PlainSegment | None:
         size = 2 * MIB if small else 20 * MIB if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB
-        if self.reserved() + size > self.total and self.max_split < float("inf"):
-            self.release_oversize(small, stream, rounded)
-        if self.reserved() + size > self.total:
+        if self.reserved() + size > self.total and not (
+            self.release_oversize(small, stream, rounded) and self.reserved() + size <= self.total
+        ):
             self.release_all()
             self.counts["num_alloc_retries"] += 1
         if self.reserved() + size > self.total:
@@ -139,7 +139,9 @@ class PlainAllocator:
             add(self.stats["oversize_segments"], 1)
         return segment
 
-    def release_oversize(self, small: bool, stream: int, rounded: int) -> None:
+    def release_oversize(self, small: bool, stream: int, rounded: int) -> bool:
+        if self.max_split == float("inf"):
+            return False
         target = max(rounded, int(self.max_split))
         free = [
             (block.size, block.address, segment)
@@ -150,13 +152,14 @@ class PlainAllocator:
         enough = [each for each in free if each[0] >= target]
         if enough:
             self.release(min(enough, key=lambda each: each[:2])[2])
-            return
+            return True
         released = 0
         for size, _, segment in sorted(free, key=lambda each: each[:2], reverse=True):
             if released >= target or size < self.max_split:
                 break
             released += size
             self.release(segment)
+        return released >= target
 
     def release_all(self) -> None:
         for segment in list(self.segments):

@@ -1,0 +1,116 @@
+"""A training step of GPT-2 small: simulated, and on bare ``meta`` tensors, in one run.
+
+``python benchmarks/training_step.py [--layers N]`` prints both times and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # everybody's name for it
+from torch import nn
+
+from pytest_gpumem import simulate
+
+BATCH, CONTEXT, WIDTH, HEADS, VOCABULARY = 8, 1024, 768, 12, 50257
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, context, width) -> the same."""
+        heads = [
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        ]
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        attended: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return attended
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, context, width) -> the same."""
+        x = x + self.attention(self.norm1(x))
+        mixed: torch.Tensor = x + self.mlp(self.norm2(x))
+        return mixed
+
+
+class Gpt2(nn.Module):
+    """GPT-2 with tied embeddings; 124 million parameters with 12 layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(layers)])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, context) -> logits (batch, context, vocabulary)."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return F.linear(self.norm(self.blocks(x)), self.tokens.weight)
+
+
+def training_step(device: str, layers: int) -> Callable[[], None]:
+    """Return a function that does one step with AdamW on ``device``."""
+    with torch.device(device):
+        model = Gpt2(layers)
+        tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+    def step() -> None:
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds(step: Callable[[], None], repeats: int = 7) -> float:
+    """Median duration of a step, after one that is not counted."""
+    step()
+    durations = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        step()
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12)
+    layers = parser.parse_args().layers
+    bare = seconds(training_step("meta", layers))
+    with simulate("A100-80GB") as gpu:
+        simulated = seconds(training_step("cuda", layers))
+    print(f"GPT-2 training step, {layers} layers, batch {BATCH} x {CONTEXT}, torch {torch.__version__}")
+    print(f"  bare meta tensors {bare * 1000:8.1f} ms")
+    print(f"  simulated GPU     {simulated * 1000:8.1f} ms   {simulated / bare:.2f} x bare")
+    print(f"  peak allocated    {gpu.peak_allocated:,} B, {len(gpu.trace):,} allocator events")
+
+
+if __name__ == "__main__":
+    main()

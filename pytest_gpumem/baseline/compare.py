@@ -1,0 +1,231 @@
+"""What a test was expected to need against what it needed: verdicts, and nothing but verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.sizes import MIB, Tolerance, format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baseline.store import BaselineEntry
+    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.measurement.record import Measurement
+
+UpdateMode = Literal["all", "new"]
+
+SIMULATED_TOLERANCE = Tolerance(0.0, 0)
+"""Simulated numbers repeat byte for byte."""
+MEASURED_TOLERANCE = Tolerance(1.0, MIB)
+
+NO_LIMITS: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Everything that is to be said of one test on one device."""
+
+    verdicts: tuple[Verdict, ...] = ()
+    improvements: tuple[Improvement, ...] = ()
+    missing_baseline: bool = False
+    """A baseline would have been compared and none is stored for this environment."""
+
+    @property
+    def failures(self) -> tuple[Verdict, ...]:
+        """The verdicts that did not pass."""
+        return tuple(verdict for verdict in self.verdicts if not verdict.passed)
+
+
+def default_tolerance_for(simulated: bool) -> Tolerance:
+    """Return the tolerance that applies where neither marker nor option states one."""
+    return SIMULATED_TOLERANCE if simulated else MEASURED_TOLERANCE
+
+
+def missing_text(
+    environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
+) -> str:
+    """Return that a test has no baseline, and the peaks that other environments know of it."""
+    text = f"no baseline for {environment.key}"
+    known = [f"{other.key} {format_size(entry.peak_allocated)}" for other, entry in elsewhere]
+    return f"{text}; known elsewhere: {', '.join(known)}" if known else text
+
+
+def judge(
+    expectation: Expectation,
+    measurement: Measurement,
+    *,
+    baseline: BaselineEntry | None,
+    environment: Environment,
+    require_baseline: bool = False,
+    default_tolerance: Tolerance | None = None,
+    update: UpdateMode | None = None,
+    elsewhere: Sequence[tuple[Environment, BaselineEntry]] = (),
+    used_elsewhere: bool = False,
+    default_phases: Mapping[str, int] = NO_LIMITS,
+) -> Judgement:
+    """Return the judgement of a marked test whose body passed, on one device.
+
+    ``baseline`` is what is stored of the test for ``environment``; ``elsewhere`` what is stored for
+    other environments, which is shown and never compared. The tolerance is the expectation's, else
+    ``default_tolerance`` (option or ini), else nothing when simulated and ``1% + 1MiB`` when
+    measured. ``used_elsewhere`` says that the test allocated on another device, so that nothing on
+    this one is no failure; baselines belong to one device, so for the others the caller passes an
+    expectation with ``baseline=False``. A limit on a phase that did not run fails, for it checks
+    nothing; not so the project's ``default_phases``, which no test has to have.
+
+    Whether a baseline is compared is the marker's ``baseline``:
+
+    - ``True``: compared; where none is stored the test fails, in a fresh checkout too, and its
+      text gives the command that records one.
+    - not stated: compared where one is stored. Where none is, the test passes and is listed as
+      without baseline, so that a project with limits alone, or one checked out on a machine whose
+      environment nobody has recorded yet, is not red; unless ``require_baseline``, which stands for
+      ``--gpumem-require-baselines`` given by the user. Where CI turned that option on by itself it
+      is for tests that say ``baseline=True``, which fail in any case: the caller passes ``False``.
+    - ``False``: never compared, never missed.
+
+    While baselines are updated none is missed, and with ``all`` none is compared: the update
+    reports what changed.
+    """
+    judged = _Judged(measurement, environment.gpu)
+    if measurement.peak_allocated <= 0 and not used_elsewhere:
+        return Judgement((judged.nothing_measured(),))
+    verdicts = [*judged.limits(expectation, default_phases), *judged.leak(expectation)]
+    if expectation.baseline is False:
+        return Judgement(tuple(verdicts))
+    if baseline is None:
+        if update is None and (expectation.baseline or require_baseline):
+            verdicts.append(judged.no_baseline(missing_text(environment, elsewhere)))
+        return Judgement(tuple(verdicts), missing_baseline=True)
+    if update == "all":
+        return Judgement(tuple(verdicts))
+    tolerance = expectation.tolerance or default_tolerance
+    tolerance = tolerance or default_tolerance_for(measurement.simulated)
+    return Judgement(
+        (*verdicts, *judged.against(baseline, tolerance)),
+        tuple(judged.improvements(baseline, tolerance)),
+    )
+
+
+class _Judged:
+    """One measurement, and the verdicts that can be passed on it."""
+
+    def __init__(self, measurement: Measurement, gpu: str) -> None:
+        self._measurement = measurement
+        self._gpu = gpu
+        self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
+
+    def nothing_measured(self) -> Verdict:
+        actual = self._measurement.peak_allocated
+        return self._verdict("nothing_measured", "peak_allocated", None, None, actual, False)
+
+    def no_baseline(self, note: str) -> Verdict:
+        actual = self._measurement.peak_allocated
+        return self._verdict("baseline", "peak_allocated", None, None, actual, False, notes=(note,))
+
+    def limits(
+        self, expectation: Expectation, default_phases: Mapping[str, int]
+    ) -> Iterator[Verdict]:
+        measured = self._measurement
+        if expectation.max is not None:
+            yield self._limit("peak_allocated", None, expectation.max, measured.peak_allocated)
+        if expectation.max_reserved is not None:
+            limit = expectation.max_reserved
+            yield self._limit("peak_reserved", None, limit, measured.peak_reserved)
+        for phase, limit in expectation.phases.items():
+            if phase in self._peaks:
+                yield self._limit("peak_allocated", phase, limit, self._peaks[phase])
+            elif expectation.phases != default_phases:
+                yield self._did_not_run("limit", phase, limit)
+
+    def leak(self, expectation: Expectation) -> Iterator[Verdict]:
+        limit, leaked = expectation.max_leak, self._measurement.leaked
+        if limit is not None and leaked is not None:
+            yield self._verdict("leak", "leaked", None, limit, leaked, leaked <= limit)
+
+    def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
+        for phase, actual, reference in self._pairs(baseline):
+            limit = reference + _allowance(tolerance, reference)
+            passed = actual <= limit
+            yield self._verdict(
+                "baseline", "peak_allocated", phase, limit, actual, passed, reference, tolerance
+            )
+        for phase, reference in baseline.phases.items():
+            if phase not in self._peaks:
+                limit = reference + _allowance(tolerance, reference)
+                yield self._did_not_run("baseline", phase, limit, reference, tolerance)
+
+    def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
+        for phase, actual, reference in self._pairs(baseline):
+            if actual < reference - _allowance(tolerance, reference):
+                yield Improvement(
+                    "peak_allocated",
+                    phase,
+                    actual,
+                    reference,
+                    str(tolerance),
+                    self._measurement.device,
+                    self._measurement.simulated,
+                    self._gpu,
+                )
+
+    def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
+        """Yield phase, measured and stored peak of the test and of each phase that both know."""
+        yield None, self._measurement.peak_allocated, baseline.peak_allocated
+        for phase, reference in baseline.phases.items():
+            if phase in self._peaks:
+                yield phase, self._peaks[phase], reference
+
+    def _limit(self, metric: str, phase: str | None, limit: int, actual: int) -> Verdict:
+        return self._verdict("limit", metric, phase, limit, actual, actual <= limit)
+
+    def _did_not_run(
+        self,
+        kind: str,
+        phase: str,
+        limit: int,
+        reference: int | None = None,
+        tolerance: Tolerance | None = None,
+    ) -> Verdict:
+        ran = ", ".join(self._peaks) or "none"
+        notes = (f"phases that ran: {ran}",)
+        # A negative limit would make the 0 that stands for "not run" read as too much.
+        highest = max(limit, 0)
+        return self._verdict(
+            kind, "peak_allocated", phase, highest, 0, False, reference, tolerance, notes
+        )
+
+    def _verdict(
+        self,
+        kind: str,
+        metric: str,
+        phase: str | None,
+        limit: int | None,
+        actual: int,
+        passed: bool,
+        reference: int | None = None,
+        tolerance: Tolerance | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> Verdict:
+        return Verdict(
+            kind=kind,
+            metric=metric,
+            phase=phase,
+            limit=limit,
+            actual=actual,
+            reference=reference,
+            passed=passed,
+            tolerance="" if tolerance is None else str(tolerance),
+            device=self._measurement.device,
+            simulated=self._measurement.simulated,
+            gpu=self._gpu,
+            notes=notes,
+        )
+
+
+def _allowance(tolerance: Tolerance, reference: int) -> int:
+    return tolerance.allowance(max(reference, 0))

@@ -1,0 +1,302 @@
+"""What a session writes to the baselines, and what it must not.
+
+Runs once, at the end, in the one process that has every result: under pytest-xdist the controller.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
+from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.sizes import format_exact, format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baseline.compare import UpdateMode
+    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.measurement.record import Measurement
+
+
+@dataclass(frozen=True)
+class MeasuredTest:
+    """The final result of one marked test of this session, on the device that baselines keep."""
+
+    nodeid: str
+    environment: Environment
+    measurement: Measurement
+    passed: bool
+    """The final call report passed, with the test's own verdicts; not xfail, not xpass."""
+    rerun: bool = False
+    """An earlier attempt in this session did not pass."""
+    subtest_failed: bool = False
+    wanted: bool = True
+    """False where the marker says ``baseline=False``."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What this session collected: the proof that a test no longer exists.
+
+    ``ids`` holds the test ids of each module that was collected, deselected tests included. A
+    module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
+    for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
+    Reasons complete the sentence "2 stored tests not pruned: ...".
+    """
+
+    rootpath: Path
+    """Pytest's rootdir, to which module paths are relative."""
+    ids: Mapping[str, frozenset[str]]
+    incomplete: Mapping[str, str] = field(default_factory=dict)
+    """Reason by module why its ids may be only some of it."""
+    partial: str = ""
+    """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
+
+    @classmethod
+    def of(
+        cls,
+        rootpath: Path,
+        nodeids: Iterable[str],
+        incomplete: Mapping[str, str] | None = None,
+        partial: str = "",
+    ) -> Collected:
+        """Return the value for the node ids of all collected items, deselected ones included."""
+        ids: dict[str, set[str]] = {}
+        for nodeid in nodeids:
+            module, test_id = split_nodeid(nodeid)
+            ids.setdefault(module, set()).add(test_id)
+        frozen = {module: frozenset(found) for module, found in ids.items()}
+        return cls(rootpath, frozen, incomplete or {}, partial)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One entry that was added (no ``old``), changed, or pruned (no ``new``)."""
+
+    nodeid: str
+    environment: Environment
+    old: BaselineEntry | None
+    new: BaselineEntry | None
+
+    @property
+    def text(self) -> str:
+        """One line: the test, what became of each number that is not as it was, the environment."""
+        if self.old is None or self.new is None:
+            entry = self.new or self.old
+            sizes = format_exact(entry.peak_allocated) if entry else ""
+        else:
+            sizes = "; ".join(_differences(self.old, self.new))
+        return f"{self.nodeid}: {sizes} [{self.environment.key}]"
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What an update did. ``errors`` fail the run; each is one sentence, as is each message."""
+
+    written: tuple[Path, ...] = ()
+    """Files that were written, or removed because no entry was left in them."""
+    added: tuple[Change, ...] = ()
+    changed: tuple[Change, ...] = ()
+    pruned: tuple[Change, ...] = ()
+    unchanged: int = 0
+    """Tests whose stored entry is what they measured, or was kept because only new ones count."""
+    messages: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+def update_baselines(
+    store: BaselineStore,
+    tests: Sequence[MeasuredTest],
+    *,
+    mode: UpdateMode | None,
+    prune: bool = False,
+    collected: Collected | None = None,
+    environments: Iterable[Environment] = (),
+) -> UpdateReport:
+    """Write what ``tests`` measured, delete what no longer exists; return what was done.
+
+    ``all`` adds and changes entries, ``new`` only adds, ``None`` does neither. Only tests count
+    that passed at the first attempt and without a failed subtest; entries of tests that did not
+    run stay. Files that would not change are not touched, and a file that cannot be read or
+    written is left as it is and becomes an error while the others are still done.
+
+    ``prune`` deletes entries of tests that ``collected`` proves gone, in the environments of
+    ``tests`` and in ``environments`` (those of this session, where no test was measured): in
+    another environment, other parameters may exist. Whatever is in doubt stays, and a message
+    says so.
+    """
+    work = _Work(store)
+    if mode is not None:
+        for test in work.eligible(tests):
+            work.record(test, mode)
+    if prune and collected is not None:
+        used = {test.environment.key: test.environment for test in tests}
+        used.update({environment.key: environment for environment in environments})
+        for environment in used.values():
+            work.prune(environment, collected, {split_nodeid(test.nodeid) for test in tests})
+    return work.finish()
+
+
+class _Work:
+    """The state of one update: the entries of every file it looked at, and what it did to them."""
+
+    def __init__(self, store: BaselineStore) -> None:
+        self._store = store
+        self._files: dict[tuple[str, str], tuple[Environment, dict[str, BaselineEntry]]] = {}
+        self._unreadable: set[tuple[str, str]] = set()
+        self._changes: dict[tuple[str, str], list[Change]] = {}
+        self._unchanged = 0
+        self._doubts: Counter[str] = Counter()
+        self._messages: dict[str, None] = {}
+        self._errors: dict[str, None] = {}
+
+    def eligible(self, tests: Sequence[MeasuredTest]) -> Iterator[MeasuredTest]:
+        """Yield the tests whose numbers may be stored, each once; say which may not."""
+        kept: dict[tuple[str, str, str], MeasuredTest] = {}
+        disputed = {}
+        for test in filter(_wanted, tests):
+            if not test.passed:
+                continue
+            if reason := _unfit(test):
+                self._say(f"{test.nodeid} not recorded: {reason}")
+                continue
+            key = (test.environment.key, *split_nodeid(test.nodeid))
+            first = kept.setdefault(key, test)
+            if BaselineEntry.of(first.measurement) != BaselineEntry.of(test.measurement):
+                disputed[key] = test
+        if failed := sum(not test.passed for test in filter(_wanted, tests)):
+            self._say(f"{_count(failed, 'test')} not recorded: did not pass")
+        for key, test in disputed.items():
+            del kept[key]
+            self._say(f"{test.nodeid} not recorded: ran twice, with different numbers")
+        yield from kept.values()
+
+    def record(self, test: MeasuredTest, mode: UpdateMode) -> None:
+        """Put what ``test`` measured among the entries of its file."""
+        module, test_id = split_nodeid(test.nodeid)
+        entries = self._entries(test.environment, module)
+        if entries is None:
+            return
+        old, new = entries.get(test_id), BaselineEntry.of(test.measurement)
+        if old == new or (old is not None and mode == "new"):
+            self._unchanged += 1
+            return
+        entries[test_id] = new
+        self._note(module, Change(f"{module}::{test_id}", test.environment, old, new))
+
+    def prune(
+        self, environment: Environment, collected: Collected, ran: set[tuple[str, str]]
+    ) -> None:
+        """Delete the entries of ``environment`` whose tests no longer exist."""
+        for module in self._store.modules(environment):
+            entries = self._entries(environment, module)
+            if entries is None:
+                continue
+            existing = collected.ids.get(module, frozenset())
+            gone = [key for key in entries.keys() - existing if (module, key) not in ran]
+            if gone and (doubt := _doubt(module, collected)):
+                self._doubts[doubt] += len(gone)
+                continue
+            for test_id in gone:
+                old = entries.pop(test_id)
+                self._note(module, Change(f"{module}::{test_id}", environment, old, None))
+
+    def finish(self) -> UpdateReport:
+        """Write every file that changed; return what was done to those that could be written."""
+        for doubt, count in self._doubts.items():
+            self._say(f"{_count(count, 'stored test')} not pruned: {doubt}")
+        written, done = [], []
+        for key, changes in self._changes.items():
+            environment, entries = self._files[key]
+            try:
+                path = self._store.write(environment, key[1], entries)
+            except BaselineError as error:
+                self._errors[str(error)] = None
+                continue
+            written += [path] if path else []
+            done += changes
+        done.sort(key=lambda change: (change.environment.key, change.nodeid))
+        return UpdateReport(
+            written=tuple(sorted(written)),
+            added=tuple(change for change in done if change.old is None),
+            changed=tuple(change for change in done if change.old and change.new),
+            pruned=tuple(change for change in done if change.new is None),
+            unchanged=self._unchanged,
+            messages=tuple(self._messages),
+            errors=tuple(self._errors),
+        )
+
+    def _entries(self, environment: Environment, module: str) -> dict[str, BaselineEntry] | None:
+        """Return the entries of a file for changing, ``None`` (and an error) where unreadable."""
+        key = (environment.key, module)
+        if key in self._unreadable:
+            return None
+        if key not in self._files:
+            try:
+                self._files[key] = (environment, dict(self._store.read(environment, module)))
+            except BaselineError as error:
+                self._errors[str(error)] = None
+                self._unreadable.add(key)
+                return None
+        return self._files[key][1]
+
+    def _note(self, module: str, change: Change) -> None:
+        self._changes.setdefault((change.environment.key, module), []).append(change)
+
+    def _say(self, message: str) -> None:
+        self._messages[message] = None
+
+
+def _wanted(test: MeasuredTest) -> bool:
+    return test.wanted
+
+
+def _unfit(test: MeasuredTest) -> str:
+    if test.rerun:
+        return "passed only when run again"
+    return "a subtest failed" if test.subtest_failed else ""
+
+
+def _doubt(module: str, collected: Collected) -> str:
+    """Return why entries of ``module`` that were not collected may still have their tests."""
+    if reason := collected.incomplete.get(module):
+        return reason
+    if module in collected.ids:
+        return ""
+    if collected.partial:
+        return collected.partial
+    if (collected.rootpath / module).exists():
+        return f"{module} exists, but nothing was collected from it"
+    return ""
+
+
+def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:
+    yield from _difference("peak", old.peak_allocated, new.peak_allocated)
+    for phase in sorted(old.phases.keys() | new.phases.keys()):
+        yield from _difference(phase, old.phases.get(phase), new.phases.get(phase))
+    yield from _difference("reserved", old.peak_reserved, new.peak_reserved)
+    yield from _difference("allocated after", old.allocated_after, new.allocated_after)
+    yield from _difference("cuBLAS workspace", old.cublas_workspace, new.cublas_workspace)
+    if (old.composition, old.sites) != (new.composition, new.sites):
+        yield "what holds the bytes"
+
+
+def _difference(name: str, old: int | None, new: int | None) -> Iterator[str]:
+    if old == new:
+        return
+    if old is None or new is None:
+        known, state = (new, "new") if old is None else (old, "gone")
+        yield f"{name} {format_size(known or 0)} ({state})"
+        return
+    # Two sizes that would read the same are told apart by their bytes.
+    alike = format_size(old) == format_size(new)
+    before, after = (f"{n:,} B" if alike else format_size(n) for n in (old, new))
+    percent = f" ({format_percent(new - old, old)})" if old > 0 else ""
+    yield f"{name} {before} -> {after}{percent}"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

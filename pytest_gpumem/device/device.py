@@ -1,0 +1,38 @@
+"""What the rest of the plugin asks of a device; imported for type checking only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.measurement.record import Measurement
+
+
+class Device(Protocol):
+    """A device that tests are measured on, real or simulated."""
+
+    @property
+    def index(self) -> int:
+        """As in ``cuda:0``."""
+
+    @property
+    def environment(self) -> Environment:
+        """What its numbers depend on; asking a real device initialises CUDA."""
+
+    @property
+    def total_memory(self) -> int:
+        """Bytes; asking a real device initialises CUDA."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """Serve ``cuda`` from this device inside."""
+
+    def begin_test(self) -> None:
+        """Forget what was noted of earlier tests."""
+
+    def complete(self, measurement: Measurement) -> Measurement:
+        """Return ``measurement`` with what only this kind of device knows."""
+
+    def nvml(self) -> Mapping[str, Any] | None:
+        """Return a device-level reading as builtin types, ``None`` where there is no device."""

@@ -1,0 +1,135 @@
+"""What autograd's engine and its formulas do in place on a GPU.
+
+Under a dispatch mode, and for ``meta`` tensors, they take out-of-place roads meant for tensor
+subclasses. Each entry recognises one of these calls and names the in-place operator that CUDA runs.
+
+Source: torch/csrc/autograd/input_buffer.cpp (accumulate, can_accumulate_inplace),
+FunctionsManual.cpp and aten/src/ATen/native/ReduceOps.cpp, TensorAdvancedIndexing.cpp, Loss.cpp
+(every use of areAnyTensorSubclassLike and isTensorSubclassLike), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import graph
+from torch.utils._python_dispatch import TorchDispatchMode
+
+InPlace = Callable[[tuple[Any, ...], str], Any]
+"""(arguments, name of the running autograd node) -> the operator CUDA runs, or ``None``."""
+
+_aten = torch.ops.aten
+_ENGINE_RUNS = graph._engine_run_backward.__code__
+
+
+def in_formula(caller: Any) -> bool:
+    """Whether the engine itself, or one of its C++ formulas, made the call from frame ``caller``.
+
+    Python in between (custom functions, hooks, checkpointing) leaves a frame of its own.
+    """
+    return (
+        caller is not None
+        and caller.f_code is _ENGINE_RUNS
+        and torch._C._current_graph_task_id() != -1
+        and not torch.is_grad_enabled()
+    )
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]  # not in the stubs
+    return tensor._use_count(), storage  # type: ignore[attr-defined]  # not in the stubs
+
+
+class _Count(TorchDispatchMode):
+    seen: tuple[int, int]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.add.Tensor:
+            self.seen = _references(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _references_of_sole_owner() -> tuple[int, int]:
+    # What a handler sees of a tensor that the engine's buffer alone holds depends on how torch
+    # wraps tensors for Python, so it is asked, not written down.
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones((), requires_grad=True)
+        root = leaf.exp()
+        twice = root.sin() * root.cos()
+    with _Count() as count:
+        torch.autograd.grad(twice, leaf)
+    return count.seen
+
+
+_SOLE_OWNER = _references_of_sole_owner()
+
+
+def _is_temporary(tensor: torch.Tensor) -> bool:
+    tensor_uses, storage_uses = _references(tensor)
+    return tensor_uses <= _SOLE_OWNER[0] and storage_uses <= _SOLE_OWNER[1]
+
+
+def _accumulation(args: tuple[Any, ...], node: str) -> Any:
+    # The engine adds a gradient to the one its buffer already holds for the same input of a node.
+    if len(args) != 2 or node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
+        return None
+    held, new = args
+    if not isinstance(new, torch.Tensor) or held.shape != new.shape or held.dtype != new.dtype:
+        return None
+    return _aten.add_.Tensor if _is_temporary(held) and _is_dense(held) else None
+
+
+_FORMULAS_THAT_ADD = ("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu")
+"""Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _in(nodes: str, operator: Any) -> InPlace:
+    names = frozenset(nodes.split())
+    return lambda args, node: operator if node in names else None
+
+
+def _on_temporary(nodes: str, operator: Any) -> InPlace:
+    names = frozenset(nodes.split())
+    return lambda args, node: operator if node in names and _is_temporary(args[0]) else None
+
+
+_SELECTIONS = (
+    "MaxBackward0 MinBackward0 TopkBackward0 SortBackward0 SortBackward1 KthvalueBackward0 "
+    "MedianBackward1 NanmedianBackward1 ModeBackward0"
+)
+_WHOLE_SELECTIONS = "MaxBackward1 MinBackward1 MedianBackward0 NanmedianBackward0"
+_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+
+IN_PLACE: dict[str, InPlace] = {
+    "aten.add.Tensor": _accumulation,
+    "aten.scatter.src": _in(_SELECTIONS, _aten.scatter_.src),
+    "aten.scatter_add.default": _in(
+        "GatherBackward0 CummaxBackward0 CumminBackward0", _aten.scatter_add_.default
+    ),
+    "aten.index_put.default": _in("IndexBackward0 UnsafeIndexBackward0", _aten.index_put_.default),
+    "aten.index_add.default": _in("IndexSelectBackward0", _aten.index_add_.default),
+    "aten.put.default": _in("TakeBackward0", _aten.put_.default),
+    "aten.masked_scatter.default": _in("MaskedSelectBackward0", _aten.masked_scatter_.default),
+    "aten.index_fill.int_Tensor": _in("TraceBackward0", _aten.index_fill_.int_Tensor),
+    "aten.index_fill.int_Scalar": _in("TraceBackward0", _aten.index_fill_.int_Scalar),
+    "aten.logical_and.default": _in(_WHOLE_SELECTIONS, _aten.logical_and_.default),
+    "aten.sub.Tensor": _on_temporary(_LOGITS, _aten.sub_.Tensor),
+    "aten.mul.Tensor": _on_temporary(_LOGITS, _aten.mul_.Tensor),
+}
+"""By overload: which in-place operator CUDA runs instead, given arguments and node."""

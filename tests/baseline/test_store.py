@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from dataclasses import fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.baseline.store import (
+    BaselineEntry,
+    BaselineError,
+    BaselineStore,
+    read_folder,
+    split_nodeid,
+)
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+
+T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
+A10 = replace(T4, gpu="A10", compute_capability="8.6")
+MODULE = "tests/test_model.py"
+STEP = BaselineEntry(4096, 8192, 512, 1024, {"forward": 2048, "backward": 4096})
+OTHER = BaselineEntry(512, 2_097_152, 0, 0)
+
+WRITTEN = """\
+{
+  "environment": {
+    "alloc_conf": "",
+    "compute_capability": "7.5",
+    "cublas_workspace_config": "",
+    "cuda": null,
+    "driver": null,
+    "gpu": "T4",
+    "partition": "",
+    "simulated": true,
+    "torch": "2.13"
+  },
+  "schema_version": 1,
+  "tests": {
+    "TestNet::test_step[8]": {
+      "allocated_after": 512,
+      "cublas_workspace": 1024,
+      "peak_allocated": 4096,
+      "peak_reserved": 8192,
+      "phases": {
+        "backward": {
+          "peak_allocated": 4096
+        },
+        "forward": {
+          "peak_allocated": 2048
+        }
+      }
+    },
+    "test_other": {
+      "allocated_after": 0,
+      "cublas_workspace": 0,
+      "peak_allocated": 512,
+      "peak_reserved": 2097152,
+      "phases": {}
+    }
+  }
+}
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BaselineStore:
+    return BaselineStore(tmp_path / "baselines")
+
+
+@pytest.fixture
+def path(store: BaselineStore) -> Path:
+    return store.root / "sim-T4-torch2.13" / "tests" / "test_model.py.json"
+
+
+def put(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+def changed(**changes: Any) -> str:
+    return json.dumps({**json.loads(WRITTEN), **changes})
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def refused(store: BaselineStore, path: Path) -> str:
+    """The sentence with which a file is refused, by reading and by writing, which leaves it."""
+    before = path.read_bytes()
+    with pytest.raises(BaselineError) as reading:
+        store.load(T4, MODULE)
+    with pytest.raises(BaselineError) as writing:
+        store.write(T4, MODULE, {"test_other": OTHER})
+    assert str(reading.value) == str(writing.value)
+    assert path.read_bytes() == before
+    assert names(path.parent) == [path.name]
+    sentence = str(reading.value).replace(str(path), "FILE")
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_a_file_stands_under_its_environment_and_module_and_is_sorted(
+    store: BaselineStore, path: Path
+) -> None:
+    assert store.write(T4, MODULE, {"test_other": OTHER, "TestNet::test_step[8]": STEP}) == path
+    assert path.read_text() == WRITTEN
+    assert names(path.parent) == ["test_model.py.json"]
+
+
+def test_what_was_written_is_read_back(store: BaselineStore) -> None:
+    tests = {"test_other": OTHER, "TestNet::test_step[8]": STEP}
+    store.write(T4, MODULE, tests)
+    assert store.load(T4, MODULE) == tests
+    assert BaselineStore(store.root).entry(T4, MODULE, "TestNet::test_step[8]") == STEP
+    assert store.entry(T4, MODULE, "TestNet::test_step[9]") is None
+
+
+def test_there_is_nothing_where_nothing_was_written(store: BaselineStore) -> None:
+    assert store.load(T4, MODULE) == {}
+    assert store.modules(T4) == []
+    assert store.elsewhere(MODULE, "test_other", T4) == []
+
+
+def test_a_file_that_would_say_the_same_is_left_alone(store: BaselineStore, path: Path) -> None:
+    tests = {"test_other": OTHER, "TestNet::test_step[8]": STEP}
+    windows = WRITTEN.replace("\n", "\r\n").encode()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(windows)
+    assert store.write(replace(T4, driver="570.1"), MODULE, tests) is None
+    assert path.read_bytes() == windows
+
+
+def test_the_last_entry_takes_its_file_and_empty_folders_with_it(
+    store: BaselineStore, path: Path
+) -> None:
+    store.write(T4, MODULE, {"test_other": OTHER})
+    store.write(T4, "tests/deep/er/test_a.py", {"test_other": OTHER})
+    assert store.write(T4, "tests/deep/er/test_a.py", {}) is not None
+    assert names(path.parent) == ["test_model.py.json"]
+    assert store.write(T4, MODULE, {}) == path
+    assert names(store.root) == []
+    assert store.write(T4, MODULE, {}) is None
+
+
+def test_an_entry_holds_what_was_measured() -> None:
+    phases = {"forward": PhaseRecord("forward", 2048, 8192, 0, 0)}
+    site = {"bytes": 4096, "site": "model.py:7", "shape": (32, 32)}
+    measurement = Measurement(
+        "cuda:0", True, 4096, 8192, 0, 512, 0, 1024, 77, phases, {"activations": 4096}, (site,)
+    )
+    entry = BaselineEntry.of(measurement)
+    assert entry.to_dict() == {
+        "peak_allocated": 4096,
+        "peak_reserved": 8192,
+        "allocated_after": 512,
+        "cublas_workspace": 1024,
+        "phases": {"forward": {"peak_allocated": 2048}},
+        "composition": {"activations": 4096},
+        "sites": [{"bytes": 4096, "site": "model.py:7", "shape": [32, 32]}],
+    }
+    assert BaselineEntry.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
+
+
+def test_composition_and_sites_are_kept_and_count_as_a_change(store: BaselineStore) -> None:
+    known = replace(OTHER, composition={"inputs": 512}, sites=({"site": "a.py:1"},))
+    assert store.write(T4, MODULE, {"test_other": OTHER})
+    assert store.write(T4, MODULE, {"test_other": known})
+    assert store.write(T4, MODULE, {"test_other": known}) is None
+    assert store.entry(T4, MODULE, "test_other") == known
+
+
+def test_names_that_are_not_ascii_survive(store: BaselineStore, path: Path) -> None:
+    store.write(T4, MODULE, {"test_größe[\ud800]": OTHER})
+    assert path.read_bytes().isascii()
+    assert BaselineStore(store.root).load(T4, MODULE) == {"test_größe[\ud800]": OTHER}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        ("<<<<<<< HEAD\n", "not valid JSON (Expecting value: line 1 column 1 (char 0))"),
+        (WRITTEN[:400], "not valid JSON ("),
+        ('{"a": 1, "a": 2}', "not valid JSON ('a' stands twice in one object)"),
+        ("[" * 200_000, "not valid JSON ("),
+        ("[]", "[] is not of type 'object' at $"),
+        ("{}", "'schema_version' is a required property at $"),
+        (changed(schema_version=0), "1 was expected at $.schema_version"),
+        (changed(tests=[]), "[] is not of type 'object' at $.tests"),
+        (changed(tests={"t": {}}), "is a required property at $.tests.t"),
+        (
+            changed(tests={"t": {**OTHER.to_dict(), "peak_allocated": -1}}),
+            "-1 is less than the minimum of 0 at $.tests.t.peak_allocated",
+        ),
+        (
+            changed(tests={"t": {**OTHER.to_dict(), "peak_allocated": True}}),
+            "True is not of type 'integer' at $.tests.t.peak_allocated",
+        ),
+        (changed(environment={}), "is a required property at $.environment"),
+        (changed(more=1), "Additional properties are not allowed ('more' was unexpected) at $"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_one_sentence_and_never_overwritten(
+    store: BaselineStore, path: Path, content: str, problem: str
+) -> None:
+    sentence = refused(store, put(path, content))
+    assert sentence.startswith("baseline FILE is damaged or not one of pytest-gpumem: ")
+    assert problem in sentence
+    assert sentence.endswith("; restore it from version control or delete it")
+
+
+def test_bytes_that_are_no_text_are_refused(store: BaselineStore, path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\x89PNG\xff\xfe")
+    assert "not valid JSON (" in refused(store, path)
+
+
+def test_a_long_problem_is_cut(store: BaselineStore, path: Path) -> None:
+    assert len(refused(store, put(path, changed(tests="x" * 5000)))) < 300
+
+
+def test_a_newer_file_asks_for_a_newer_plugin(store: BaselineStore, path: Path) -> None:
+    assert refused(store, put(path, changed(schema_version=2))) == (
+        "baseline FILE has schema_version 2 and this pytest-gpumem reads 1; install a newer one"
+    )
+
+
+def test_a_file_of_another_environment_is_refused(store: BaselineStore, path: Path) -> None:
+    assert refused(store, put(path, changed(environment=A10.to_dict()))) == (
+        "baseline FILE was recorded for sim-A10-torch2.13, not for sim-T4-torch2.13; move it to "
+        "the folder of its environment"
+    )
+
+
+def test_a_driver_update_keeps_the_baselines(store: BaselineStore) -> None:
+    store.write(replace(T4, driver="550.1"), MODULE, {"test_other": OTHER})
+    assert store.load(replace(T4, driver="570.2"), MODULE) == {"test_other": OTHER}
+
+
+def test_what_does_not_follow_the_schema_is_not_written(store: BaselineStore, path: Path) -> None:
+    with pytest.raises(BaselineError, match=r"was not written: -1 is less than the minimum of 0"):
+        store.write(T4, MODULE, {"test_other": replace(OTHER, peak_allocated=-1)})
+    assert not path.exists()
+
+
+def test_a_folder_in_the_place_of_the_file(store: BaselineStore, path: Path) -> None:
+    path.mkdir(parents=True)
+    for act in (lambda: store.load(T4, MODULE), lambda: store.write(T4, MODULE, {"t": OTHER})):
+        with pytest.raises(BaselineError, match=r"is not a file; move it away$"):
+            act()
+    assert path.is_dir()
+
+
+def test_a_pipe_in_the_place_of_the_file_does_not_hang(store: BaselineStore, path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(BaselineError, match=r"is not a file; move it away$"):
+        store.load(T4, MODULE)
+
+
+def test_a_file_in_the_place_of_the_folder(store: BaselineStore) -> None:
+    store.root.write_text("mine")
+    for act in (lambda: store.load(T4, MODULE), lambda: store.write(T4, MODULE, {"t": OTHER})):
+        with pytest.raises(BaselineError, match=r"cannot be read: Not a directory; check "):
+            act()
+    assert store.elsewhere(MODULE, "t", T4) == []
+    assert store.root.read_text() == "mine"
+
+
+def test_a_symbolic_link_is_read_but_not_written_through(
+    store: BaselineStore, path: Path, tmp_path: Path
+) -> None:
+    target = put(tmp_path / "shared.json", WRITTEN)
+    path.parent.mkdir(parents=True)
+    path.symlink_to(target)
+    assert store.entry(T4, MODULE, "test_other") == OTHER
+    with pytest.raises(BaselineError, match=r"is a symbolic link and is not written through; put"):
+        store.write(T4, MODULE, {"test_other": OTHER})
+    assert path.is_symlink()
+    assert target.read_text() == WRITTEN
+
+
+def test_a_link_that_leads_nowhere_is_no_baseline_and_stays(
+    store: BaselineStore, path: Path, tmp_path: Path
+) -> None:
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "nowhere")
+    assert store.load(T4, MODULE) == {}
+    with pytest.raises(BaselineError, match="symbolic link"):
+        store.write(T4, MODULE, {"test_other": OTHER})
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(BaselineError, match="cannot be read: Too many levels of symbolic links"):
+        store.read(T4, MODULE)
+
+
+def test_a_linked_folder_is_a_folder(store: BaselineStore, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    store.root.symlink_to(tmp_path / "elsewhere")
+    store.write(T4, MODULE, {"test_other": OTHER})
+    assert store.root.is_symlink()
+    assert store.load(T4, MODULE) == {"test_other": OTHER}
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")]
+)
+def test_a_write_that_fails_is_one_sentence_and_leaves_the_old_file_alone(
+    store: BaselineStore, path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    put(path, WRITTEN)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(BaselineError) as caught:
+        store.write(T4, MODULE, {"test_other": OTHER})
+    assert str(caught.value) == (
+        f"baseline {path} cannot be written: {error.strerror}; check {path.parent}"
+    )
+    assert path.read_text() == WRITTEN
+    assert names(path.parent) == [path.name]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(store: BaselineStore, path: Path) -> None:
+    put(path, WRITTEN).parent.chmod(0o555)
+    with pytest.raises(BaselineError, match="cannot be written: Permission denied; check "):
+        store.write(T4, MODULE, {"test_other": OTHER})
+    path.parent.chmod(0o755)
+
+
+def test_a_new_file_has_the_permissions_that_the_umask_leaves(
+    store: BaselineStore, path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        store.write(T4, MODULE, {"test_other": OTHER})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("module", ["/abs/test_a.py", "../test_a.py", "tests/../../x.py", ""])
+def test_a_module_outside_the_rootdir_has_no_place(store: BaselineStore, module: str) -> None:
+    with pytest.raises(BaselineError, match="lies outside pytest's rootdir") as caught:
+        store.write(T4, module, {"test_other": OTHER})
+    assert repr(module) in str(caught.value)
+    assert not store.root.exists()
+
+
+def test_readers_see_whole_files_while_two_write(store: BaselineStore, path: Path) -> None:
+    first = {f"test_{i}": OTHER for i in range(200)}
+    second = {f"test_{i}": STEP for i in range(200)}
+    store.write(T4, MODULE, first)
+
+    def rewrite(tests: dict[str, BaselineEntry]) -> None:
+        writer = BaselineStore(store.root)
+        for round_ in range(15):
+            writer.write(T4, MODULE, {**tests, "test_0": replace(STEP, allocated_after=round_)})
+
+    threads = [threading.Thread(target=rewrite, args=(tests,)) for tests in (first, second)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        tests = dict(BaselineStore(store.root).load(T4, MODULE))
+        del tests["test_0"]
+        assert len(tests) == 199
+        assert all(entry == tests["test_1"] for entry in tests.values())
+    for thread in threads:
+        thread.join()
+    assert names(path.parent) == ["test_model.py.json"]
+
+
+def test_loading_reads_a_file_once_and_reading_anew(store: BaselineStore, path: Path) -> None:
+    put(path, WRITTEN)
+    assert len(store.load(T4, MODULE)) == 2
+    BaselineStore(store.root).write(T4, MODULE, {"test_other": OTHER})
+    assert len(store.load(T4, MODULE)) == 2
+    assert len(store.read(T4, MODULE)) == 1
+    assert len(store.load(T4, MODULE)) == 1
+
+
+def test_other_environments_are_known_for_display(store: BaselineStore) -> None:
+    h100 = replace(T4, gpu="H100")
+    store.write(h100, MODULE, {"test_other": STEP})
+    store.write(A10, MODULE, {"test_other": OTHER})
+    store.write(T4, MODULE, {"test_other": STEP})
+    put(store.path(replace(T4, gpu="L4"), MODULE), "damaged")
+    put(store.root / "README.md", "notes")
+    assert store.elsewhere(MODULE, "test_other", T4) == [(A10, OTHER), (h100, STEP)]
+    assert store.elsewhere(MODULE, "test_unknown", T4) == []
+    assert store.elsewhere("tests/test_b.py", "test_other", T4) == []
+
+
+def test_the_modules_of_an_environment(store: BaselineStore) -> None:
+    for module in ("tests/b/test_a.py", "test_top.py"):
+        store.write(T4, module, {"test_other": OTHER})
+    store.write(A10, MODULE, {"test_other": OTHER})
+    assert store.modules(T4) == ["test_top.py", "tests/b/test_a.py"]
+
+
+def test_a_folder_is_read_from_its_root_or_from_one_environment(store: BaselineStore) -> None:
+    store.write(T4, MODULE, {"test_other": OTHER})
+    store.write(A10, "test_top.py", {"test_other": STEP})
+    assert [(module, file.environment) for module, file in read_folder(store.root)] == [
+        ("test_top.py", A10),
+        (MODULE, T4),
+    ]
+    ((module, content),) = read_folder(store.root / "sim-T4-torch2.13")
+    assert (module, content.tests) == (MODULE, {"test_other": OTHER})
+
+
+def test_a_folder_that_holds_no_baselines_or_misplaced_ones(
+    store: BaselineStore, path: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(BaselineError, match="holds no baselines; record some with pytest --gpum"):
+        read_folder(tmp_path)
+    put(path, changed(environment=A10.to_dict()))
+    with pytest.raises(BaselineError, match=r"for sim-A10-torch2.13, not for sim-T4-torch2.13;"):
+        read_folder(store.root)
+    with pytest.raises(BaselineError, match=r"for sim-A10-torch2.13, not for tests;"):
+        read_folder(path.parent.parent)
+    with pytest.raises(BaselineError, match=r"for sim-A10-torch2.13, not for tests;"):
+        read_folder(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("nodeid", "parts"),
+    [
+        ("tests/test_a.py::test_x", ("tests/test_a.py", "test_x")),
+        ("tests/test_a.py::TestA::test_x[a::b]", ("tests/test_a.py", "TestA::test_x[a::b]")),
+        ("tests/test_a.py::test_x@gpu", ("tests/test_a.py", "test_x")),
+        ("tests/test_a.py::test_x[a@b]@gpu", ("tests/test_a.py", "test_x[a@b]")),
+        ("tests/test_a.py::test_x[a@b]", ("tests/test_a.py", "test_x[a@b]")),
+        ("tests/a@b/test_a.py::test_x", ("tests/a@b/test_a.py", "test_x")),
+    ],
+)
+def test_a_node_id_is_a_module_and_an_id_without_xdists_group(
+    nodeid: str, parts: tuple[str, str]
+) -> None:
+    assert split_nodeid(nodeid) == parts
+
+
+def test_the_schema_knows_every_field() -> None:
+    schema = json.loads(files("pytest_gpumem.baseline").joinpath("schema.json").read_text())
+    environment, test = schema["$defs"]["environment"], schema["$defs"]["test"]
+    assert set(environment["properties"]) == {field.name for field in fields(Environment)}
+    assert set(test["properties"]) == {field.name for field in fields(BaselineEntry)}

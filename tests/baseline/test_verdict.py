@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.baseline.verdict import Improvement, Verdict, format_percent, update_command
+
+MIB = 1024**2
+NODEID = "tests/test_model.py::test_step"
+
+BASELINE: dict[str, Any] = {
+    "kind": "baseline",
+    "metric": "peak_allocated",
+    "phase": "forward",
+    "limit": 1_321_571_379,
+    "actual": 1_739_461_632,
+    "reference": 1_307_448_320,
+    "passed": False,
+    "tolerance": "1% + 1MiB",
+}
+LIMIT: dict[str, Any] = {
+    "kind": "limit",
+    "metric": "peak_allocated",
+    "phase": None,
+    "limit": 100 * MIB,
+    "actual": 130 * MIB,
+    "reference": None,
+    "passed": False,
+}
+
+
+def verdict(base: dict[str, Any], **changes: Any) -> Verdict:
+    return Verdict(**{**base, **changes})
+
+
+def test_a_regression_reads_as_the_guide_shows_it() -> None:
+    explanation: tuple[dict[str, Any], ...] = (
+        {
+            "bytes": 384 * MIB,
+            "change": "new",
+            "category": "activations",
+            "site": "model/attention.py:71",
+            "operator": "torch.softmax",
+            "module": "attention",
+            "count": 12,
+            "shape": [8, 12, 256, 256],
+            "dtype": "float32",
+        },
+        {
+            "bytes": 28 * MIB,
+            "change": "grown",
+            "category": "workspace",
+            "site": None,
+            "operator": "cuBLAS",
+            "module": None,
+            "count": 1,
+            "shape": None,
+            "dtype": None,
+        },
+    )
+    assert verdict(BASELINE, explanation=explanation).long(NODEID) == (
+        "forward peaked at 1.62 GiB (1,739,461,632 B), 412.0 MiB over its baseline of 1.22 GiB "
+        "(+33.0 %, tolerance 1% + 1MiB)\n"
+        "  +384.0 MiB  activations  model/attention.py:71  torch.softmax"
+        "  12 × 32.0 MiB float32 (new)\n"
+        "  + 28.0 MiB  workspace    cuBLAS                              "
+        "  1 × 28.0 MiB\n"
+        'accept it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
+    )
+
+
+def test_the_short_text_is_the_first_line_of_the_long_one() -> None:
+    for base in (BASELINE, LIMIT):
+        assert verdict(base).long(NODEID).splitlines()[0] == verdict(base).short
+
+
+def test_memory_that_went_away_has_its_sign_and_the_rest_is_summed_up() -> None:
+    explanation = [{"bytes": -8 * MIB, "change": "gone", "category": "inputs", "count": 2}]
+    explanation += [{"bytes": 512, "change": "grown", "category": "other", "count": 1}] * 11
+    lines = verdict(BASELINE, explanation=tuple(explanation)).long(NODEID).splitlines()
+    assert lines[1] == "  -8.0 MiB  inputs  2 × 4.0 MiB (gone)"
+    assert lines[2] == "  +  512 B  other   1 × 512 B"
+    assert len(lines) == 13
+    assert lines[11] == "  +1.0 KiB in 2 smaller changes"
+
+
+def test_a_limit_says_by_how_much_it_is_exceeded_and_offers_no_update() -> None:
+    assert verdict(LIMIT).long(NODEID) == (
+        "the test peaked at 130.0 MiB (136,314,880 B), 30.0 MiB over its limit of 100.0 MiB"
+    )
+
+
+def test_reserved_and_leaked_bytes_have_their_own_words() -> None:
+    assert verdict(LIMIT, metric="peak_reserved").short == (
+        "the test reserved 130.0 MiB (136,314,880 B), 30.0 MiB over its limit of 100.0 MiB"
+    )
+    assert verdict(LIMIT, kind="leak", metric="leaked", limit=0, actual=2048).short == (
+        "2.0 KiB (2,048 B) still allocated after the test, 2.0 KiB over its limit of 0 B"
+    )
+
+
+def test_what_passed_reads_as_passed() -> None:
+    assert verdict(LIMIT, actual=100 * MIB, passed=True).short == (
+        "the test peaked at 100.0 MiB (104,857,600 B), within its limit of 100.0 MiB"
+    )
+    same = verdict(BASELINE, actual=1_307_448_320, passed=True)
+    assert same.long(NODEID) == (
+        "forward peaked at 1.22 GiB (1,307,448,320 B), equal to its baseline (tolerance 1% + 1MiB)"
+    )
+
+
+def test_a_reference_of_zero_has_no_percentage() -> None:
+    grown = verdict(BASELINE, limit=0, actual=1024, reference=0, tolerance="0")
+    assert grown.short == (
+        "forward peaked at 1.0 KiB (1,024 B), 1.0 KiB over its baseline of 0 B (tolerance 0)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reference", "text"),
+    [
+        (412, 1_000, "+41.2 %"),
+        (-250, 1_000, "-25.0 %"),
+        (512, 1_307_448_320, "+<0.1 %"),
+        (-512, 1_307_448_320, "-<0.1 %"),
+        (0, 1_000, "+0.0 %"),
+    ],
+)
+def test_percentages(change: int, reference: int, text: str) -> None:
+    assert format_percent(change, reference) == text
+
+
+def test_a_simulated_number_and_another_device_say_so() -> None:
+    simulated = {"simulated": True, "gpu": "A100-40GB"}
+    assert verdict(LIMIT, **simulated).short.endswith("100.0 MiB [simulated A100-40GB]")
+    assert verdict(LIMIT, **simulated, device="cuda:1").short.endswith(
+        " [simulated A100-40GB, cuda:1]"
+    )
+    assert verdict(LIMIT, gpu="NVIDIA H100").short.endswith("100.0 MiB")
+
+
+def test_a_missing_baseline_says_what_to_do() -> None:
+    note = "no baseline for sim-T4-torch2.13; known elsewhere: sim-A10-torch2.13 1.22 GiB"
+    missing = verdict(BASELINE, phase=None, limit=None, reference=None, notes=(note,))
+    assert missing.long(NODEID) == (
+        "the test peaked at 1.62 GiB (1,739,461,632 B) and has no baseline to match; "
+        "no baseline for sim-T4-torch2.13; known elsewhere: sim-A10-torch2.13 1.22 GiB\n"
+        'record it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
+    )
+
+
+def test_a_phase_that_did_not_run_is_named_with_what_was_asked_of_it() -> None:
+    notes = ("phases that ran: backward",)
+    assert verdict(BASELINE, actual=0, notes=notes).long(NODEID) == (
+        "phase forward did not run, so its baseline of 1.22 GiB was not checked; "
+        "phases that ran: backward\n"
+        'accept it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
+    )
+    assert verdict(LIMIT, phase="step", actual=0).long(NODEID) == (
+        "phase step did not run, so its limit of 100.0 MiB was not checked"
+    )
+
+
+def test_nothing_measured_names_the_cause_and_the_remedies() -> None:
+    nothing = verdict(LIMIT, kind="nothing_measured", limit=None, actual=0)
+    assert nothing.long(NODEID) == (
+        "nothing was measured, because the test allocated nothing on cuda:0; the usual cause is "
+        '`device = "cuda" if torch.cuda.is_available() else "cpu"` at import: ask `gpumem.device` '
+        "inside the test"
+    )
+    simulated = verdict(
+        LIMIT, kind="nothing_measured", limit=None, actual=0, simulated=True, gpu="T4"
+    )
+    assert simulated.short.endswith(
+        "inside the test, or run with --gpumem-sim-scope=session [simulated T4]"
+    )
+
+
+def test_an_improvement_comes_with_the_command_that_locks_it_in() -> None:
+    improvement = Improvement("peak_allocated", None, 75 * MIB, 100 * MIB, "0", simulated=True)
+    assert improvement.long(NODEID) == (
+        "the test peaked at 75.0 MiB (78,643,200 B), 25.0 MiB under its baseline of 100.0 MiB "
+        "(-25.0 %, tolerance 0) [simulated]\n"
+        'lock it in: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
+    )
+
+
+def test_the_command_survives_a_shell_and_repeats_options() -> None:
+    assert update_command('t.py::test_x[a"$b`\\]', "pytest --gpumem-device=sim:T4") == (
+        'pytest --gpumem-device=sim:T4 --gpumem-update-baselines "t.py::test_x[a\\"\\$b\\`\\\\]"'
+    )
+
+
+def test_values_survive_json() -> None:
+    full = verdict(
+        BASELINE, explanation=({"bytes": 1, "change": "new", "category": "other"},), notes=("n",)
+    )
+    assert Verdict.from_dict(json.loads(json.dumps(full.to_dict()))) == full
+    improvement = Improvement("peak_allocated", "forward", 1, 2, "0", "cuda:1", True, "T4")
+    assert Improvement.from_dict(json.loads(json.dumps(improvement.to_dict()))) == improvement

@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.cli import main
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.report.json_report import write_report
+from pytest_gpumem.report.record import TestRecord
+
+MIB = 1024**2
+T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
+A10 = replace(T4, gpu="A10", compute_capability="8.6")
+H100 = Environment(False, "NVIDIA H100", "9.0", "2.13", cuda="13.0")
+Gpumem = Callable[..., tuple[int, list[str]]]
+Refusal = Callable[..., str]
+T4_LINE = "(sim-T4-torch2.13, simulated)"
+
+
+def measured(peak: int, device: str = "cuda:0", **phases: int) -> Measurement:
+    records = {name: PhaseRecord(name, size, 0, 0, 0) for name, size in phases.items()}
+    return Measurement(device, True, peak, 0, 0, 0, 0, 0, phases=records)
+
+
+def record(name: str, peak: int | None, **changes: Any) -> TestRecord:
+    phases = changes.pop("phases", {})
+    values: dict[str, Any] = {
+        "nodeid": f"test_a.py::{name}",
+        "outcome": "passed",
+        "environment": T4,
+        "measurement": None if peak is None else measured(peak, **phases),
+    }
+    return TestRecord(**{**values, **changes})
+
+
+def report(path: Path, *records: TestRecord) -> Path:
+    return write_report(path, records)
+
+
+def folder(path: Path, environment: Environment = T4, **peaks: int) -> Path:
+    entries = {name: BaselineEntry(peak, 0, 0, 0, {"forward": 512}) for name, peak in peaks.items()}
+    BaselineStore(path).write(environment, "test_a.py", entries)
+    return path
+
+
+@pytest.fixture
+def gpumem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Gpumem:
+    """The command, run where the files are: exit code and lines of output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        code = main(arguments)
+        written = capsys.readouterr()
+        assert written.err == ""
+        return code, written.out.splitlines()
+
+    return run
+
+
+@pytest.fixture
+def refusal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Refusal:
+    """The one sentence with which the command refuses its input."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 2
+        written = capsys.readouterr()
+        assert written.out == ""
+        (sentence,) = written.err.splitlines()
+        return sentence
+
+    return run
+
+
+def test_two_reports(gpumem: Gpumem, tmp_path: Path) -> None:
+    report(
+        tmp_path / "a.json",
+        record("test_grown", 100 * MIB, phases={"forward": 80 * MIB, "backward": 100 * MIB}),
+        record("test_less", 8 * MIB),
+        record("test_old", 512),
+        record("test_same", 0),
+    )
+    report(
+        tmp_path / "b.json",
+        record("test_grown", 130 * MIB, phases={"forward": 80 * MIB, "step": 512}),
+        record("test_less", 6 * MIB),
+        record("test_new", 1024),
+        record("test_same", 0),
+    )
+    assert gpumem("compare", "a.json", "b.json") == (
+        1,
+        [
+            f"A: a.json {T4_LINE}",
+            f"B: b.json {T4_LINE}",
+            "tolerance: 0 simulated, 1% + 1MiB measured",
+            "",
+            "test                   phase             A          B  difference      %  status",
+            "test_a.py::test_grown            100.0 MiB  130.0 MiB   +30.0 MiB  +30.0  regression",
+            "test_a.py::test_grown  forward    80.0 MiB   80.0 MiB         0 B   +0.0  same",
+            "test_a.py::test_grown  backward  100.0 MiB          -                     gone",
+            "test_a.py::test_grown  step              -      512 B                     new",
+            "test_a.py::test_less               8.0 MiB    6.0 MiB    -2.0 MiB  -25.0  improvement",
+            "test_a.py::test_new                      -    1.0 KiB                     new",
+            "test_a.py::test_old                  512 B          -                     gone",
+            "test_a.py::test_same                   0 B        0 B         0 B         same",
+            "",
+            "3 tests in A and B, peaks add up to 108.0 MiB and 136.0 MiB (+28.0 MiB, +25.9 %); "
+            "numbers: 1 regression, 1 improvement, 2 same, 2 new, 2 gone, 0 failed",
+        ],
+    )
+
+
+def test_two_baselines_folders_and_one_against_a_report(gpumem: Gpumem, tmp_path: Path) -> None:
+    folder(tmp_path / "old", test_x=1024)
+    folder(tmp_path / "new", test_x=2048)
+    report(tmp_path / "run.json", record("test_x", 1024, phases={"forward": 512}))
+    code, lines = gpumem("compare", "old", "new")
+    assert code == 1
+    assert lines[5:7] == [
+        "test_a.py::test_x           1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression",
+        "test_a.py::test_x  forward    512 B    512 B         0 B    +0.0  same",
+    ]
+    assert gpumem("compare", "old", "run.json")[0] == 0
+    assert gpumem("compare", "old/sim-T4-torch2.13", "new")[0] == 1
+    assert gpumem("compare", "new", "old")[0] == 0
+
+
+def test_simulated_numbers_are_compared_exactly_and_measured_ones_with_a_tolerance(
+    gpumem: Gpumem, tmp_path: Path
+) -> None:
+    for environment, code in ((T4, 1), (H100, 0)):
+        folder(tmp_path / f"{code}a", environment, test_x=200 * MIB)
+        folder(tmp_path / f"{code}b", environment, test_x=203 * MIB)
+        assert gpumem("compare", f"{code}a", f"{code}b")[0] == code
+    folder(tmp_path / "0b", H100, test_x=203 * MIB + 1)
+    assert gpumem("compare", "0a", "0b")[0] == 1
+    for peak, status in ((197 * MIB, "same"), (197 * MIB - 1, "improvement")):
+        folder(tmp_path / "0b", H100, test_x=peak)
+        code, lines = gpumem("compare", "0a", "0b")
+        assert (code, lines[5].split()[-1]) == (0, status)
+
+
+def test_the_tolerance_can_be_given(gpumem: Gpumem, refusal: Refusal, tmp_path: Path) -> None:
+    folder(tmp_path / "a", test_x=1000)
+    folder(tmp_path / "b", test_x=1100)
+    assert gpumem("compare", "a", "b", "--tolerance", "100")[0] == 0
+    code, lines = gpumem("compare", "a", "b", "--tolerance", "1% + 89")
+    assert code == 1
+    assert lines[2] == "tolerance: 1% + 89B"
+    assert refusal("compare", "a", "b", "--tolerance=lots").startswith(
+        "gpumem: --tolerance: 'lots' is not a tolerance; write "
+    )
+
+
+def test_environments_that_only_one_side_has_are_left_out_and_said_first(
+    gpumem: Gpumem, tmp_path: Path
+) -> None:
+    folder(tmp_path / "a", test_x=1024)
+    folder(tmp_path / "a", A10, test_x=1)
+    folder(tmp_path / "b", test_x=1024)
+    code, lines = gpumem("compare", "a", "b")
+    assert (code, lines[0]) == (
+        0,
+        "environments differ: sim-A10-torch2.13, sim-T4-torch2.13 in A, sim-T4-torch2.13 in B; "
+        "not compared: sim-A10-torch2.13",
+    )
+    assert lines[-1].endswith(
+        "numbers: 0 regression, 0 improvement, 2 same, 0 new, 0 gone, 0 failed"
+    )
+
+
+def test_different_environments_are_compared_only_on_request(
+    gpumem: Gpumem, refusal: Refusal, tmp_path: Path
+) -> None:
+    folder(tmp_path / "a", test_x=200 * MIB)
+    folder(tmp_path / "b", H100, test_x=202 * MIB)
+    assert refusal("compare", "a", "b") == (
+        "gpumem: a was measured in sim-T4-torch2.13 and b in cuda-NVIDIA-H100-torch2.13-cu13.0; "
+        "compare them all the same with --across-environments"
+    )
+    code, lines = gpumem("compare", "a", "b", "--across-environments")
+    assert code == 0
+    assert lines[:3] == [
+        "environments differ: sim-T4-torch2.13 in A, cuda-NVIDIA-H100-torch2.13-cu13.0 in B; "
+        "compared all the same",
+        f"A: a {T4_LINE}",
+        "B: b (cuda-NVIDIA-H100-torch2.13-cu13.0, measured)",
+    ]
+    folder(tmp_path / "b", H100, test_x=204 * MIB)
+    assert gpumem("compare", "a", "b", "--across-environments")[0] == 1
+
+
+def test_environments_that_cannot_be_told_apart_are_not_guessed(
+    refusal: Refusal, tmp_path: Path
+) -> None:
+    folder(tmp_path / "a", test_x=1)
+    folder(tmp_path / "a", A10, test_x=1)
+    folder(tmp_path / "b", H100, test_x=1)
+    assert refusal("compare", "a", "b", "--across-environments") == (
+        "gpumem: a has sim-A10-torch2.13, sim-T4-torch2.13 and b has "
+        "cuda-NVIDIA-H100-torch2.13-cu13.0, so it is not clear which belong together; give "
+        "folders of one environment each"
+    )
+
+
+def test_tests_of_several_environments_are_told_apart(gpumem: Gpumem, tmp_path: Path) -> None:
+    for name, peak in (("a", 1024), ("b", 2048)):
+        report(
+            tmp_path / name,
+            record("test_x", 512),
+            record("test_y", 512),
+            record("test_x", peak, environment=A10),
+        )
+    code, lines = gpumem("compare", "a", "b")
+    assert code == 1
+    assert [line.split("  ")[0] for line in lines[5:8]] == [
+        "test_a.py::test_x [sim-A10-torch2.13]",
+        "test_a.py::test_x [sim-T4-torch2.13]",
+        "test_a.py::test_y [sim-T4-torch2.13]",
+    ]
+    assert lines[5].endswith("regression")
+
+
+def test_a_test_whose_body_failed_is_shown_and_not_compared(gpumem: Gpumem, tmp_path: Path) -> None:
+    over = Verdict("limit", "peak_allocated", None, 1, 4096, None, False)
+    report(tmp_path / "a", *(record(f"test_{name}", 1024) for name in ("body", "limit", "setup")))
+    report(
+        tmp_path / "b",
+        record("test_body", 512, outcome="failed", judged=False),
+        record("test_limit", 4096, outcome="failed", verdicts=(over,)),
+        record("test_setup", None, outcome="error"),
+    )
+    code, lines = gpumem("compare", "a", "b")
+    assert code == 1
+    assert [line.split()[-1] for line in lines[5:8]] == ["failed", "regression", "failed"]
+    assert lines[5].split()[1:] == ["1.0", "KiB", "-", "failed"]
+    assert lines[-1].startswith("1 test in A and B, peaks add up to 1.0 KiB and 4.0 KiB (+3.0 KiB")
+
+
+def test_a_skipped_test_is_as_good_as_absent(gpumem: Gpumem, tmp_path: Path) -> None:
+    report(tmp_path / "a", record("test_x", 1), record("test_y", 1))
+    report(tmp_path / "b", record("test_x", 1), record("test_y", None, outcome="skipped"))
+    code, lines = gpumem("compare", "a", "b")
+    assert code == 0
+    assert lines[6].split()[-1] == "gone"
+
+
+def test_every_device_of_a_test_is_compared(gpumem: Gpumem, tmp_path: Path) -> None:
+    for name, peak in (("a", 512), ("b", 1024)):
+        other = measured(peak, "cuda:1", forward=peak)
+        report(tmp_path / name, record("test_x", 1, other_devices=(other,)))
+    code, lines = gpumem("compare", "a", "b")
+    assert code == 1
+    assert [line.split()[-1] for line in lines[5:8]] == ["same", "regression", "regression"]
+    assert lines[6].startswith("test_a.py::test_x  cuda:1          ")
+    assert lines[7].startswith("test_a.py::test_x  cuda:1 forward  ")
+
+
+def test_node_ids_of_xdists_groups_are_the_tests_themselves(gpumem: Gpumem, tmp_path: Path) -> None:
+    report(tmp_path / "a", record("test_x[1]", 1))
+    report(tmp_path / "b", record("test_x[1]@gpu", 1))
+    assert gpumem("compare", "a", "b")[1][-1].startswith("1 test in A and B")
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "gpumem: report bad is not one of pytest-gpumem: not valid JSON ("),
+        ("{}", "gpumem: report bad is not one of pytest-gpumem: 'schema_version' is a required"),
+    ],
+)
+def test_a_file_that_is_no_report(
+    refusal: Refusal, tmp_path: Path, content: str, sentence: str
+) -> None:
+    (tmp_path / "bad").write_text(content)
+    report(tmp_path / "good", record("test_x", 1))
+    for pair in (("bad", "good"), ("good", "bad")):
+        assert refusal("compare", *pair).startswith(sentence)
+
+
+def test_a_path_that_holds_nothing(refusal: Refusal, tmp_path: Path) -> None:
+    report(tmp_path / "good", record("test_x", 1))
+    report(tmp_path / "empty", record("test_x", None, outcome="skipped"))
+    (tmp_path / "folder").mkdir()
+    assert refusal("compare", "good", "nowhere") == (
+        "gpumem: nowhere does not exist; give a JSON report or a baselines folder"
+    )
+    assert refusal("compare", "folder", "good").startswith("gpumem: folder holds no baselines; ")
+    assert refusal("compare", "empty", "empty") == (
+        "gpumem: neither empty nor empty holds a measured test; nothing to compare"
+    )
+
+
+def test_a_damaged_baseline(refusal: Refusal, tmp_path: Path) -> None:
+    folder(tmp_path / "a", test_x=1)
+    (tmp_path / "a" / "sim-T4-torch2.13" / "test_a.py.json").write_text("<<<<<<< HEAD")
+    assert refusal("compare", "a", "a").startswith(
+        "gpumem: baseline a/sim-T4-torch2.13/test_a.py.json is damaged or not one of pytest-gpumem"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "gpumem: the following arguments are required: COMMAND; see gpumem --help"),
+        (["fly"], "gpumem: argument COMMAND: invalid choice: 'fly' (choose from "),
+        (["compare", "a"], "gpumem: the following arguments are required: B; see gpumem compare"),
+        (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem --help"),
+    ],
+)
+def test_bad_arguments(refusal: Refusal, arguments: list[str], sentence: str) -> None:
+    assert refusal(*arguments).startswith(sentence)
+
+
+def test_help_names_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--help"])
+    assert done.value.code == 0
+    assert "compare two reports or baselines folders" in capsys.readouterr().out
+
+
+def test_the_command_imports_neither_torch_nor_nvml(tmp_path: Path) -> None:
+    folder(tmp_path / "a", test_x=1)
+    code = (
+        "import sys, pytest_gpumem.cli as cli\n"
+        f"code = cli.main(['compare', {str(tmp_path / 'a')!r}, {str(tmp_path / 'a')!r}])\n"
+        "print(code, json.dumps(sorted({'torch', 'pynvml'} & set(sys.modules))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json\n{code}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"0 {json.dumps([])}"

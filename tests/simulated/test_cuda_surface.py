@@ -1,0 +1,425 @@
+"""What unmodified CUDA code sees on a machine without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem import simulate
+
+MIB = 1024 * 1024
+
+
+def test_tensors_say_that_they_are_on_cuda() -> None:
+    with simulate("T4"):
+        x = torch.zeros(4, device="cuda")
+        assert x.device == torch.device("cuda", 0)
+        assert (x.is_cuda, x.is_cpu, x.is_meta, x.get_device()) == (True, False, False, 0)
+        assert x.type() == "torch.cuda.FloatTensor"
+        assert repr(x) == "tensor(..., device='cuda:0', size=(4,), dtype=torch.float32)"
+        on_cpu = torch.zeros(4)
+        assert (on_cpu.device.type, on_cpu.is_cuda, on_cpu.is_cpu) == ("cpu", False, True)
+        assert repr(on_cpu) == "tensor([0., 0., 0., 0.])"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(256, device="cuda"),
+        lambda: torch.ones(256, device="cuda:0"),
+        lambda: torch.ones(256, device=torch.device("cuda")),
+        lambda: torch.ones(256).cuda(),
+        lambda: torch.ones(256).cuda(0),
+        lambda: torch.ones(256).to("cuda"),
+        lambda: torch.ones(256).to(device="cuda", dtype=torch.float32),
+        lambda: torch.ones(256).to(torch.zeros(1, device="cuda"))[:],
+        lambda: torch.tensor([1.0] * 256, device="cuda"),
+        lambda: torch.as_tensor([1.0] * 256, device="cuda"),
+        lambda: torch.asarray([1.0] * 256, device="cuda"),
+        lambda: torch.arange(256, device="cuda", dtype=torch.float32),
+        lambda: torch.zeros(1).new_zeros(256, device="cuda"),
+        lambda: torch.ones_like(torch.zeros(256), device="cuda"),
+        lambda: torch.ones(256).type(torch.cuda.FloatTensor),  # type: ignore[attr-defined]  # made by torch at run time
+    ],
+)
+def test_every_way_onto_the_device_allocates_1024_bytes(make: object) -> None:
+    with simulate("T4") as gpu:
+        x = make()  # type: ignore[operator]  # a lambda of the list above
+        gc.collect()
+        assert gpu.allocated == 1024
+        assert x.device.type == "cuda"
+    del x
+
+
+def test_what_stays_on_the_cpu_costs_nothing_and_is_really_computed() -> None:
+    with simulate("T4") as gpu:
+        x = torch.arange(6.0)
+        for _ in range(3):
+            x.add_(1)
+        assert (x * 2).tolist() == [6.0, 8.0, 10.0, 12.0, 14.0, 16.0]
+        assert gpu.peak_allocated == 0
+
+
+def test_moving_to_where_it_is_gives_the_same_tensor() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(256, device="cuda")
+        assert x.cuda() is x
+        assert x.to("cuda:0") is x
+        assert x.to(x.device) is x
+        assert x.to(torch.float32) is x
+        assert gpu.peak_allocated == 1024
+
+
+def test_default_device_and_device_contexts() -> None:
+    with simulate("T4"):
+        with torch.device("cuda"):
+            assert torch.zeros(3).is_cuda
+            assert torch.tensor([1, 2]).is_cuda
+            assert nn.Linear(3, 3).weight.is_cuda
+        torch.set_default_device("cuda")
+        try:
+            assert torch.zeros(3).is_cuda
+        finally:
+            torch.set_default_device(None)
+        assert not torch.zeros(3).is_cuda
+
+
+def test_meta_tensors_of_the_users_own_hold_no_memory() -> None:
+    with simulate("T4") as gpu:
+        layer = nn.Linear(64, 64, device="meta")
+        with torch.device("meta"):
+            also = nn.Linear(64, 64)
+        y = also(layer(torch.empty(2, 64, device="meta")))
+        assert y.is_meta
+        assert y.device.type == "meta"
+        assert gpu.peak_allocated == 0
+        assert torch.ones(256, device="cuda").is_cuda
+
+
+def test_cuda_module_keeps_its_parameters_so_an_earlier_optimizer_sees_them() -> None:
+    with simulate("T4", torch_version="2.6") as gpu:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.Adam(model.parameters())
+        weight = model.weight
+        model.cuda()
+        assert model.weight is weight
+        assert isinstance(weight, nn.Parameter)
+        model(torch.ones(2, 8, device="cuda")).sum().backward()
+        optimizer.step()
+        assert [state["exp_avg"].device.type for state in optimizer.state.values()] == ["cuda"] * 2
+        # weight, bias, gradients and two moments of each: 8 blocks of 512; two workspaces.
+        gc.collect()
+        assert gpu.allocated == 8 * 512 + 2 * 8_519_680
+
+
+def test_tied_weights_stay_tied() -> None:
+    with simulate("T4") as gpu:
+        one, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        other.weight = one.weight
+        model = nn.Sequential(one, other).cuda()
+        assert one.weight is other.weight
+        assert gpu.allocated == 64 * 64 * 4
+        copied = copy.deepcopy(model)
+        assert copied[0].weight is copied[1].weight
+        assert copied[0].weight.is_cuda
+        assert gpu.allocated == 2 * 64 * 64 * 4
+
+
+def test_module_with_gradients_moves_with_them() -> None:
+    with simulate("T4") as gpu:
+        layer = nn.Linear(64, 64, bias=False)
+        layer(torch.ones(1, 64)).sum().backward()
+        layer.cuda()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.is_cuda
+        assert gpu.allocated == 2 * 64 * 64 * 4
+        layer.cpu()
+        assert layer.weight.device.type == "cpu"
+        assert gpu.allocated == 0
+
+
+def test_deepcopy_of_a_tensor_with_a_gradient() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(256, device="cuda", requires_grad=True)
+        x.grad = torch.ones(256, device="cuda")
+        y = copy.deepcopy(x)
+        assert y.requires_grad
+        assert y.grad is not None
+        assert y.grad is not x.grad
+        assert gpu.allocated == 4 * 1024
+
+
+def test_state_dict_round_trip() -> None:
+    with simulate("T4"):
+        model = nn.Linear(8, 8).cuda()
+        model.load_state_dict(model.state_dict())
+        model.load_state_dict(nn.Linear(8, 8).state_dict())
+        assert model.weight.is_cuda
+
+
+def test_memory_statistics_are_torchs_own() -> None:
+    with simulate("T4"):
+        x = torch.ones(1024, device="cuda")
+        assert torch.cuda.memory_allocated() == torch.cuda.memory.memory_allocated() == 4096
+        assert torch.cuda.memory_reserved() == 2 * MIB
+        stats = torch.cuda.memory_stats()
+        assert stats["allocation.all.current"] == 1
+        assert stats["segment.small_pool.current"] == 1
+        assert stats["requested_bytes.all.peak"] == 4096
+        del x
+        assert torch.cuda.max_memory_allocated() == 4096
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 0
+        torch.cuda.reset_accumulated_memory_stats()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == 0
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 0
+        assert "Tesla T4" in torch.cuda.get_device_name()
+        assert "Allocated memory" in torch.cuda.memory_summary()
+
+
+def test_snapshot_has_torchs_schema() -> None:
+    with simulate("T4", torch_version="2.6") as gpu:
+        x = torch.ones(1000, device="cuda")
+        snapshot = torch.cuda.memory._snapshot()
+        assert snapshot["segments"] == gpu.snapshot()["segments"] == torch.cuda.memory_snapshot()
+        (segment,) = snapshot["segments"]
+        assert (segment["total_size"], segment["segment_type"]) == (2 * MIB, "small")
+        assert [(b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]][0] == (
+            4096,
+            4000,
+            "active_allocated",
+        )
+        assert segment["blocks"][0]["address"] == x.data_ptr() == x.untyped_storage().data_ptr()
+        assert x[250:].data_ptr() - x.data_ptr() == 1000
+        actions = [event["action"] for event in snapshot["device_traces"][0]]
+        assert actions == ["segment_alloc", "alloc"]
+
+
+def test_device_queries() -> None:
+    with simulate("H100"):
+        assert torch.cuda.is_available()
+        assert torch.cuda.is_initialized()
+        assert torch.cuda.device_count() == 1
+        assert torch.cuda.current_device() == 0
+        assert torch.cuda.get_device_capability() == (9, 0)
+        assert torch.cuda.is_bf16_supported()
+        properties = torch.cuda.get_device_properties(0)
+        assert properties.multi_processor_count == 132
+        free, total = torch.cuda.mem_get_info()
+        assert free == total == properties.total_memory
+        with torch.cuda.device(0):
+            torch.cuda.synchronize()
+        assert torch.accelerator.is_available()
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        torch.accelerator.synchronize()
+
+
+def test_another_device_than_the_one_there_is_an_error() -> None:
+    with simulate("T4"):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(3, device="cuda:1")
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(3).to("cuda:1")
+        with pytest.raises(RuntimeError, match="Invalid device, must be cuda device"):
+            torch.ones(3).cuda("cpu")  # type: ignore[arg-type]  # what a user might write
+
+
+def test_bf16_needs_ampere_without_emulation() -> None:
+    with simulate("T4"):
+        assert not torch.cuda.is_bf16_supported(including_emulation=False)
+    with simulate("A10"):
+        assert torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def test_streams_and_events() -> None:
+    with simulate("T4", torch_version="2.6") as gpu:
+        side = torch.cuda.Stream()
+        a = torch.ones(4, 4, device="cuda")
+        b = a @ a
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() == side
+            c = a @ a
+        assert torch.cuda.current_stream() != side
+        side.synchronize()
+        torch.cuda.current_stream().wait_stream(side)
+        c.record_stream(torch.cuda.current_stream())
+        # One cuBLAS workspace per stream.
+        assert gpu.allocated == 3 * 512 + 2 * 8_519_680
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        end.record()
+        end.synchronize()
+        assert start.query()
+        assert start.elapsed_time(end) >= 0
+        del b
+
+
+def test_random_state() -> None:
+    with simulate("T4"):
+        torch.manual_seed(0)
+        torch.cuda.manual_seed_all(1)
+        generator = torch.Generator(device="cuda").manual_seed(2)
+        assert torch.randn(3, device="cuda", generator=generator).is_cuda
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+
+
+def test_pinned_loading() -> None:
+    with simulate("T4") as gpu:
+        batch = torch.ones(256).pin_memory().cuda(non_blocking=True)
+        assert batch.is_cuda
+        assert gpu.allocated == 1024
+
+
+def test_tensors_of_different_devices_do_not_mix() -> None:
+    with simulate("T4"):
+        x = torch.ones(3, 3, device="cuda")
+        for mixed in (lambda: x + torch.ones(3, 3), lambda: x @ torch.ones(3, 3)):
+            with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu"):
+                mixed()
+        assert (x + torch.tensor(1.0)).is_cuda
+        assert x[torch.tensor([0, 2])].is_cuda
+
+
+def test_out_of_memory_is_torchs_exception_with_its_words() -> None:
+    with simulate("T4", torch_version="2.6") as gpu:
+        x = torch.ones(256, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(20 * 1024**3, dtype=torch.uint8, device="cuda")
+        text = str(caught.value)
+        assert text.startswith("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total")
+        assert "Of the allocated memory 1024 bytes is allocated by PyTorch" in text
+        assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in text
+        assert gpu.allocated == 1024
+        assert torch.cuda.memory_stats()["num_ooms"] == 1
+        del x
+
+
+def test_a_model_that_does_not_fit_runs_out_of_memory_while_it_is_made() -> None:
+    with (
+        simulate("T4"),
+        pytest.raises(torch.OutOfMemoryError),
+        torch.device("cuda"),
+    ):
+        nn.Sequential(*[nn.Linear(32768, 32768) for _ in range(8)])
+
+
+def test_resizing_and_out_arguments_reallocate() -> None:
+    with simulate("T4") as gpu:
+        x = torch.empty(0, device="cuda")
+        torch.add(torch.ones(256, device="cuda"), 1, out=x)
+        gc.collect()
+        assert gpu.allocated == 1024
+        x.resize_(512)
+        assert gpu.allocated == 2048
+        x.resize_(256)
+        assert gpu.allocated == 2048  # torch does not shrink a storage either
+
+
+def test_numbers_assigned_to_elements_allocate_nothing() -> None:
+    with simulate("T4") as gpu:
+        x = torch.zeros(256, device="cuda")
+        x[0] = 1.0
+        x[1:3] = 2
+        assert gpu.peak_allocated == 1024
+
+
+def test_compiled_code_runs_eagerly_and_says_so() -> None:
+    with simulate("T4") as gpu:
+        double = torch.compile(lambda x: x * 2)
+
+        @torch.compile(fullgraph=True)
+        def triple(x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+        assert double(torch.ones(3, device="cuda")).is_cuda
+        assert triple(torch.ones(3, device="cuda")).is_cuda
+        assert any("torch.compile at " in note for note in gpu.notes)
+
+
+def test_transformer_encoder_without_gradients() -> None:
+    with simulate("T4") as gpu:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).cuda().eval()
+        with torch.no_grad():
+            assert layer(torch.ones(2, 4, 16, device="cuda")).shape == (2, 4, 16)
+        assert any("fast path" in note for note in gpu.notes)
+
+
+def test_inference_mode_takes_composite_operators_apart_in_view() -> None:
+    with simulate("T4", torch_version="2.6") as gpu:
+        layer = nn.Linear(8, 8).cuda()
+        with torch.inference_mode():
+            layer(torch.ones(2, 8, device="cuda"))
+        # The bias is added by cuBLASLt, which creates a cuBLAS workspace too.
+        assert gpu.allocated == 2 * 512 + 8_519_680
+
+
+def test_after_the_simulation_everything_is_as_before(tmp_path: Path) -> None:
+    before = (
+        torch.cuda.is_available(),
+        torch.Tensor.device,
+        torch.empty,
+        torch.Tensor.__dict__.get("to"),
+        sorted(name for name in dir(torch._C) if name.startswith("_cuda")),
+        torch._C._only_lift_cpu_tensors(),
+    )
+    with simulate("T4"), torch.autocast("cuda"):
+        x = torch.ones(3, device="cuda")
+    after = (
+        torch.cuda.is_available(),
+        torch.Tensor.device,
+        torch.empty,
+        torch.Tensor.__dict__.get("to"),
+        sorted(name for name in dir(torch._C) if name.startswith("_cuda")),
+        torch._C._only_lift_cpu_tensors(),
+    )
+    assert before == after
+    assert x.is_meta
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_tensors_freed_after_the_simulation_are_freed_on_the_device() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(256, device="cuda")
+    assert gpu.allocated == 1024
+    del x
+    assert gpu.allocated == 0
+
+
+def test_simulations_nest_and_the_outer_one_comes_back() -> None:
+    with simulate("T4") as outer:
+        x = torch.ones(256, device="cuda")
+        with simulate("H100") as inner:
+            y = torch.ones(512, device="cuda")
+            assert torch.cuda.get_device_capability() == (9, 0)
+            assert (outer.allocated, inner.allocated) == (1024, 2048)
+            del x
+        assert torch.cuda.get_device_capability() == (7, 5)
+        assert outer.allocated == 0
+        del y
+
+
+def test_an_exception_inside_leaves_nothing_behind() -> None:
+    with pytest.raises(ZeroDivisionError), simulate("T4"):
+        1 / 0  # noqa: B018  # raises
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"model": "T5"}, "'T5' is not a simulated GPU"),
+        ({"model": "T4", "torch_version": "1.13"}, "torch_version='1.13' is not a release"),
+        ({"model": "T4", "torch_version": "new"}, "torch_version='new' is not a release"),
+        ({"model": "T4", "alloc_conf": "foo:1"}, "Unrecognized"),
+    ],
+)
+def test_bad_settings_are_one_sentence(arguments: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence), simulate(**arguments):
+        pass  # pragma: no cover

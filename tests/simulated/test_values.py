@@ -1,0 +1,127 @@
+"""Reads of values that a shape-only execution does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+
+HERE = re.escape(Path(__file__).name)
+
+
+def test_item_of_a_float_is_zero_and_said_once_per_line() -> None:
+    with simulate("T4") as gpu:
+        loss = torch.ones(3, device="cuda").mean()
+        for _ in range(3):
+            assert loss.item() == 0.0
+        assert len(gpu.notes) == 1
+        assert re.fullmatch(
+            rf"item\(\) at .*{HERE}:\d+ read a value that shapes do not have: it got 0\.0",
+            gpu.notes[0],
+        )
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: bool((x > 0).all()),
+        lambda x: int(x.argmax()),
+        lambda x: x.argmax().item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu().tolist(),
+        lambda x: x.cpu().numpy(),
+        lambda x: x.cpu().argmax().item(),
+        lambda x: bool(x.cpu().sum() > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.allclose(x, x),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.unique(x),
+        lambda x: torch.zeros(3).copy_(x),
+        lambda x: torch.testing.assert_close(x, x + 1),
+        lambda x: torch.testing.assert_close(x.cpu(), torch.ones(3)),
+    ],
+)
+def test_other_reads_are_refused_naming_the_line(read: Callable[[torch.Tensor], Any]) -> None:
+    with simulate("T4"):
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(UnknownValueError, match=rf"{HERE}:\d+.* only shapes are computed$"):
+            read(x)
+
+
+def test_numpy_of_a_cuda_tensor_is_torchs_error() -> None:
+    with simulate("T4"), pytest.raises(TypeError, match="can't convert cuda:0 device type tensor"):
+        torch.ones(3, device="cuda").numpy()
+
+
+def test_copies_on_the_host_are_cpu_tensors_without_cuda_memory() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(256, device="cuda")
+        y = x.cpu()
+        z = (y * 2).to(torch.float16)
+        assert (y.device.type, y.is_cpu, y.is_cuda, y.is_meta) == ("cpu", True, False, False)
+        assert z.device.type == "cpu"
+        assert y.cpu() is y
+        assert repr(y) == "tensor(..., device='cpu', size=(256,), dtype=torch.float32)"
+        assert gpu.peak_allocated == 1024
+        back = y.cuda()
+        assert back.is_cuda
+        assert gpu.allocated == 2048
+        with pytest.raises(RuntimeError, match="found at least two devices"):
+            x + y
+        del back
+
+
+def test_a_model_moved_to_the_host_frees_its_memory() -> None:
+    with simulate("T4") as gpu:
+        model = nn.Linear(64, 64).cuda()
+        weight = model.weight
+        model.cpu()
+        assert gpu.allocated == 0
+        assert model.weight is weight
+        model.cuda()
+        assert gpu.allocated == 64 * 64 * 4 + 512
+
+
+def test_gradient_scaler_steps() -> None:
+    with simulate("T4"):
+        model = nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda")
+        with torch.autocast("cuda"):
+            loss = model(torch.ones(2, 8, device="cuda")).float().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm.is_cuda
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_an_operator_without_shapes_is_named() -> None:
+    with torch.library._scoped_library("gpumem_test", "DEF") as library:
+        library.define("kernel(Tensor x) -> Tensor")
+        with (
+            simulate("T4"),
+            pytest.raises(
+                UnsupportedOperatorError,
+                match=rf"gpumem_test\.kernel\.default at .*{HERE}:\d+ has no shape-only",
+            ),
+        ):
+            torch.ops.gpumem_test.kernel(torch.ones(3, device="cuda"))
+
+
+def test_notes_do_not_grow_without_end() -> None:
+    with simulate("T4") as gpu:
+        simulation_note = gpu._gpu.simulation.note
+        for number in range(1000):
+            simulation_note(f"note {number}")
+        assert len(gpu.notes) == 20
