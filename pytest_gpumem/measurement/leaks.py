@@ -46,18 +46,23 @@ def blocks_reachable(roots: Iterable[Any], blocks: frozenset[Block]) -> frozense
 
 def reachable_tensors(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that ``roots`` hold: in attributes, containers, closures and graphs."""
+    return (value for value in reachable_objects(roots) if isinstance(value, torch.Tensor))
+
+
+def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:
+    """Yield what ``roots`` hold, themselves included, but not what everybody can reach."""
     queue = list(roots)
-    seen: set[int] = set()
-    kept: list[Any] = []  # while an object lives its id is its own
+    seen: dict[int, Any] = {}  # keeps the objects: while one lives its id is its own
     while queue and len(seen) < MOST_OBJECTS:
         value = queue.pop()
-        if id(value) in seen or not _is_entered(value):
+        if id(value) in seen or value is None:
             continue
-        seen.add(id(value))
-        kept.append(value)
-        if isinstance(value, torch.Tensor):
-            yield value
-        queue.extend(_referents(value))
+        seen[id(value)] = value
+        if _is_foreign(value):
+            continue
+        yield value
+        if not isinstance(value, _NOT_ENTERED):
+            queue.extend(_referents(value))
 
 
 def holders_of_class(cls: type) -> list[Any]:
@@ -70,10 +75,8 @@ def holders_of_class(cls: type) -> list[Any]:
     return [value for value in attributes if isinstance(value, kinds)]
 
 
-def _is_entered(value: Any) -> bool:
-    if value is None or isinstance(value, _NOT_ENTERED):
-        return False
-    return type(value).__module__.partition(".")[0] not in _FOREIGN
+def _is_foreign(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _FOREIGN
 
 
 def _referents(value: Any) -> Iterable[Any]:

@@ -11,6 +11,7 @@ import torch
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
+from pytest_gpumem.simulated.callsite import current_stack
 from pytest_gpumem.simulated.gpus import GpuModel, find_gpu
 from pytest_gpumem.simulated.simulation import Simulation
 from pytest_gpumem.simulated.workspaces import Version, Workspaces
@@ -88,10 +89,15 @@ class SimulatedGPU:
 
 
 class Memory(Allocator):
-    """The caching allocator that raises torch's own exception when the GPU is full."""
+    """The caching allocator, with stacks, and torch's own exception when the GPU is full."""
+
+    history = True
+    """Whether allocations remember where in the code they were made."""
 
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes; raises ``torch.OutOfMemoryError``."""
+        if context is None and self.history:
+            context = current_stack()
         try:
             return super().malloc(size, stream, context)
         except OutOfMemory as error:

@@ -372,8 +372,8 @@ class Allocator:
 
     @property
     def active(self) -> int:
-        """Bytes in live blocks, and in blocks that a stream still uses."""
-        return self._every.bytes + self._every.pending_bytes
+        """Bytes in live blocks; no stream keeps a freed block in use here."""
+        return self._every.bytes
 
     @property
     def requested(self) -> int:
@@ -421,10 +421,13 @@ class Allocator:
         Statistics count what is held, with no history before it.
 
         Raises:
-            AllocatorError: the allocator is in use, or a segment belongs to a private pool.
+            AllocatorError: the allocator is in use or its settings turn expandable segments on, or
+                a segment belongs to a private pool.
         """
-        if self._every.segments:
+        if self._every.reserved:
             raise AllocatorError("Only an allocator without segments can be restored to a state.")
+        if self._expandable is not None:
+            raise AllocatorError("An allocator with expandable segments cannot be restored.")
         for segment in segments:
             self._restore_segment(segment)
         self.reset_peak_stats()

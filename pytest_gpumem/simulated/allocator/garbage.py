@@ -34,7 +34,7 @@ class AgedBlocks(Blocks):
 
 
 def collect(pool: Pool, target: int, release: Callable[[Block], None]) -> None:
-    """Release whole segments of at least mean age, until ``target`` bytes are reclaimed or none is.
+    """Release whole segments of at least mean age, until ``target`` bytes are reclaimed.
 
     ``garbage_collect_cached_blocks``: each round frees all that are old enough, not just enough.
     """
@@ -42,10 +42,7 @@ def collect(pool: Pool, target: int, release: Callable[[Block], None]) -> None:
     reclaimed = 0
     while ages and reclaimed < target:
         mean = sum(ages.values()) / len(ages)
-        old = [block for block, age in ages.items() if age >= mean]
-        if not old:
-            return
-        for block in old:
+        for block in [block for block, age in ages.items() if age >= mean]:
             reclaimed += block.size
             del ages[block]
             release(block)
@@ -53,4 +50,5 @@ def collect(pool: Pool, target: int, release: Callable[[Block], None]) -> None:
 
 def _age(block: Block) -> int:
     blocks = block.free_list.blocks
-    return blocks.age(block.key) if isinstance(blocks, AgedBlocks) else 0
+    assert isinstance(blocks, AgedBlocks)
+    return blocks.age(block.key)

@@ -83,9 +83,9 @@ def out_of_memory_message(
 
 
 _ADDRESS_SPACE_HINT = (
-    " expandable_segments is enabled. If instead the process is running out of virtual address space"
-    " (VSZ), expandable segments may be over-reserving VA (each segment reserves ~9/8 of device"
-    " memory, times the number of streams); reduce it via PYTORCH_CUDA_ALLOC_CONF"
+    " expandable_segments is enabled. If instead the process is running out of virtual address"
+    " space (VSZ), expandable segments may be over-reserving VA (each segment reserves ~9/8 of"
+    " device memory, times the number of streams); reduce it via PYTORCH_CUDA_ALLOC_CONF"
     " expandable_segments_reserve / expandable_segments_reserve_by_class."
 )
 

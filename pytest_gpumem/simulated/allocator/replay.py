@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Versio
 
 Json = Mapping[str, Any]
 
-_UNBOUNDED = 1 << 55
+_UNBOUNDED = 1 << 48
 """Device memory of a replay: what did not fit then is on record as events."""
 _ELSEWHERE = 1 << 50
 """Where segments land that the recording does not have."""
@@ -56,7 +56,8 @@ def replay(
 
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
-        alloc_conf: allocator settings to try instead of the recorded ones.
+        alloc_conf: allocator settings to try instead of the recorded ones; what was live when
+            recording began is then allocated anew, and the result is not exact.
         version: the torch release whose rules hold; a snapshot does not say which one made it.
 
     Raises:
@@ -159,8 +160,8 @@ def _check_expandable(segments: Sequence[Json], trace: Sequence[Json]) -> None:
     held = sum(segment["total_size"] for segment in segments if segment.get("is_expandable"))
     if mapped != held:
         raise SnapshotError(
-            f"The recording began when expandable segments held {held - mapped} bytes; to replay it,"
-            " start recording before the first allocation."
+            f"The recording began when expandable segments held {held - mapped} bytes;"
+            " to replay it, start recording before the first allocation."
         )
 
 
@@ -236,7 +237,11 @@ def _replay_device(
     trace = data["device_traces"][device]
     final = [segment for segment in data["segments"] if segment["device"] == device]
     run = _Run(settings, trace, follow=follow)
-    run.allocator.restore(starting_segments(final, trace, settings))
+    start = starting_segments(final, trace, settings)
+    if follow and start:
+        run.allocator.restore(start)
+    else:
+        run.allocate_anew(start)
     run.feed(trace)
     mismatch = run.first_mismatch(trace) or _layout_mismatch(final, run.allocator.segments())
     return ReplayResult(
@@ -262,6 +267,17 @@ class _Run:
         self._recorded: list[tuple[int, int]] = []
         self._elsewhere = _ELSEWHERE
         self._released = 0
+
+    def allocate_anew(self, segments: Iterable[Json]) -> None:
+        """What was live at the beginning, placed as these settings would have placed it."""
+        for segment in segments:
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    self.addresses[address] = self.allocator.malloc(
+                        block["requested_size"], segment["stream"]
+                    )
+                address += block["size"]
 
     def feed(self, trace: Sequence[Json]) -> None:
         """Repeat what the program did; what the allocator did by itself must follow."""

@@ -41,8 +41,6 @@ def round_to_division(size: int, division: int) -> int:
         return size
     power = 1 << (size.bit_length() - 1)
     step = power >> (division.bit_length() - 1)
-    if step == 0:
-        return power * 2
     return (size + step - 1) // step * step
 
 

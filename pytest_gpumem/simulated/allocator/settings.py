@@ -6,7 +6,6 @@ torch 2.6, 2.11 and 2.15 at run time.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -157,20 +156,19 @@ class _Parser:
         return SettingsError(f"Unrecognized CachingAllocator option: {key}")
 
     def _integer(self) -> int:
-        text = self._next()
-        digits = re.match(r"[+-]?\d+", text)
-        if digits is None or digits.group().startswith("-"):
+        """As std::stoull: what follows the digits is ignored."""
+        digits = re.match(r"[+-]?\d+", self._next())
+        if digits is None:
             raise SettingsError("stoull" if self.generic else "stoi")
         return int(digits.group())
 
     def _number(self) -> float:
-        try:
-            value = float(self._next())
-        except ValueError:
-            raise SettingsError("stod") from None
-        if not math.isfinite(value):
+        """As std::stod: what follows the number is ignored."""
+        pattern = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)"
+        number = re.match(pattern, self._next(), re.IGNORECASE)
+        if number is None:
             raise SettingsError("stod")
-        return value
+        return float(number.group())
 
     def _flag(self, key: str) -> bool:
         text = self._next()
@@ -190,9 +188,10 @@ class _Parser:
         """A flag of the host allocator: checked, and without effect on the device."""
         self._flag(key)
 
-    def check_size(self, key: str) -> None:
+    def check_reserve(self, key: str) -> None:
         """A size of the host allocator: checked, and without effect on the device."""
-        self._integer()
+        if self._integer() <= 0:
+            raise SettingsError("Pinned reserve segment size has to be greater than 0")
 
     def read_size(self, key: str) -> None:
         self._set(**{key.removesuffix("_mb"): self._integer() * MIB})
@@ -218,7 +217,7 @@ class _Parser:
         elif self.generic:
             raise SettingsError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
         else:
-            size = "small" if value <= 0.0 else "big"
+            size = "big" if value >= 1.0 else "small"
             raise SettingsError(f"garbage_collect_threshold too {size}, set it 0.0~1.0")
 
     def read_fraction(self, key: str) -> None:
@@ -239,8 +238,9 @@ class _Parser:
             got = f", got {threads}" if self.generic else " "
             raise SettingsError(f"Number of register threads has to be power of 2{got}")
         if threads > 128:
+            got = f", got {threads}" if self.generic else ""
             raise SettingsError(
-                f"Number of register threads should be less than or equal to 128, got {threads}"
+                f"Number of register threads should be less than or equal to 128{got}"
             )
         self._set(pinned_num_register_threads=threads)
 
@@ -317,7 +317,7 @@ _KEYS: dict[str, tuple[Version, Callable[[_Parser, str], None]]] = {
     "pinned_num_register_threads": (OLDEST, _Parser.read_threads),
     "pinned_use_background_threads": (OLDEST, _Parser.check_flag),
     "graph_capture_record_stream_reuse": ((2, 9), _Parser.read_flag),
-    "pinned_reserve_segment_size_mb": ((2, 10), _Parser.check_size),
+    "pinned_reserve_segment_size_mb": ((2, 10), _Parser.check_reserve),
     "per_process_memory_fraction": ((2, 10), _Parser.read_fraction),
     "large_segment_size_mb": ((2, 11), _Parser.read_large_segment),
     "throw_on_cudamalloc_oom": ((2, 12), _Parser.read_flag),

@@ -13,30 +13,28 @@ from typing import Any, Final
 _FIELDS: Final = {
     "allocation": "blocks",
     "segment": "segments",
+    "active": "blocks",
     "inactive_split": "splits",
     "allocated_bytes": "bytes",
     "reserved_bytes": "reserved",
+    "active_bytes": "bytes",
     "inactive_split_bytes": "split_bytes",
     "requested_bytes": "requested",
 }
-"""torch's quantities that are counted here under a name of their own."""
+"""torch's quantities and what they are called here.
 
-_ACTIVE: Final = {"active": "blocks", "active_bytes": "bytes"}
-"""Quantities that are allocated plus pending."""
+Active is allocated, and blocks that were freed while another stream used them: there are none here.
+"""
 
 
 class DeviceTally:
     """Current values and peaks over both pools (scope ``all``)."""
 
     __slots__ = (
-        "active_blocks_peak",
-        "active_bytes_peak",
         "blocks",
         "blocks_peak",
         "bytes",
         "bytes_peak",
-        "pending_blocks",
-        "pending_bytes",
         "requested",
         "requested_peak",
         "reserved",
@@ -57,32 +55,16 @@ class DeviceTally:
         self.split_bytes = self.split_bytes_peak = 0
         self.segments = self.segments_peak = 0
         self.reserved = self.reserved_peak = 0
-        # Freed by the caller, still used by a stream: active, no longer allocated. The active peaks
-        # count only while something is pending; otherwise they are the allocated peaks.
-        self.pending_blocks = self.active_blocks_peak = 0
-        self.pending_bytes = self.active_bytes_peak = 0
 
     def current_and_peak(self, quantity: str) -> tuple[int, int]:
         """Current value and peak of one of torch's quantities."""
-        if quantity in _ACTIVE:
-            field = _ACTIVE[quantity]
-            current = getattr(self, field) + getattr(self, f"pending_{field}")
-            peak = max(getattr(self, f"{field}_peak"), getattr(self, f"active_{field}_peak"))
-            return current, peak
         field = _FIELDS[quantity]
         return getattr(self, field), getattr(self, f"{field}_peak")
-
-    def note_active(self) -> None:
-        """Raise the active peaks to the current values."""
-        self.active_blocks_peak = max(self.active_blocks_peak, self.blocks + self.pending_blocks)
-        self.active_bytes_peak = max(self.active_bytes_peak, self.bytes + self.pending_bytes)
 
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
         for field in _FIELDS.values():
             setattr(self, f"{field}_peak", getattr(self, field))
-        self.active_blocks_peak = self.blocks + self.pending_blocks
-        self.active_bytes_peak = self.bytes + self.pending_bytes
 
 
 class PoolTally:
@@ -90,16 +72,12 @@ class PoolTally:
 
     __slots__ = (
         "_zero",
-        "active_blocks_peak",
-        "active_bytes_peak",
         "blocks_in",
         "blocks_out",
         "blocks_peak",
         "bytes_in",
         "bytes_out",
         "bytes_peak",
-        "pending_blocks",
-        "pending_bytes",
         "requested_in",
         "requested_out",
         "requested_peak",
@@ -125,17 +103,11 @@ class PoolTally:
         self.split_bytes_in = self.split_bytes_out = self.split_bytes_peak = 0
         self.segments_in = self.segments_out = self.segments_peak = 0
         self.reserved_in = self.reserved_out = self.reserved_peak = 0
-        self.pending_blocks = self.active_blocks_peak = 0
-        self.pending_bytes = self.active_bytes_peak = 0
         self._zero: dict[str, tuple[int, int]] = {}
 
     def current_and_peak(self, quantity: str) -> tuple[int, int]:
         """Current value and peak of one of torch's quantities."""
         went_in, went_out = self._totals(quantity)
-        if quantity in _ACTIVE:
-            field = _ACTIVE[quantity]
-            peak = max(getattr(self, f"{field}_peak"), getattr(self, f"active_{field}_peak"))
-            return went_in - went_out, peak
         return went_in - went_out, getattr(self, f"{_FIELDS[quantity]}_peak")
 
     def allocated_and_freed(self, quantity: str) -> tuple[int, int]:
@@ -144,30 +116,16 @@ class PoolTally:
         zero_in, zero_out = self._zero.get(quantity, (0, 0))
         return went_in - zero_in, went_out - zero_out
 
-    def note_active(self) -> None:
-        """Raise the active peaks to the current values."""
-        blocks, _ = self.current_and_peak("active")
-        size, _ = self.current_and_peak("active_bytes")
-        self.active_blocks_peak = max(self.active_blocks_peak, blocks)
-        self.active_bytes_peak = max(self.active_bytes_peak, size)
-
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
-        for field in _FIELDS.values():
-            current = getattr(self, f"{field}_in") - getattr(self, f"{field}_out")
-            setattr(self, f"{field}_peak", current)
-        self.active_blocks_peak, _ = self.current_and_peak("active")
-        self.active_bytes_peak, _ = self.current_and_peak("active_bytes")
+        for quantity, field in _FIELDS.items():
+            setattr(self, f"{field}_peak", self.current_and_peak(quantity)[0])
 
     def reset_totals(self) -> None:
         """Start ``allocated`` and ``freed`` again at 0."""
-        self._zero = {quantity: self._totals(quantity) for quantity in (*_FIELDS, *_ACTIVE)}
+        self._zero = {quantity: self._totals(quantity) for quantity in _FIELDS}
 
     def _totals(self, quantity: str) -> tuple[int, int]:
-        if quantity in _ACTIVE:
-            field = _ACTIVE[quantity]
-            pending = getattr(self, f"pending_{field}")
-            return getattr(self, f"{field}_in"), getattr(self, f"{field}_out") - pending
         field = _FIELDS[quantity]
         return getattr(self, f"{field}_in"), getattr(self, f"{field}_out")
 
@@ -257,7 +215,7 @@ def memory_stats(
     }
     if version >= (2, 12):
         result["num_oom_rejections"] = counters.num_oom_rejections
-    for quantity in (*_FIELDS, *_ACTIVE):
+    for quantity in _FIELDS:
         result[quantity] = _three_scopes(quantity, every, small, large)
     if expandable:
         for quantity in ("inactive_split", "inactive_split_bytes"):

@@ -51,6 +51,12 @@ class Trace(Sequence[TraceEntry]):
     def __getitem__(self, index: int | slice) -> TraceEntry | list[TraceEntry]:
         return self._current()[index]
 
+    def clear(self) -> None:
+        """Forget the events so far."""
+        self._raw.clear()
+        self._entries.clear()
+        self._read = 0
+
     def _current(self) -> list[TraceEntry]:
         entries = self._entries
         items = iter(self._raw[self._read :])

@@ -15,7 +15,7 @@ from pytest_gpumem.simulated.operators.rules import Rule
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
 
-__all__ = ["COMPOSITES", "IN_PLACE", "InPlace", "RULES", "Rule", "in_formula", "installed"]
+__all__ = ["COMPOSITES", "IN_PLACE", "RULES", "InPlace", "Rule", "in_formula", "installed"]
 
 RULES: dict[str, Rule] = {**matmul.RULES}
 """By operator name: hidden allocations."""

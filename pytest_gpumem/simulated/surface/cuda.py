@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.surface.streams import SimulatedStream
 
 if TYPE_CHECKING:
@@ -227,11 +228,7 @@ class _Api:
         return [s for gpu in self._simulation.gpus for s in gpu.allocator.segments()]
 
     def _cuda_memorySnapshot(self, *_: Any) -> dict[str, Any]:
-        snapshots = [gpu.allocator.snapshot() for gpu in self._simulation.gpus]
-        merged = dict(snapshots[0])
-        merged["segments"] = [s for snapshot in snapshots for s in snapshot["segments"]]
-        merged["device_traces"] = [t for s in snapshots for t in s["device_traces"]]
-        return merged
+        return snapshot([gpu.allocator for gpu in self._simulation.gpus])
 
     def _cuda_record_memory_history(self, *args: Any, **kwargs: Any) -> None: ...
 

@@ -51,13 +51,15 @@ def full(version: tuple[int, int] = (2, 13), fraction: float | None = None) -> O
 def test_message_by_version(version: tuple[int, int], variable: str, page: str) -> None:
     assert str(full(version)) == (
         f"{START} If reserved but unallocated memory is large try setting"
-        f" {variable}=expandable_segments:True to avoid fragmentation.  See documentation for Memory"
-        f" Management  ({page})"
+        f" {variable}=expandable_segments:True to avoid fragmentation."
+        f"  See documentation for Memory Management  ({page})"
     )
 
 
 def test_a_limit_is_named() -> None:
-    assert "1010.00 MiB memory in use. 911.36 MiB allowed; Of the allocated" in str(full(fraction=0.89))
+    assert "1010.00 MiB memory in use. 911.36 MiB allowed; Of the allocated" in str(
+        full(fraction=0.89)
+    )
 
 
 def test_the_numbers_are_fields_too() -> None:
@@ -82,7 +84,8 @@ def test_out_of_memory_is_counted_and_the_allocator_stays_usable() -> None:
         allocator.malloc(2 * GIB)
 
     assert allocator.stats()["num_ooms"] == 1
-    assert allocator.malloc(GIB) and allocator.allocated == GIB
+    assert allocator.malloc(GIB) == 0x7F0000000000
+    assert allocator.allocated == GIB
 
 
 def test_a_fraction_limits_what_is_reserved() -> None:

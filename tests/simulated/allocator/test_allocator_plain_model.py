@@ -121,7 +121,13 @@ class PlainAllocator:
         return block.address
 
     def new_segment(self, small: bool, stream: int, rounded: int) -> PlainSegment | None:
-        size = 2 * MIB if small else 20 * MIB if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB
+        size = (
+            2 * MIB
+            if small
+            else 20 * MIB
+            if rounded < 10 * MIB
+            else -(-rounded // (2 * MIB)) * 2 * MIB
+        )
         if self.reserved() + size > self.total and not (
             self.release_oversize(small, stream, rounded) and self.reserved() + size <= self.total
         ):
@@ -220,7 +226,9 @@ def random_size(source: random.Random) -> int:
     return source.randrange(1, source.choice((2 * KIB, 300 * KIB, 2 * MIB, 15 * MIB, 70 * MIB)))
 
 
-@pytest.mark.parametrize("conf", ["", "max_split_size_mb:24", "max_split_size_mb:40,max_non_split_rounding_mb:30"])
+@pytest.mark.parametrize(
+    "conf", ["", "max_split_size_mb:24", "max_split_size_mb:40,max_non_split_rounding_mb:30"]
+)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed: int, conf: str) -> None:
     source = random.Random(seed)

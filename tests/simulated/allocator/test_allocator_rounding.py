@@ -54,7 +54,15 @@ def test_power_of_two_divisions(requested: int, division: int, block: int) -> No
 
 @pytest.mark.parametrize(
     ("size", "slot"),
-    [(1000, 0), (MIB, 0), (2 * MIB - 1, 0), (2 * MIB, 1), (300 * MIB, 8), (32 << 30, 15), (1 << 40, 15)],
+    [
+        (1000, 0),
+        (MIB, 0),
+        (2 * MIB - 1, 0),
+        (2 * MIB, 1),
+        (300 * MIB, 8),
+        (32 << 30, 15),
+        (1 << 40, 15),
+    ],
 )
 def test_slot_of_divisions(size: int, slot: int) -> None:
     assert division_slot(size) == slot

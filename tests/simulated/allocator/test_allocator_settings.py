@@ -100,6 +100,21 @@ def test_large_segment_size_is_the_minimum_and_default_of_others() -> None:
         ),
         ("garbage_collection_threshold:abc", "stod", "stod"),
         (
+            "garbage_collection_threshold:inf",
+            "garbage_collect_threshold too big, set it 0.0~1.0",
+            "garbage_collect_threshold is invalid, set it in (0.0, 1.0)",
+        ),
+        (
+            "garbage_collection_threshold:nan",
+            "garbage_collect_threshold too small, set it 0.0~1.0",
+            "garbage_collect_threshold is invalid, set it in (0.0, 1.0)",
+        ),
+        (
+            "pinned_num_register_threads:256",
+            "Number of register threads should be less than or equal to 128",
+            "Number of register threads should be less than or equal to 128, got 256",
+        ),
+        (
             "expandable_segments:true",
             "Expected a single True/False argument for expandable_segments",
             "Expected 'True' or 'False' at index 2 in ConfigTokenizer but got 'true'",
@@ -157,6 +172,14 @@ def test_bad_settings_in_the_words_of_2_6_and_2_11(conf: str, old: str, new: str
         (
             "per_process_memory_fraction:1.5",
             "per_process_memory_fraction is invalid, set it in [0.0, 1.0]",
+        ),
+        (
+            "pinned_reserve_segment_size_mb:0",
+            "Pinned reserve segment size has to be greater than 0",
+        ),
+        (
+            "max_split_size_mb:-5",
+            "CachingAllocator option max_split_size_mb too small, must be >= 20",
         ),
     ],
 )
@@ -217,7 +240,10 @@ def test_unknown_releases_are_refused(version: Version) -> None:
 @pytest.mark.parametrize(
     ("conf", "sentence"),
     [
-        ("backend:cudaMallocAsync", "backend:cudaMallocAsync is not simulated; use backend:native."),
+        (
+            "backend:cudaMallocAsync",
+            "backend:cudaMallocAsync is not simulated; use backend:native.",
+        ),
         (
             "graph_capture_record_stream_reuse:True",
             "graph_capture_record_stream_reuse:True is not simulated; remove it from the settings.",

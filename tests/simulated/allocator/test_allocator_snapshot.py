@@ -174,8 +174,6 @@ def test_settings_by_version(version: tuple[int, int], added: dict[str, Any]) ->
         "pinned_num_register_threads": 1,
         "release_lock_on_cudamalloc": False,
         "pinned_use_cuda_host_register": False,
-        "roundup_power2_divisions": {
-            str(1 << slot): 2 if slot == 0 else 0 for slot in range(16)
-        },
+        "roundup_power2_divisions": {str(1 << slot): 2 if slot == 0 else 0 for slot in range(16)},
         **added,
     }

@@ -63,7 +63,11 @@ def test_a_full_device_releases_the_cache_and_tries_again() -> None:
         ("alloc", second, 70 * MIB),
     ]
     stats = allocator.stats()
-    assert (stats["num_alloc_retries"], stats["num_sync_all_streams"], stats["num_ooms"]) == (1, 1, 0)
+    assert (stats["num_alloc_retries"], stats["num_sync_all_streams"], stats["num_ooms"]) == (
+        1,
+        1,
+        0,
+    )
 
 
 def test_out_of_memory_is_an_event_with_the_free_bytes_and_the_rounded_request() -> None:

@@ -1,4 +1,4 @@
-"""Replaying snapshots: the state in which recording began, mismatches, other settings, bad input."""
+"""Replaying snapshots: where recording began, mismatches, other settings, bad input."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_a_wrong_address_is_found(snapshot: dict[str, Any]) -> None:
 
     assert (result.exact, result.exact_addresses, result.total) == (False, 10, 11)
     assert result.first_mismatch is not None
-    assert result.first_mismatch.startswith(f"device 0: event 2 is alloc of 2000 B at {BASE + 0x100400:#x}")
+    assert result.first_mismatch.startswith(
+        f"device 0: event 2 is alloc of 2000 B at {BASE + 0x100400:#x}"
+    )
 
 
 def test_a_segment_too_many_is_found(snapshot: dict[str, Any]) -> None:

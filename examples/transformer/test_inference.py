@@ -1,0 +1,23 @@
+"""What inference needs, beside training, in phases that the test names itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from examples.transformer.conftest import RandomTokens
+from examples.transformer.model import Transformer
+from examples.transformer.training import train_step
+from pytest_gpumem.session.fixture import Gpumem
+
+
+@pytest.mark.gpumem(phases={"evaluate": "200MiB"}, max_leak=0)
+def test_evaluation(model: Transformer, random_tokens: RandomTokens, gpumem: Gpumem) -> None:
+    with gpumem.phase("train"):
+        train_step(model, AdamW(model.parameters()), random_tokens(4))
+    with gpumem.phase("evaluate"), torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+        model.eval()(random_tokens(4)[:, :-1])
+    train, evaluate = gpumem.phases["train"], gpumem.phases["evaluate"]
+    assert evaluate.peak_allocated < train.peak_allocated / 2
+    assert evaluate.allocated_after == evaluate.allocated_before

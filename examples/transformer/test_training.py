@@ -1,0 +1,43 @@
+"""What training needs; forward, backward and step are found by the plugin itself."""
+
+from __future__ import annotations
+
+import pytest
+from torch.optim import AdamW
+
+from examples.transformer.conftest import RandomTokens
+from examples.transformer.model import Transformer
+from examples.transformer.training import train_step
+
+
+@pytest.mark.gpumem(
+    max="400MiB",
+    max_leak=0,
+    phases={"forward": "300MiB", "backward": "400MiB", "step": "250MiB"},
+    baseline=True,
+)
+def test_two_steps(model: Transformer, random_tokens: RandomTokens) -> None:
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        train_step(model, optimizer, random_tokens(4))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(1, marks=pytest.mark.gpumem(max="200MiB")),
+        pytest.param(2, marks=pytest.mark.gpumem(max="250MiB")),
+        pytest.param(8, marks=pytest.mark.gpumem(max="700MiB")),
+    ],
+)
+def test_batch_size(model: Transformer, random_tokens: RandomTokens, batch: int) -> None:
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    train_step(model, optimizer, random_tokens(batch))
+
+
+@pytest.mark.gpumem(max_leak=0)
+def test_history(model: Transformer, random_tokens: RandomTokens) -> None:
+    """A list of losses keeps numbers, not the graphs behind them."""
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    history = [train_step(model, optimizer, random_tokens(1)) for _ in range(3)]
+    assert not any(loss.requires_grad for loss in history)

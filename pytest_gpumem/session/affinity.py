@@ -1,0 +1,107 @@
+"""Shared fixtures and the device that they were set up on.
+
+A module's fixture may be set up by an unmarked test, where there is no GPU, and then be asked for
+by a marked one, where there is one; or by tests of two GPU models. Its value would belong to the
+wrong machine, and numbers would depend on the order of tests. So a shared fixture that depends on
+the device is set up anew for a test of another one.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from _pytest.fixtures import FixtureDef
+
+    from pytest_gpumem.device.device import Device
+
+_QUESTIONS = ("is_available", "device_count")
+"""Functions of torch.cuda whose answer tells one machine from the other."""
+
+_DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
+
+
+@dataclass
+class _Origin:
+    device: Device | None
+    """``None``: the machine as it is."""
+    asked: bool = False
+    """Whether the set-up asked torch about CUDA devices."""
+
+
+class FixtureDevices:
+    """Remembers where shared fixtures were set up."""
+
+    def __init__(self) -> None:
+        self._origins: dict[FixtureDef[Any], _Origin] = {}
+
+    @contextmanager
+    def setting_up(self, fixture: FixtureDef[Any], device: Device | None) -> Iterator[None]:
+        """Note that ``fixture`` is set up inside, for a test on ``device``."""
+        if fixture.scope == "function":
+            yield
+            return
+        origin = self._origins[fixture] = _Origin(device)
+        with _noticing(lambda: setattr(origin, "asked", True)):
+            yield
+
+    def forget(self, fixture: FixtureDef[Any]) -> None:
+        """Drop a fixture that has been torn down."""
+        self._origins.pop(fixture, None)
+
+    def renew(self, item: pytest.Item, device: Device | None) -> None:
+        """Tear down what ``item`` shares with earlier tests and was set up for another device."""
+        for fixture in self._origins.keys() & _shared_with(item):
+            origin = self._origins.get(fixture)  # finishing one finishes those that depend on it
+            if origin is None or origin.device is device or fixture.cached_result is None:
+                continue
+            if origin.asked or _depends_on_device(fixture.cached_result[0]):
+                with origin.device.active() if origin.device else nullcontext():
+                    fixture.finish(item._request)  # type: ignore[attr-defined]  # as pytest itself
+
+
+def _shared_with(item: pytest.Item) -> set[FixtureDef[Any]]:
+    info = getattr(item, "_fixtureinfo", None)
+    definitions = info.name2fixturedefs.values() if info else ()
+    return {fixture for same_name in definitions for fixture in same_name}
+
+
+@contextmanager
+def _noticing(notice: Callable[[], None]) -> Iterator[None]:
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "cuda"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patches:
+        for name in _QUESTIONS:
+            patches.setattr(torch.cuda, name, _announced(getattr(torch.cuda, name), notice))
+        yield
+
+
+def _announced(function: Callable[[], Any], notice: Callable[[], None]) -> Callable[[], Any]:
+    def announced() -> Any:
+        notice()
+        return function()
+
+    return announced
+
+
+def _depends_on_device(value: Any) -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    from pytest_gpumem.measurement.leaks import reachable_objects
+
+    return any(
+        isinstance(found, torch.Tensor | torch.device)
+        or (isinstance(found, str) and _DEVICE_NAME.fullmatch(found))
+        for found in reachable_objects([value])
+    )

@@ -1,0 +1,103 @@
+"""The ``gpumem`` fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_gpumem.measurement.record import PhaseRecord
+    from pytest_gpumem.session.item import MeasuredItem
+
+
+class Gpumem:
+    """What a test asks of its measurement."""
+
+    def __init__(self, measured: MeasuredItem) -> None:
+        # Weakly, so that watching keeps nothing alive: it would be a leak of the test's.
+        self._watched: list[tuple[ref[torch.nn.Module], ref[torch.optim.Optimizer] | None]] = []
+        self._measured = measured
+
+    @property
+    def device(self) -> str:
+        """The device that the test is measured on, as torch names it: ``cuda:0``."""
+        return f"cuda:{self._measured.device.index}"
+
+    @property
+    def phases(self) -> Mapping[str, PhaseRecord]:
+        """The phases that have been left so far, by name; sizes in bytes.
+
+        Which cuBLAS workspaces were live in them is known only when the test is over.
+        """
+        return _Phases(self._measured.phases())
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager: what goes on inside is the phase ``name``.
+
+        Inside a phase of the same name nothing new begins. Raises ``ValueError`` for a name that
+        is empty or kept by the plugin.
+        """
+        _check_name(name)
+        return self._measured.phase(name)
+
+    def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Say what the bytes belong to: parameters and gradients, and the optimizer's state.
+
+        Raises ``TypeError`` for anything but a module and an optimizer of torch.
+        """
+        import torch
+
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"gpumem.watch(model={model!r}): give a torch.nn.Module")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"gpumem.watch(optimizer={optimizer!r}): give a torch.optim.Optimizer")
+        self._watched.append((ref(model), None if optimizer is None else ref(optimizer)))
+
+
+class IdleGpumem:
+    """Stands for :class:`Gpumem` where nothing is measured: code that names phases just runs."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    @property
+    def device(self) -> str:
+        """``cuda:0`` where torch sees a CUDA device, else ``cpu``."""
+        import torch
+
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+    @property
+    def phases(self) -> Mapping[str, PhaseRecord]:
+        """Skips the test, with the reason: it was about to judge numbers that nobody took."""
+        pytest.skip(f"the test reads gpumem.phases, and {self._reason}")
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing."""
+        _check_name(name)
+        return nullcontext()
+
+    def watch(self, model: Any, optimizer: Any = None) -> None:
+        """Do nothing."""
+
+
+class _Phases(dict[str, "PhaseRecord"]):
+    def __missing__(self, name: str) -> PhaseRecord:
+        known = ", ".join(self) or "none"
+        raise KeyError(f"{name!r} is no phase that has been left; there are: {known}")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"gpumem.phase({name!r}): a phase's name is a text that is not empty")
+    if name in ("setup", "call"):
+        raise ValueError(
+            f"gpumem.phase({name!r}): pytest-gpumem keeps this name for pytest's own phase; "
+            "choose another"
+        )

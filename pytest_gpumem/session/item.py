@@ -1,0 +1,199 @@
+"""One test on its way through pytest: set-up, runs of its body, verdicts, teardown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.marker import Expectation
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.leaks import holders_of_class
+from pytest_gpumem.measurement.meter import Meter
+from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.report.junit import set_user_properties
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.session.results import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from _pytest.fixtures import FixtureDef
+
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.measurement.record import PhaseRecord
+    from pytest_gpumem.session.judge import Judge
+
+
+class MeasuredItem:
+    """The measurement of one attempt at one test.
+
+    ``expectation`` is ``None`` for a test that is measured without being judged.
+    """
+
+    def __init__(
+        self,
+        item: pytest.Item,
+        expectation: Expectation | None,
+        device: Device,
+        ledger: FixtureLedger,
+        judge: Judge,
+    ) -> None:
+        self._item = item
+        self._expectation = expectation
+        self._judge = judge
+        self._resources = ExitStack()
+        self.device = device
+        self._in_body = False
+        self._subtest_failed = False
+        self._record: TestRecord | None = None
+        with ExitStack() as starting:
+            starting.enter_context(device.active())
+            statistics = CudaStatistics()
+            starting.enter_context(statistics.screened())
+            device.begin_test()
+            self._meter = Meter(statistics, ledger)
+            self._resources = starting.pop_all()
+
+    def close(self) -> None:
+        """Give the process back as it was."""
+        self._resources.close()
+
+    @contextmanager
+    def setting_up(
+        self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        """Meter the set-up of one fixture."""
+        found = set(_active_fixtures(request).values())
+        with self._meter.setting_up(fixture) as nested:
+            try:
+                yield
+            finally:
+                asked_for = set(_active_fixtures(request).values()) - found - {fixture}
+                nested.extend(asked_for - set(nested))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in the phase ``name``."""
+        with self._meter.tracker.window(name):
+            yield
+
+    def phases(self) -> Mapping[str, PhaseRecord]:
+        """Return the phases left so far, on the test's device."""
+        return self._meter.phases(self.device.index)
+
+    def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
+        """Put the record on the final report of the call, as builtin types."""
+        if self._in_body:  # a subtest's: they are reported while the body runs
+            self._subtest_failed |= raised and report.failed
+        elif report.when == "call" and self._record is not None:
+            record = _with_outcome(self._record, report)
+            if record is not None:
+                setattr(report, ATTRIBUTE, record.to_dict())
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Run the body inside, after its warm-up runs; then measure and judge it.
+
+        Raises pytest's ``Failed`` where the body passed and a verdict does not.
+        """
+        for _ in range(self._runs() - 1):
+            with self._run():
+                self._item.runtest()
+        try:
+            with self._run():
+                yield
+        except BaseException:
+            self._finish(passed=False)
+            raise
+        self._finish(passed=self._passed())
+        if self._record is not None and self._record.broken:
+            pytest.fail(self._judge.failure_text(self._record), pytrace=False)
+
+    def _runs(self) -> int:
+        expectation = self._expectation
+        return expectation.warmup + expectation.repeat if expectation else 1
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        with self._meter.running(fixtures_of(self._item)):
+            self._in_body = True
+            try:
+                with AutomaticPhases(self._meter.tracker).watching():
+                    yield
+            finally:
+                self._in_body = False
+
+    def _passed(self) -> bool:
+        # unittest's failures do not reach pytest as exceptions: the item collects them.
+        return not self._subtest_failed and not getattr(self._item, "_excinfo", None)
+
+    def _finish(self, *, passed: bool) -> None:
+        fixtures = fixtures_of(self._item)
+        measured = {
+            index: self.device.complete(measurement)
+            for index, measurement in self._meter.measurements(
+                fixtures, self._holders(fixtures), device=self.device.index, passed=passed
+            ).items()
+        }
+        own = measured.pop(self.device.index)
+        others = tuple(other for other in measured.values() if other.peak_allocated > 0)
+        self._record = self._judge.record(
+            self._item.nodeid, self._expectation, self.device, own, others, passed=passed
+        )
+        if self._record is not None:
+            set_user_properties(self._item.user_properties, self._record)
+
+    def _holders(self, fixtures: Sequence[FixtureDef[Any]]) -> list[Any]:
+        """Return what may keep memory after the body: the values that the test was given."""
+        values = [fixture.cached_result[0] for fixture in fixtures if fixture.cached_result]
+        values += getattr(self._item, "funcargs", {}).values()
+        instance = getattr(self._item, "instance", None)
+        return (
+            values if instance is None else [*values, instance, *holders_of_class(type(instance))]
+        )
+
+
+def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
+    """Return the fixtures that ``item`` uses now, those that others need in front of them.
+
+    pytest keeps them on the item's request in the order in which they were asked for, which does
+    not depend on what an earlier test has set up already.
+    """
+    request = getattr(item, "_request", None)
+    if request is None:
+        return []
+    ordered: dict[FixtureDef[Any], None] = {}
+    known: Mapping[str, Sequence[FixtureDef[Any]]] = getattr(request, "_arg2fixturedefs", {})
+    for name, fixture in _active_fixtures(request).items():
+        ordered.update(dict.fromkeys(_overridden(fixture, known.get(name, ()))))
+        ordered[fixture] = None
+    return list(ordered)
+
+
+def _overridden(
+    fixture: FixtureDef[Any], same_name: Sequence[FixtureDef[Any]]
+) -> Iterator[FixtureDef[Any]]:
+    """Yield the fixtures that ``fixture`` extends: it asks for its own name, as they may."""
+    if fixture not in same_name or fixture.argname not in fixture.argnames:
+        return
+    below = same_name[: list(same_name).index(fixture)]
+    if below:
+        yield from _overridden(below[-1], below)
+        yield below[-1]
+
+
+def _active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
+    # Not public: the only place where pytest says which fixtures a test got dynamically.
+    return dict(getattr(request, "_fixture_defs", {}))
+
+
+def _with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:
+    """Return ``record`` with pytest's outcome, ``None`` where the test was skipped."""
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure:
+        return None
+    words = {"passed": "xpassed", "skipped": "xfailed"} if expected_failure else {}
+    return replace(record, outcome=words.get(report.outcome, report.outcome))

@@ -1,0 +1,134 @@
+"""From a measurement to a test's record: what was expected, stored and found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.baseline.compare import Judgement, judge
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
+from pytest_gpumem.report.record import TestRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.options import Settings
+
+
+class Judge:
+    """Compares measurements with limits and with the baselines of this session's settings."""
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self._config = config
+        self._settings = settings
+        self._store = BaselineStore(settings.baselines)
+
+    def record(
+        self,
+        nodeid: str,
+        expectation: Expectation | None,
+        device: Device,
+        measurement: Measurement,
+        others: Sequence[Measurement],
+        *,
+        passed: bool,
+    ) -> TestRecord | None:
+        """Return the record of a test whose body ``passed`` or not.
+
+        ``None`` where an unmarked test used no device. Raises :class:`BaselineError` where the
+        stored baseline cannot be read.
+        """
+        if expectation is None and measurement.peak_allocated <= 0 and not others:
+            return None
+        record = TestRecord(
+            nodeid=nodeid,
+            outcome="passed" if passed else "failed",
+            environment=device.environment,
+            measurement=measurement,
+            other_devices=tuple(others),
+            expectation=expectation.to_dict() if expectation else {},
+            judged=False,
+            nvml=device.nvml(),
+        )
+        return self._judged(record, expectation) if expectation and passed else record
+
+    def failure_text(self, record: TestRecord) -> str:
+        """Return what a test fails with: each broken verdict's long text."""
+        command = self._command()
+        return "\n".join(verdict.long(record.nodeid, command) for verdict in record.broken)
+
+    def _judged(self, record: TestRecord, expectation: Expectation) -> TestRecord:
+        assert record.measurement is not None
+        baseline = self._baseline(record.nodeid, record.environment, expectation)
+        judgement = self._judge(
+            record,
+            expectation,
+            record.measurement,
+            baseline,
+            used_elsewhere=bool(record.other_devices),
+        )
+        verdicts = list(judgement.verdicts)
+        for other in record.other_devices:
+            elsewhere = replace(expectation, baseline=False)
+            verdicts += self._judge(record, elsewhere, other, None, used_elsewhere=True).verdicts
+        return replace(
+            record,
+            judged=True,
+            baseline=baseline.to_dict() if baseline else None,
+            verdicts=tuple(verdicts),
+            improvements=judgement.improvements,
+            missing_baseline=judgement.missing_baseline,
+        )
+
+    def _judge(
+        self,
+        record: TestRecord,
+        expectation: Expectation,
+        measurement: Measurement,
+        baseline: BaselineEntry | None,
+        *,
+        used_elsewhere: bool,
+    ) -> Judgement:
+        settings = self._settings
+        module, test_id = split_nodeid(record.nodeid)
+        needs_others = baseline is None and expectation.baseline is not False
+        phases: Mapping[str, int] = settings.defaults.get("phases", {})
+        return judge(
+            expectation,
+            measurement,
+            baseline=baseline,
+            environment=record.environment,
+            require_baseline=self._baselines_required(),
+            default_tolerance=settings.tolerance,
+            update=settings.update,
+            elsewhere=self._store.elsewhere(module, test_id, record.environment)
+            if needs_others
+            else (),
+            used_elsewhere=used_elsewhere,
+            default_phases=phases,
+        )
+
+    def _baseline(
+        self, nodeid: str, environment: Environment, expectation: Expectation
+    ) -> BaselineEntry | None:
+        # While baselines are replaced nothing is compared, and the update itself says which file
+        # cannot be read.
+        if expectation.baseline is False or self._settings.update == "all":
+            return None
+        return self._store.entry(environment, *split_nodeid(nodeid))
+
+    def _baselines_required(self) -> bool:
+        # Where CI turned the option on by itself it is for tests that say baseline=True.
+        name = "gpumem_require_baselines"
+        return bool(self._config.getoption(name, None) or self._config.getini(name))
+
+    def _command(self) -> str:
+        """Return how pytest was started, as far as the baselines depend on it."""
+        device = self._config.getoption("gpumem_device", None)
+        return f"pytest --gpumem-device={device}" if device else "pytest"

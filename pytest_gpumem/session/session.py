@@ -1,0 +1,265 @@
+"""What lives as long as the pytest process: settings, devices, and which tests are measured."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+from pytest_gpumem.device.select import DeviceError, DeviceSelector
+from pytest_gpumem.marker import Expectation, MarkerError, expectation_of
+from pytest_gpumem.options import settings_from
+from pytest_gpumem.session.affinity import FixtureDevices
+from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+from pytest_gpumem.session.results import Results
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from _pytest.fixtures import FixtureDef
+
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.measurement.fixtures import FixtureLedger
+    from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.session.judge import Judge
+
+MARKER_NAME = "gpumem"
+FIXTURE_NAME = "gpumem"
+_HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+MODEL_PARAMETER = "_gpumem_model"
+"""The private fixture that a list of GPU models parametrizes."""
+
+
+class GpumemSession:
+    """The plugin's state in one process, which may be a pytest-xdist worker or controller."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._always_active = ExitStack()
+        self.settings = settings_from(config)
+        self.selector = DeviceSelector(self.settings.device)
+        self.results = Results(config, self.settings)
+        self.current: MeasuredItem | None = None
+        self._devices = FixtureDevices()
+        self._ambient: Device | None = None
+        """The device of unmarked tests; ``None`` for the machine as it is."""
+
+    @cached_property
+    def ledger(self) -> FixtureLedger:
+        """What living fixtures hold."""
+        from pytest_gpumem.measurement.fixtures import FixtureLedger
+
+        return FixtureLedger()
+
+    @cached_property
+    def judge(self) -> Judge:
+        """Compares with limits and baselines."""
+        from pytest_gpumem.session.judge import Judge
+
+        return Judge(self._config, self.settings)
+
+    def start(self) -> None:
+        """Let the simulated GPU exist from now on, where the options say so."""
+        if (
+            self.settings.sim_scope == "session"
+            and not self.selector.off
+            and _runs_tests(self._config)
+        ):
+            self._ambient = _reported(self.selector, None)
+            self._always_active.enter_context(self._ambient.active())
+
+    def stop(self) -> None:
+        """Undo :meth:`start`."""
+        self._always_active.close()
+
+    def header(self) -> str:
+        """Return the line that says where tests will be measured."""
+        from pytest_gpumem.report.terminal import header_line
+
+        return header_line(self.selector.description, {})
+
+    def collected(self, items: Sequence[pytest.Item]) -> None:
+        """Remember which tests exist."""
+        marked = any(item.get_closest_marker(MARKER_NAME) for item in items)
+        self.results.collected([item.nodeid for item in items], marked=marked)
+
+    def finish(self, session: pytest.Session) -> None:
+        """Write baselines and reports, in the process that has all results."""
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput.update(self.results.output())
+            return
+        if self._config.getoption("collectonly", False):
+            return
+        if not self.results.finish(session.exitstatus) and session.exitstatus in _HARMLESS:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def parametrize(self, metafunc: pytest.Metafunc) -> None:
+        """Make one test id of each GPU model that a test names."""
+        try:
+            expectation = self._expectation(metafunc.definition)
+        except MarkerError:
+            return  # said when the module has been collected, with the test's id
+        if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
+            return
+        models = self.selector.models(expectation or Expectation())
+        if len(models) > 1:
+            metafunc.fixturenames.append(MODEL_PARAMETER)
+            metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
+
+    def check(self, report: pytest.CollectReport) -> None:
+        """Turn what a test's marker gets wrong into an error of its collection."""
+        items = [node for node in report.result or () if isinstance(node, pytest.Item)]
+        errors = [f"{item.nodeid}: {error}" for item in items if (error := self._error(item))]
+        if errors:
+            report.outcome = "failed"
+            report.longrepr = "\n".join(errors)
+            report.result = []
+
+    def begin(self, item: pytest.Item) -> None:
+        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence."""
+        self.current = None
+        if self.selector.off or item.get_closest_marker("skip"):
+            return
+        if problem := self._error(item):  # of a marker that was added after collection
+            pytest.fail(problem, pytrace=False)
+        expectation = self._expectation(item)
+        if expectation is not None or self._measures_unmarked(_fixture_names(item)):
+            device = self._device(item, expectation)
+            self._devices.renew(item, self._machine(device))
+            self.current = self._measured(item, expectation, device)
+        else:
+            self._devices.renew(item, self._machine(self._ambient))
+
+    def end(self) -> None:
+        """Stop measuring the current test."""
+        measured, self.current = self.current, None
+        if measured is not None:
+            measured.close()
+
+    def fixture(self) -> Gpumem | IdleGpumem:
+        """Return the value of the ``gpumem`` fixture for the current test."""
+        if self.current is not None:
+            return Gpumem(self.current)
+        return IdleGpumem(
+            "--gpumem-device=off measures nothing"
+            if self.selector.off
+            else "a test that asks for gpumem by getfixturevalue() is not measured: name it among "
+            "the test's arguments"
+        )
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Return the context in which pytest calls the current test."""
+        return self.current.calling() if self.current else nullcontext()
+
+    def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
+        """Put the current test's record on its final call report."""
+        if self.current is not None:
+            self.current.complete(report, raised=raised)
+
+    @contextmanager
+    def setting_up(
+        self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        """Let pytest set ``fixture`` up inside."""
+        with ExitStack() as contexts:
+            if self.results.any_marked:
+                device = self.current.device if self.current else self._ambient
+                contexts.enter_context(self._devices.setting_up(fixture, self._machine(device)))
+            if self.current:
+                contexts.enter_context(self.current.setting_up(fixture, request))
+            yield
+
+    def forget(self, fixture: FixtureDef[Any]) -> None:
+        """Drop what is known of a fixture that has been torn down."""
+        self._devices.forget(fixture)
+        if "ledger" in vars(self):
+            self.ledger.forget(fixture)
+
+    def _machine(self, device: Device | None) -> Device | None:
+        """Return the simulated device that stands for a machine, ``None`` for the real one."""
+        return None if device is None or device is self.selector.real() else device
+
+    def _device(self, item: pytest.Item, expectation: Expectation | None) -> Device:
+        models = self.selector.models(expectation or Expectation())
+        model = _parameter(item) or (models[0] if models else None)
+        device = _reported(self.selector, model)
+        if self.selector.real() and model not in (*models[:1], None):
+            pytest.skip(
+                f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
+            )
+        if expectation and expectation.min_memory is not None:
+            _skip_below(expectation.min_memory, device)
+        return device
+
+    def _measured(
+        self, item: pytest.Item, expectation: Expectation | None, device: Device
+    ) -> MeasuredItem:
+        from pytest_gpumem.session.item import MeasuredItem
+
+        return MeasuredItem(item, expectation, device, self.ledger, self.judge)
+
+    def _expectation(self, node: pytest.Item) -> Expectation | None:
+        markers = list(node.iter_markers(MARKER_NAME))
+        # pytest puts a parameter's marks behind its function's; nothing is closer to the test.
+        of_parameter = getattr(getattr(node, "callspec", None), "marks", ())
+        markers.sort(key=lambda mark: mark not in of_parameter)
+        return expectation_of(markers, self.settings.defaults) if markers else None
+
+    def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
+        return not self.selector.off and (self.settings.all or FIXTURE_NAME in fixture_names)
+
+    def _error(self, item: pytest.Item) -> str:
+        try:
+            expectation = self._expectation(item)
+        except MarkerError as error:
+            return str(error)
+        if expectation is None or len(expectation.gpu) < 2 or _parameter(item):
+            return ""
+        return (
+            f"gpumem marker: gpu={list(expectation.gpu)!r} asks for a test id of each model, which "
+            "only plain test functions can have, not unittest classes nor single parameters; give "
+            "one model"
+        )
+
+
+def _reported(selector: DeviceSelector, model: str | None) -> Device:
+    try:
+        return selector.select(model)
+    except DeviceError as error:
+        problem = str(error)
+    pytest.fail(problem, pytrace=False)
+
+
+def _skip(reason: str) -> NoReturn:
+    # As skipif does it: the report then names the test's line, not this one.
+    raise pytest.skip.Exception(reason, _use_item_location=True)
+
+
+def _skip_below(size: int, device: Device) -> None:
+    from pytest_gpumem.sizes import format_size
+
+    total = device.total_memory
+    if total < size:
+        _skip(
+            f"needs a GPU of {format_size(size)}, and {device.environment.gpu} has "
+            f"{format_size(total)}"
+        )
+
+
+def _parameter(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    model: str | None = callspec.params.get(MODEL_PARAMETER) if callspec else None
+    return model
+
+
+def _fixture_names(item: pytest.Item) -> Iterable[str]:
+    names: Iterable[str] = getattr(item, "fixturenames", ())
+    return names
+
+
+def _runs_tests(config: pytest.Config) -> bool:
+    """Whether tests run in this process: not in the controller of pytest-xdist."""
+    return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pytest_project import Project
+
+pytest_plugins = ["pytester"]
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def _loaded_torch() -> None:
+    # pytester takes what a test imported out of sys.modules, and torch cannot be imported twice.
+    import torch  # noqa: F401
+
+    import pytest_gpumem.session.item
+    import pytest_gpumem.simulated.device  # noqa: F401
+
+
+@pytest.fixture
+def project(
+    _loaded_torch: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> Project:
+    """A user's project, on which pytest runs with this plugin."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
+    return Project(pytester)

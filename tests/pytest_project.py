@@ -1,0 +1,81 @@
+"""Runs pytest in pytest, with this plugin, on a simulated GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+DEVICE = "--gpumem-device=sim:T4"
+
+PLUGINS_OF_SOME_TESTS = ("asyncio", "randomly", "rerunfailures", "subtests", "cacheprovider")
+
+_INSTALLED = any(entry.name == "gpumem" for entry in entry_points(group="pytest11"))
+
+LOADED: tuple[str, ...] = () if _INSTALLED else ("-p", "pytest_gpumem.plugin")
+"""What makes a run load the plugin."""
+
+UNLOADED = ("-p", "no:gpumem") if _INSTALLED else ()
+
+
+class Project:
+    """A user's project: files, and pytest runs on them."""
+
+    def __init__(self, pytester: pytest.Pytester) -> None:
+        self._pytester = pytester
+        self.path: Path = pytester.path
+
+    def write(self, **files: str) -> None:
+        """Write Python files; each starts with the imports that tests need."""
+        header = "import pytest\nimport torch\n\n"
+        self._pytester.makepyfile(
+            **{name: header + _dedented(source) for name, source in files.items()}
+        )
+
+    def write_ini(self, text: str) -> None:
+        self._pytester.makeini("[pytest]\n" + _dedented(text))
+
+    def run(self, *args: str, device: str = DEVICE, use: tuple[str, ...] = ()) -> pytest.RunResult:
+        """Run pytest in this process; ``use`` names further plugins."""
+        return self._pytester.runpytest_inprocess(*_arguments(args, device, use))
+
+    def run_apart(
+        self, *args: str, device: str = DEVICE, use: tuple[str, ...] = ()
+    ) -> pytest.RunResult:
+        """Run pytest in a process of its own."""
+        return self._pytester.runpytest_subprocess(*_arguments(args, device, use))
+
+    def report(self, *args: str, apart: bool = False, **options: Any) -> dict[str, Any]:
+        """Run pytest and return the JSON report's tests by node id."""
+        run = self.run_apart if apart else self.run
+        run(f"--gpumem-report=json:{self.path / 'report.json'}", *args, **options)
+        return self.written_report()
+
+    def written_report(self) -> dict[str, Any]:
+        data = json.loads((self.path / "report.json").read_text())
+        # A test's environment stands in the report only where it is not the most common one.
+        common = {"environment": data["environment"]}
+        return {test["nodeid"]: {**common, **test} for test in data["tests"]}
+
+    def baselines(self) -> dict[str, Mapping[str, Any]]:
+        """Return all stored baselines, by environment and module."""
+        folder = self.path / "baselines"
+        return {
+            path.relative_to(folder).as_posix(): json.loads(path.read_text())["tests"]
+            for path in sorted(folder.rglob("*.json"))
+        }
+
+
+def _arguments(args: tuple[str, ...], device: str, use: tuple[str, ...]) -> list[str]:
+    unused = [name for name in PLUGINS_OF_SOME_TESTS if name not in use]
+    off = [arg for name in unused for arg in ("-p", f"no:{name}")]
+    return [*LOADED, *off, *([device] if device else []), *args]
+
+
+def _dedented(source: str) -> str:
+    return dedent(source).strip("\n") + "\n"
