@@ -55,11 +55,13 @@ class ExpandableSegments:
         if index == len(keys):
             return None
         block = free_list.blocks[keys[index]]
-        for key in keys[index + 1 :]:
-            following = free_list.blocks[key]
-            if _expandable_size(following) >= _expandable_size(block):
+        size = _expandable_size(block)
+        while (index := index + 1) < len(keys):
+            following = free_list.blocks[keys[index]]
+            following_size = _expandable_size(following)
+            if following_size >= size:
                 break
-            block = following
+            block, size = following, following_size
         return block
 
     def obtain(self, free_list: FreeList, rounded: int, context: Any) -> Block | None:

@@ -267,31 +267,34 @@ class _Parser:
         return "divisions" if self.generic else "divisons"
 
     def _read_division_list(self) -> None:
+        """``[64:8,128:4,>:2]``: the first pair also fills the slots below it.
+
+        ``>`` fills the slots above the last one written; up to 2.9 that one too.
+        """
         slots = [0] * DIVISION_SLOTS
-        last = None
-        while True:
-            key = self._next()
-            first_of_rest = 0 if last is None else last + 1
-            slot = first_of_rest if key == ">" else self._division_slot(key)
+        last, first = 0, True
+        while (key := self._next()) != "]":
+            slot = None if key == ">" else self._division_slot(key)
             self._expect(":")
-            value = self._integer()
-            if value and not _is_power_of_two(value):
-                raise SettingsError(
-                    f"For roundups, the {self._divisions} has to be power of 2"
-                    " or 0 to disable roundup "
-                )
-            if key == ">":
-                slots[slot:] = [value] * (DIVISION_SLOTS - slot)
-            elif last is None:
-                slots[: slot + 1] = [value] * (slot + 1)
+            value = self._division()
+            if slot is None:
+                begin = last + 1 if self.generic else last
+                slots[begin:] = [value] * (DIVISION_SLOTS - begin)
             else:
-                slots[slot] = value
-            last = slot
-            if self.index < len(self.tokens) and self.tokens[self.index] == "]":
-                self.index += 1
-                break
-            self._expect(",")
+                slots[0 if first else slot : slot + 1] = [value] * (slot + 1 if first else 1)
+                last = slot
+            first = False
+            if self.index < len(self.tokens) and self.tokens[self.index] != "]":
+                self._expect(",")
         self._set(roundup_power2_divisions=tuple(slots))
+
+    def _division(self) -> int:
+        value = self._integer()
+        if value and not _is_power_of_two(value):
+            raise SettingsError(
+                f"For roundups, the {self._divisions} has to be power of 2 or 0 to disable roundup "
+            )
+        return value
 
     def _division_slot(self, text: str) -> int:
         self.index -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.simulated.allocator import Allocator, AllocatorError
+from pytest_gpumem.simulated.allocator import Allocator, AllocatorError, AllocatorSettings
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -217,8 +217,6 @@ def test_a_negative_size_is_an_error(allocator: Allocator) -> None:
 
 
 def test_divisions_round_up_the_block() -> None:
-    from pytest_gpumem.simulated.allocator import AllocatorSettings
-
     settings = AllocatorSettings.parse("roundup_power2_divisions:4")
     allocator = Allocator(16 * GIB, settings)
 
@@ -229,9 +227,16 @@ def test_divisions_round_up_the_block() -> None:
     assert allocator.requested == 33 * MIB
 
 
-def test_large_segment_size_mb_changes_the_middle_segments() -> None:
-    from pytest_gpumem.simulated.allocator import AllocatorSettings
+@pytest.mark.parametrize(("cached", "reused"), [(70, False), (68, True)])
+def test_a_much_larger_oversize_block_is_not_handed_out(cached: int, reused: bool) -> None:
+    allocator = Allocator(16 * GIB, AllocatorSettings.parse("max_split_size_mb:30"))
+    address = allocator.malloc(cached * MIB)
+    allocator.free(address)
 
+    assert (allocator.malloc(50 * MIB) == address) is reused
+
+
+def test_large_segment_size_mb_changes_the_middle_segments() -> None:
     allocator = Allocator(16 * GIB, AllocatorSettings.parse("large_segment_size_mb:64"))
 
     allocator.malloc(2 * MIB)

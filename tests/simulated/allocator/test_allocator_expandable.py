@@ -138,6 +138,55 @@ def test_what_does_not_fit_the_gap_goes_behind_it(allocator: Allocator) -> None:
     assert allocator.malloc(51 * MIB) - BASE == 80 * MIB
 
 
+def test_unmapped_neighbours_become_one(allocator: Allocator) -> None:
+    _, middle, last = (allocator.malloc(size * MIB) for size in (10, 50, 20))
+    allocator.free(middle)
+    allocator.empty_cache()
+    allocator.free(last)
+    allocator.empty_cache()
+    before = len(allocator.trace)
+
+    allocator.malloc(100 * MIB)
+
+    assert events(allocator, before) == [("segment_map", 20, 100 * MIB), ("alloc", 10, 100 * MIB)]
+
+
+def test_a_device_that_is_full_half_way_gives_back_what_was_mapped() -> None:
+    allocator = expandable(170 * MIB)
+    _, first, between, second, _ = (allocator.malloc(size * MIB) for size in (20, 40, 20, 40, 20))
+    allocator.free(first)
+    allocator.free(second)
+    allocator.empty_cache()
+    allocator.free(between)
+    assert allocator.reserved == 60 * MIB
+    allocator.used_elsewhere = 60 * MIB
+    before = len(allocator.trace)
+
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(70 * MIB)
+
+    # 40 of the 50 MiB that are free join the two gaps' middle; the second gap needs 20 more.
+    assert events(allocator, before)[:2] == [
+        ("segment_map", 20, 40 * MIB),
+        ("segment_unmap", 20, 60 * MIB),
+    ]
+    assert [entry.action for entry in allocator.trace[before + 2 :]] == ["oom"]
+    assert allocator.reserved == 40 * MIB
+
+
+def test_context_of_the_allocation_that_mapped(allocator: Allocator) -> None:
+    allocator.free(allocator.malloc(30 * MIB, context="forward"))
+    allocator.empty_cache()
+
+    assert [(entry.action, entry.context) for entry in allocator.trace] == [
+        ("segment_map", "forward"),
+        ("alloc", "forward"),
+        ("free_requested", "forward"),
+        ("free_completed", "forward"),
+        ("segment_unmap", "forward"),
+    ]
+
+
 def test_both_ends_of_a_free_block_may_stay_mapped(allocator: Allocator) -> None:
     _, middle, _ = (allocator.malloc(size * MIB) for size in (10, 62, 8))
     allocator.free(middle)

@@ -6,7 +6,12 @@ import pickle
 
 import pytest
 
-from pytest_gpumem.simulated.allocator import Allocator, AllocatorError, OutOfMemory
+from pytest_gpumem.simulated.allocator import (
+    Allocator,
+    AllocatorError,
+    AllocatorSettings,
+    OutOfMemory,
+)
 from pytest_gpumem.simulated.allocator.messages import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -128,6 +133,32 @@ def test_a_whole_fraction_lifts_the_limit_since_2_10(
 def test_a_bad_fraction_is_an_error() -> None:
     with pytest.raises(AllocatorError, match=r"Invalid fraction value: 1\.5\. Allowed range: 0~1"):
         Allocator(GIB).set_memory_fraction(1.5)
+
+
+def test_a_partial_release_of_oversize_blocks_is_followed_by_a_full_one() -> None:
+    allocator = Allocator(100 * MIB, AllocatorSettings.parse("max_split_size_mb:24"))
+    cached = [allocator.malloc(40 * MIB), allocator.malloc(30 * MIB, stream=1)]
+    for address in cached:
+        allocator.free(address)
+
+    allocator.malloc(50 * MIB)
+
+    # 40 MiB of this stream are less than the 50 asked for, though they would have been enough.
+    assert allocator.reserved == 50 * MIB
+    assert allocator.stats()["num_alloc_retries"] == 1
+
+
+def test_oversize_blocks_of_the_stream_are_enough() -> None:
+    allocator = Allocator(110 * MIB, AllocatorSettings.parse("max_split_size_mb:24"))
+    cached = [allocator.malloc(size * MIB) for size in (26, 30)]
+    cached.append(allocator.malloc(50 * MIB, stream=1))
+    for address in cached:
+        allocator.free(address)
+
+    allocator.malloc(56 * MIB)
+
+    assert allocator.reserved == 106 * MIB
+    assert allocator.stats()["num_alloc_retries"] == 0
 
 
 def test_an_exabyte_is_refused_at_once() -> None:

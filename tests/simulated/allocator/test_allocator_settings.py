@@ -43,10 +43,29 @@ def test_several_keys_with_blanks() -> None:
         ("[1:2]", (2,) + (0,) * 15),
         ("[65536:2]", (2,) * 16),
         ("[2:0,>:4]", (0, 0) + (4,) * 14),
+        ("[>:4]", (0,) + (4,) * 15),
+        ("[32768:2,>:4]", (2,) * 16),
+        ("[1024:4,>:8,512:2]", (4,) * 9 + (2, 4) + (8,) * 5),
+        ("[256:4,]", (4,) * 9 + (0,) * 7),
+        ("[]", (0,) * 16),
     ],
 )
 def test_divisions(value: str, slots: tuple[int, ...]) -> None:
     settings = AllocatorSettings.parse(f"roundup_power2_divisions:{value}")
+
+    assert settings.roundup_power2_divisions == slots
+
+
+@pytest.mark.parametrize(
+    ("value", "slots"),
+    [
+        ("[256:1,512:2,1024:4,>:8]", (1,) * 9 + (2,) + (8,) * 6),
+        ("[2:0,>:4]", (0,) + (4,) * 15),
+        ("[>:4]", (4,) * 16),
+    ],
+)
+def test_up_to_2_9_the_rest_begins_at_the_last_slot(value: str, slots: tuple[int, ...]) -> None:
+    settings = AllocatorSettings.parse(f"roundup_power2_divisions:{value}", (2, 9))
 
     assert settings.roundup_power2_divisions == slots
 
@@ -265,6 +284,13 @@ def test_what_is_not_simulated_is_refused_never_ignored(conf: str, sentence: str
 )
 def test_what_does_not_change_sizes_is_accepted(conf: str) -> None:
     Allocator(1 << 30, AllocatorSettings.parse(conf))
+
+
+def test_host_settings_are_kept_for_the_snapshot() -> None:
+    settings = AllocatorSettings.parse("pinned_num_register_threads:8,pinned_max_cached_size_mb:4")
+
+    assert settings.pinned_num_register_threads == 8
+    assert settings.pinned_max_cached_size == 4 * MIB
 
 
 def test_the_fraction_of_the_settings_arms_the_limit() -> None:

@@ -114,6 +114,18 @@ def test_context_rides_on_the_events_and_a_free_shows_that_of_the_allocation() -
     ]
 
 
+def test_the_trace_can_be_cleared() -> None:
+    allocator = Allocator(1 << 30)
+    address = allocator.malloc(512)
+    assert len(allocator.trace) == 2
+
+    allocator.trace.clear()
+    assert list(allocator.trace) == []
+
+    allocator.free(address)
+    assert [entry.action for entry in allocator.trace] == ["free_requested", "free_completed"]
+
+
 def test_recording_can_be_off() -> None:
     allocator = Allocator(1 << 30, record=False)
     allocator.free(allocator.malloc(512))

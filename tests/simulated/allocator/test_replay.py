@@ -84,6 +84,42 @@ def test_the_start_has_what_was_live_then(snapshot: dict[str, Any]) -> None:
     ] == expected
 
 
+def started(allocator: Allocator, begin: int) -> dict[int, int]:
+    """Address -> size of what was live when recording began after ``begin`` events."""
+    events = allocator.snapshot()["device_traces"][0][begin:]
+    segments = starting_segments(allocator.segments(), events, AllocatorSettings())
+    return {
+        block["address"]: block["size"]
+        for segment in segments
+        for block in segment["blocks"]
+        if block["state"] != "inactive"
+    }
+
+
+def test_a_small_gap_belongs_to_the_block_before_it() -> None:
+    allocator = Allocator(1 << 34)
+    whole = allocator.malloc(11 * MIB + MIB // 2)
+    begin = len(allocator.trace)
+    allocator.free(whole)
+    allocator.malloc(12 * MIB)
+
+    assert started(allocator, begin) == {whole: 12 * MIB}
+
+
+def test_a_block_ends_where_its_neighbour_was_allocated() -> None:
+    allocator = Allocator(1 << 34)
+    first, second, third = (allocator.malloc(size * MIB) for size in (5, 6, 9))
+    allocator.free(first)
+    handed_out = allocator.malloc(4 * MIB + MIB // 2)
+    allocator.free(second)
+    assert (handed_out, allocator.block(handed_out)) == (first, 5 * MIB)
+    begin = len(allocator.trace)
+    allocator.malloc(3 * MIB)
+    allocator.free(handed_out)
+
+    assert started(allocator, begin) == {handed_out: 5 * MIB, third: 9 * MIB}
+
+
 def test_a_wrong_address_is_found(snapshot: dict[str, Any]) -> None:
     trace = snapshot["device_traces"][0]
     index = next(i for i, event in enumerate(trace) if event["size"] == 2000)
