@@ -15,20 +15,19 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from producers import einsum_transformer
+from producers import einsum_transformer, naive_attention, small_models
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.allocator.replay import replay
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUND_TRUTH = Path(
-    os.environ.get("GPUMEM_GROUNDTRUTH", ROOT.parent / "shared" / "groundtruth")
-)
+GROUND_TRUTH = Path(os.environ.get("GPUMEM_GROUNDTRUTH", ROOT.parent / "shared" / "groundtruth"))
 
 Event = tuple[str, int]
 """``+`` or ``-``, and the requested bytes."""
@@ -41,30 +40,50 @@ class Trace:
     file: str
     gpu: str
     torch: str
-    run: Callable[[], Any]
+    run: Callable[[Callable[[], None]], Any]
+    """Called with what marks the moment recording began; returns what lives at the end."""
 
 
 NIU = "NiuHuangxiaozi__assignment2-systems__"
 
 TRACES = {
     "einsum-forward-100": Trace(
-        f"{NIU}forward_memory_snapshot_100", "RTX-4060", "2.6", lambda: einsum_transformer.forward(100)
+        f"{NIU}forward_memory_snapshot_100",
+        "RTX-4060",
+        "2.6",
+        lambda start: einsum_transformer.forward(100),
     ),
     "einsum-forward-200": Trace(
-        f"{NIU}forward_memory_snapshot_200", "RTX-4060", "2.6", lambda: einsum_transformer.forward(200)
+        f"{NIU}forward_memory_snapshot_200",
+        "RTX-4060",
+        "2.6",
+        lambda start: einsum_transformer.forward(200),
     ),
     "einsum-forward-200-bf16": Trace(
         f"{NIU}forward_memory_snapshot_200_mixed_precision",
         "RTX-4060",
         "2.6",
-        lambda: einsum_transformer.forward(200, autocast=True),
+        lambda start: einsum_transformer.forward(200, autocast=True),
     ),
     "einsum-training-100": Trace(
         f"{NIU}forward_and_backward_memory_snapshot_100",
         "RTX-4060",
         "2.6",
-        lambda: einsum_transformer.training(100),
+        lambda start: einsum_transformer.training(100),
     ),
+    "naive-attention": Trace(
+        "silmont2000__assignment2-systems__mem_snapshot",
+        "RTX-4060",
+        "2.6",
+        lambda start: naive_attention.step(),
+    ),
+    "large-linear": Trace(
+        "shreyansh26__MLSys-Experiments__profile_grad",
+        "H100",
+        "2.6",
+        lambda start: small_models.large_linear(),
+    ),
+    "tiny-steps": Trace("Da1sypetals__tomi__snapshot", "RTX-4060", "2.6", small_models.tiny_steps),
 }
 
 
@@ -75,7 +94,8 @@ class _Plain(pickle.Unpickler):
 
 def load(name: str) -> dict[str, Any]:
     """The snapshot called ``name``: dicts, lists, strings and numbers only."""
-    data = lzma.open(GROUND_TRUTH / "snapshots" / f"{name}.pickle.xz").read()
+    with lzma.open(GROUND_TRUTH / "snapshots" / f"{name}.pickle.xz") as file:
+        data = file.read()
     snapshot: dict[str, Any] = _Plain(io.BytesIO(data)).load()
     return snapshot
 
@@ -93,26 +113,6 @@ def events(trace: Iterable[Any]) -> list[Event]:
         if action in signs:
             found.append((signs[action], size))
     return found
-
-
-def peaks(snapshot: dict[str, Any], trace: Sequence[dict[str, Any]]) -> tuple[int, int]:
-    """Highest allocated and reserved bytes while ``trace`` was recorded."""
-    allocated = sum(segment["allocated_size"] for segment in snapshot["segments"])
-    reserved = sum(segment["total_size"] for segment in snapshot["segments"])
-    rounded = {"alloc": 1, "free_completed": -1}
-    segments = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    allocated -= sum(
-        rounded.get(entry["action"], 0) * -(-entry["size"] // 512) * 512 for entry in trace
-    )
-    reserved -= sum(segments.get(entry["action"], 0) * entry["size"] for entry in trace)
-    highest_allocated, highest_reserved = allocated, reserved
-    for entry in trace:
-        action, size = entry["action"], entry["size"]
-        allocated += rounded.get(action, 0) * -(-size // 512) * 512
-        reserved += segments.get(action, 0) * size
-        highest_allocated = max(highest_allocated, allocated)
-        highest_reserved = max(highest_reserved, reserved)
-    return highest_allocated, highest_reserved
 
 
 def differences(recorded: list[Event], simulated: list[Event]) -> list[str]:
@@ -145,14 +145,16 @@ def compare(name: str, trace: Trace, verbose: bool) -> str:
     recorded = max(snapshot["device_traces"], key=len)
     started = time.perf_counter()
     with simulate(trace.gpu, torch_version=trace.torch, alloc_conf="") as gpu:
-        alive = trace.run()
-        simulated = events(gpu.trace)
+        began = [0]
+        alive = trace.run(lambda: began.__setitem__(0, len(gpu.trace)))
+        simulated = events(gpu.trace[began[0] :])
         peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         del alive
     seconds = time.perf_counter() - started
     wanted = events(recorded)
     first = first_difference(wanted, simulated)
-    wanted_peak = peaks(snapshot, recorded)
+    result = replay(snapshot)
+    wanted_peak = result.peak_allocated, result.peak_reserved
     row = (
         f"{name:26} {len(wanted):7,} {len(simulated):7,} {'none' if first is None else first:>7} "
         f"{wanted_peak[0]:14,} {peak[0]:14,} {wanted_peak[1]:14,} {peak[1]:14,} {seconds:6.1f}"

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # everybody's name for it
+import torch.nn.functional as F
 from torch import nn
 
 from pytest_gpumem import simulate

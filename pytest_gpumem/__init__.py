@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pytest_gpumem.session.fixture import Gpumem as Gpumem
     from pytest_gpumem.simulated.run import simulate as simulate
 
-__all__ = ["simulate"]
+__all__ = ["Gpumem", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from pytest_gpumem.simulated.run import simulate
 
         return simulate
+    if name == "Gpumem":
+        from pytest_gpumem.session.fixture import Gpumem
+
+        return Gpumem
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from pytest_project import Project
+
+from tests.pytest_project import Project
 
 pytest_plugins = ["pytester"]
 

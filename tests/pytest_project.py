@@ -50,6 +50,10 @@ class Project:
         """Run pytest in a process of its own."""
         return self._pytester.runpytest_subprocess(*_arguments(args, device, use))
 
+    def run_without_plugin(self, *args: str) -> pytest.RunResult:
+        """Run pytest as if the plugin were not installed."""
+        return self._pytester.runpytest_subprocess(*UNLOADED, *args)
+
     def report(self, *args: str, apart: bool = False, **options: Any) -> dict[str, Any]:
         """Run pytest and return the JSON report's tests by node id."""
         run = self.run_apart if apart else self.run

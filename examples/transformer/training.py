@@ -1,4 +1,4 @@
-"""One training step."""
+"""One training step, and something to train on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+
+from examples.transformer.model import Config
+
+
+def random_tokens(texts: int) -> Tensor:
+    """Return a batch of that many texts, each one token longer than the model's context."""
+    config = Config()
+    return torch.randint(config.vocabulary, (texts, config.context + 1), device="cuda")
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Tensor:

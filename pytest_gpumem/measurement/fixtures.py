@@ -6,7 +6,6 @@ with the instance, and every test that uses it is charged the same.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,11 +54,11 @@ class _SetUp:
         nested = self.nested_bytes.get(device, Bytes())
         return self.start.get(device, Bytes()) + nested
 
-    def finish(self, statistics: Statistics, settle: Callable[[], None]) -> dict[int, Bytes]:
+    def finish(self, statistics: Statistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
         """Return what the set-up left behind, by device, without nested fixtures."""
         end = statistics.harvest()
         if _allocations(end) != self.allocations:
-            settle()
+            tidy()
             end = statistics.harvest()
         self.allocations = _allocations(end) - self.allocations
         return {device: _present(now) - self.base(device) for device, now in end.items()}
@@ -78,6 +77,16 @@ class FixtureLedger:
     def __init__(self) -> None:
         self._records: dict[FixtureKey, FixtureRecord] = {}
         self._open: list[_SetUp] = []
+        self._known: dict[int, int] = {}
+        """Bytes by device that are no garbage: left by the last collection, or held since."""
+
+    def explains(self, readings: Readings) -> bool:
+        """Whether nothing is allocated but what is known to be no garbage."""
+        return all(now.allocated <= self._known.get(device, 0) for device, now in readings.items())
+
+    def garbage_collected(self, readings: Readings) -> None:
+        """Take what is allocated right after a collection as no garbage."""
+        self._known = {device: now.allocated for device, now in readings.items()}
 
     def record(self, fixture: FixtureKey) -> FixtureRecord:
         """Return the record of a fixture, an empty one where its set-up was not metered."""
@@ -85,16 +94,17 @@ class FixtureLedger:
 
     def forget(self, fixture: FixtureKey) -> None:
         """Drop the record of a fixture that has been torn down."""
-        self._records.pop(fixture, None)
+        gone = self._records.pop(fixture, FixtureRecord())
+        self._know(gone.held, -1)
 
     @contextmanager
     def metering(
-        self, fixture: FixtureKey, statistics: Statistics, settle: Callable[[], None]
+        self, fixture: FixtureKey, statistics: Statistics, tidy: Callable[[], None]
     ) -> Iterator[list[FixtureKey]]:
         """Meter the set-up of ``fixture``, which goes on inside.
 
         Yields the list of fixtures that its function asks for, which the caller completes with
-        those it found set up. ``settle`` frees what is nobody's.
+        those it found set up. ``tidy`` frees what is nobody's.
         """
         own = _SetUp(statistics.harvest())
         outer = self._open[-1] if self._open else None
@@ -104,9 +114,10 @@ class FixtureLedger:
         try:
             yield own.nested
         finally:
-            held = own.finish(statistics, settle)
+            held = own.finish(statistics, tidy)
             self._open.pop()
             self._records[fixture] = FixtureRecord(held, own.peak, tuple(own.nested))
+            self._know(held, +1)
             if outer is None:
                 statistics.listeners.remove(self._reach)
             else:
@@ -114,6 +125,10 @@ class FixtureLedger:
 
     def _reach(self, readings: Readings) -> None:
         self._open[-1].reach(readings)
+
+    def _know(self, held: Mapping[int, Bytes], sign: int) -> None:
+        for device, amount in held.items():
+            self._known[device] = self._known.get(device, 0) + sign * amount.allocated
 
     def with_nested(self, fixtures: Iterable[FixtureKey]) -> list[FixtureKey]:
         """Return ``fixtures`` in order, each once, those that one asked for in front of it."""
@@ -151,14 +166,6 @@ class FixtureLedger:
         for device, held in running.items():
             extents.setdefault(device, Extent()).allocated_after = held.allocated
         return extents
-
-
-def settle(statistics: Statistics) -> None:
-    """Free what is nobody's: garbage in cycles, library workspaces, unused segments."""
-    statistics.synchronize()
-    gc.collect()
-    statistics.clear_workspaces()
-    statistics.empty_cache()
 
 
 def _present(reading: Reading) -> Bytes:

@@ -13,7 +13,7 @@ from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.leaks import holders_of_class
-from pytest_gpumem.measurement.meter import Meter
+from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
@@ -148,7 +148,7 @@ class MeasuredItem:
 
     def _holders(self, fixtures: Sequence[FixtureDef[Any]]) -> list[Any]:
         """Return what may keep memory after the body: the values that the test was given."""
-        values = [fixture.cached_result[0] for fixture in fixtures if fixture.cached_result]
+        values = values_of(fixtures)
         values += getattr(self._item, "funcargs", {}).values()
         instance = getattr(self._item, "instance", None)
         return (

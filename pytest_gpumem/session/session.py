@@ -72,7 +72,8 @@ class GpumemSession:
             self._always_active.enter_context(self._ambient.active())
 
     def stop(self) -> None:
-        """Undo :meth:`start`."""
+        """Give the process back as it was, also where a test was interrupted."""
+        self.end()
         self._always_active.close()
 
     def header(self) -> str:

@@ -67,6 +67,9 @@ class ShapeExecution(TorchDispatchMode):
         name = schema.name
         if _is_composite(func):
             return self._composite(operators.COMPOSITES.get(str(func), func.decompose))
+        in_view = operators.IN_VIEW.get(str(func))
+        if in_view is not None:
+            return self._composite(in_view)
         if name in _READS:
             return self._read(func)
         if name == "aten::scalar_tensor":
@@ -136,6 +139,7 @@ class ShapeExecution(TorchDispatchMode):
         shapes = self._shapes
         storages = self._storages
         fresh = not any(r.alias_info is not None for r in func._schema.returns)
+        placed = None if rule is None else rule.placed
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current
@@ -145,19 +149,25 @@ class ShapeExecution(TorchDispatchMode):
                     return run(func, args, kwargs)
                 if owner == HOST:
                     return self._on_host(func, args, kwargs)
+            scratch = None
             if rule is not None and rule.before is not None:
-                rule.before(device, args, kwargs)
+                scratch = rule.before(device, args, kwargs)
             if resizes:
                 result = run(func, args, kwargs)
             else:
                 result = shapes.run(func, args, kwargs, self._run_checked)
             if fresh or resizes:
-                adopt(result, device)
+                if placed is None:
+                    adopt(result, device)
+                else:
+                    adopt(list(placed(device, args, kwargs, result)), device)
             if resizes:
                 for tensor in _tensors((args, kwargs)):
                     storages.resized(tensor)
             if rule is not None and rule.after is not None:
                 rule.after(device, args, kwargs, result)
+            if scratch is not None:
+                scratch.free()
             return result
 
         return handle
@@ -166,7 +176,7 @@ class ShapeExecution(TorchDispatchMode):
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             # Two frames up is whoever called the operator.
             if operators.in_formula(sys._getframe(2)):
-                node = torch._C._current_autograd_node()  # type: ignore[attr-defined]  # not in the stubs
+                node = torch._C._current_autograd_node()
                 operator = in_place(args, node.name())
                 if operator is not None:
                     return self.__torch_dispatch__(operator, (), args, kwargs)

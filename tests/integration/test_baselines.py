@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from pytest_project import Project
+
+from tests.pytest_project import Project
 
 FILE = "sim-T4-torch{}/test_sizes.py.json"
 
@@ -58,7 +59,7 @@ def test_growth_fails_with_the_command_that_accepts_it(project: Project) -> None
         [
             "the test peaked at 8.0 KiB (8,192 B), 4.0 KiB over its baseline of 4.0 KiB "
             "(+100.0 %, tolerance 0) ?simulated T4?",
-            'accept it: pytest --gpumem-device=sim:T4 --gpumem-update-baselines '
+            "accept it: pytest --gpumem-device=sim:T4 --gpumem-update-baselines "
             '"test_sizes.py::test_size?large?"',
         ]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_project import Project
+from tests.pytest_project import Project
 
 SHARED_FIXTURES = """
     @pytest.fixture(scope="session")
@@ -66,14 +66,20 @@ def test_a_test_is_charged_what_its_fixtures_hold(project: Project) -> None:
 
     tests = project.report()
 
-    before = {name: tests[id_]["measurement"]["allocated_before"] for name, id_ in zip(NAMES, IDS, strict=True)}
+    before = {
+        name: tests[id_]["measurement"]["allocated_before"]
+        for name, id_ in zip(NAMES, IDS, strict=True)
+    }
     assert before == {
         "test_model": 4_096 + 257_024 + 7_168,
         "test_stranger": 1_000_448,
         "test_table": 4_096,
         "test_alone": 0,
     }
-    peaks = {name: tests[id_]["measurement"]["peak_allocated"] for name, id_ in zip(NAMES, IDS, strict=True)}
+    peaks = {
+        name: tests[id_]["measurement"]["peak_allocated"]
+        for name, id_ in zip(NAMES, IDS, strict=True)
+    }
     assert peaks == {
         "test_model": 4_096 + 257_024 + 7_168 + 7_168 + 8_519_680,
         "test_stranger": 1_000_448 + 512,

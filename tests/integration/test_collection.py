@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pytest_project import Project
+
+from tests.pytest_project import Project
 
 
 def test_a_wrong_marker_is_an_error_of_its_module_in_one_sentence(project: Project) -> None:
@@ -80,7 +81,9 @@ def test_a_wrong_option_is_a_usage_error(project: Project) -> None:
     result = project.run(device="--gpumem-device=sim:T5")
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --gpumem-device='T5' is not a simulated GPU; known: T4, *"])
+    result.stderr.fnmatch_lines(
+        ["ERROR: --gpumem-device='T5' is not a simulated GPU; known: T4, *"]
+    )
 
 
 def test_markers_merge_keyword_by_keyword_and_ini_is_weakest(project: Project) -> None:
@@ -258,6 +261,8 @@ def test_plain():
     )
     project.path.joinpath("conftest.py").write_text(
         """
+import sys
+
 def pytest_unconfigure(config):
     heavy = {"torch", "pynvml", "jsonschema"} & sys.modules.keys()
     print("imported:", sorted(heavy))

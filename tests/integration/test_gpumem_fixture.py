@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pytest_project import Project
+
+from tests.pytest_project import Project
 
 
 def test_numbers_are_readable_after_a_phase(project: Project) -> None:
@@ -163,7 +164,7 @@ def test_watching_keeps_nothing_alive_and_takes_only_what_it_can_name(project: P
         def test_watch(gpumem):
             model = torch.nn.Linear(8, 8).cuda()
             gpumem.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            with pytest.raises(TypeError, match=r"gpumem.watch\\(model=3\\): give a torch.nn.Module"):
+            with pytest.raises(TypeError, match=r"gpumem.watch\\(model=3\\): give"):
                 gpumem.watch(3)
             with pytest.raises(TypeError, match=r"gpumem.watch\\(optimizer=3\\)"):
                 gpumem.watch(model, 3)

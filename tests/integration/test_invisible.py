@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_project import Project
+from tests.pytest_project import Project
 
 BODY = """
     def use_memory(phase):

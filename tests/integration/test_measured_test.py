@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from pytest_project import Project
+
+from tests.pytest_project import Project
 
 LINEAR = 257_024  # Linear(256, 250) in float32: weight 256,000 B, bias 1,000 B -> 1,024 B
 INPUT = OUTPUT = 1_024

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from example_run import MIB, SIMULATED, failing, improved, measured, passing, unknown
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.report.json_report import ReportError, read_report, report_of, write_report
 from pytest_gpumem.report.record import TestRecord
+from tests.report.example_run import MIB, SIMULATED, failing, improved, measured, passing, unknown
 
 T4 = Environment(True, "T4", "7.5", "2.13")
 

@@ -1,8 +1,7 @@
 from dataclasses import replace
 
-from example_run import MIB, failing, measured, passing, phase, record
-
 from pytest_gpumem.report.junit import set_user_properties, user_properties
+from tests.report.example_run import MIB, failing, measured, passing, phase, record
 
 
 def test_the_numbers_are_flat_properties() -> None:

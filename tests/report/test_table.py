@@ -1,7 +1,11 @@
 from dataclasses import replace
 
 import pytest
-from example_run import (
+
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.table import table
+from pytest_gpumem.report.text import Line, Span, cells
+from tests.report.example_run import (
     MIB,
     failing,
     improved,
@@ -12,10 +16,6 @@ from example_run import (
     unknown,
     verdict,
 )
-
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.table import table
-from pytest_gpumem.report.text import Line, Span, cells
 
 
 def text_of(*records: TestRecord, verbosity: int = 0, width: int = 100) -> list[str]:

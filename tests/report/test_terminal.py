@@ -3,7 +3,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from _pytest._io import TerminalWriter
-from example_run import (
+
+from pytest_gpumem.baseline.store import BaselineEntry
+from pytest_gpumem.baseline.update import Change, UpdateReport
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.terminal import describe, header_line, section, write_section
+from pytest_gpumem.report.text import cells
+from tests.report.example_run import (
     MIB,
     REAL,
     SIMULATED,
@@ -15,13 +22,6 @@ from example_run import (
     unknown,
     verdict,
 )
-
-from pytest_gpumem.baseline.store import BaselineEntry
-from pytest_gpumem.baseline.update import Change, UpdateReport
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.terminal import describe, header_line, section, write_section
-from pytest_gpumem.report.text import cells
 
 ENTRY = BaselineEntry(MIB, 2 * MIB, 0, 0)
 READING = {

@@ -1,9 +1,8 @@
 import json
 from dataclasses import replace
 
-from example_run import MIB, failing, improved, measured, passing, unknown
-
 from pytest_gpumem.report.record import TestRecord
+from tests.report.example_run import MIB, failing, improved, measured, passing, unknown
 
 
 def test_a_record_survives_the_way_between_processes() -> None:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  # everybody's name for it
+import torch.nn.functional as F
 from torch import nn
 
 from pytest_gpumem import simulate

@@ -190,11 +190,9 @@ def test_snapshot_has_torchs_schema() -> None:
         assert snapshot["segments"] == gpu.snapshot()["segments"] == torch.cuda.memory_snapshot()
         (segment,) = snapshot["segments"]
         assert (segment["total_size"], segment["segment_type"]) == (2 * MIB, "small")
-        assert [(b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]][0] == (
-            4096,
-            4000,
-            "active_allocated",
-        )
+        first = segment["blocks"][0]
+        sizes = (first["size"], first["requested_size"], first["state"])
+        assert sizes == (4096, 4000, "active_allocated")
         assert segment["blocks"][0]["address"] == x.data_ptr() == x.untyped_storage().data_ptr()
         assert x[250:].data_ptr() - x.data_ptr() == 1000
         actions = [event["action"] for event in snapshot["device_traces"][0]]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  # everybody's name for it
+import torch.nn.functional as F
 
 from pytest_gpumem import simulate
 

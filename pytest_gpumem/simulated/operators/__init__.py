@@ -8,19 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.operators import dropout, matmul
+from pytest_gpumem.simulated.operators import (
+    attention,
+    dropout,
+    indexing,
+    losses,
+    matmul,
+    normalization,
+    reductions,
+)
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
+from pytest_gpumem.simulated.operators.losses import IN_VIEW
 from pytest_gpumem.simulated.operators.rules import Rule
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
 
-__all__ = ["COMPOSITES", "IN_PLACE", "RULES", "InPlace", "Rule", "in_formula", "installed"]
+__all__ = [
+    "COMPOSITES",
+    "IN_PLACE",
+    "IN_VIEW",
+    "RULES",
+    "InPlace",
+    "Rule",
+    "in_formula",
+    "installed",
+]
 
-RULES: dict[str, Rule] = {**matmul.RULES}
+RULES: dict[str, Rule] = {
+    **attention.RULES,
+    **indexing.RULES,
+    **losses.RULES,
+    **matmul.RULES,
+    **reductions.RULES,
+}
 """By operator name: hidden allocations."""
 
-COMPOSITES: dict[str, Callable[..., Any]] = {**dropout.COMPOSITES}
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    **attention.COMPOSITES,
+    **dropout.COMPOSITES,
+    **matmul.COMPOSITES,
+    **normalization.COMPOSITES,
+}
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
 
 

@@ -39,11 +39,14 @@ def in_formula(caller: Any) -> bool:
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
     storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]  # not in the stubs
-    return tensor._use_count(), storage  # type: ignore[attr-defined]  # not in the stubs
+    return tensor._use_count(), storage
 
 
 class _Count(TorchDispatchMode):
-    seen: tuple[int, int]
+    seen = (0, 0)
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

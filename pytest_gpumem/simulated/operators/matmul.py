@@ -1,7 +1,8 @@
-"""Matrix products: which library handle they take, hence which workspace.
+"""Matrix products: copies of operands cuBLAS cannot read, and which library handle they take.
 
-Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and_bias condition),
-CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()).
+Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and_bias condition,
+bmm_out_cuda_impl, prepare_batch_matrix_for_cublas), cuBlasCommonArgs.h (prepare_matrix_for_cublas),
+CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native/Linear.cpp.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.operators.rules import Rule
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -18,19 +19,87 @@ if TYPE_CHECKING:
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-def _gemm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    if result.numel() and all(t.numel() for t in args if isinstance(t, torch.Tensor)):
-        gpu.workspaces.gemm(gpu.stream)
+def _mm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    _product(gpu, args[0], args[1], result)
 
 
 def _addmm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     bias, mat1, mat2 = args[:3]
+    beta = kwargs.get("beta", 1)
+    _product(gpu, mat1, mat2, result, _bias_in_epilogue(gpu, bias, mat1, mat2, beta, result))
+
+
+def _product(
+    gpu: SimulatedGPU,
+    mat1: torch.Tensor,
+    mat2: torch.Tensor,
+    result: torch.Tensor,
+    in_epilogue: bool = False,
+) -> None:
     if not result.numel() or not mat1.numel():
         return
-    if _bias_in_epilogue(gpu, bias, mat1, mat2, kwargs.get("beta", 1), result):
+    copies = None
+    operands = (mat2, mat1) if result.is_contiguous() else (mat1, mat2)
+    for operand in operands:
+        if not _readable(operand):
+            copies = copies or Scratch(gpu)
+            copies.take(operand.numel() * operand.element_size())
+    if in_epilogue:
         gpu.workspaces.gemm_lt(gpu.stream)
     else:
         gpu.workspaces.gemm(gpu.stream)
+    if copies is not None:
+        copies.free()
+
+
+def _readable(matrix: torch.Tensor) -> bool:
+    rows, columns = matrix.shape
+    down, across = matrix.stride()
+    return (
+        (across == 1 and down >= max(1, columns))
+        or (down == 1 and across >= max(1, rows))
+        or matrix.is_contiguous()
+        or matrix.t().is_contiguous()
+    )
+
+
+def _bmm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    _batched(gpu, args[0], args[1], result)
+
+
+def _baddbmm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    _batched(gpu, args[1], args[2], result)
+
+
+def _batched(
+    gpu: SimulatedGPU, batch1: torch.Tensor, batch2: torch.Tensor, result: torch.Tensor
+) -> None:
+    if not result.numel() or not batch1.numel():
+        return
+    _, down, across = result.stride()
+    _, rows, columns = result.shape
+    plain = down == 1 and (columns == 1 or across >= max(1, rows))
+    # cuBLAS is column-major: a row-major result is computed transposed.
+    fast, leading = (1, 2) if plain else (2, 1)
+    first, second = (batch1, batch2) if plain else (batch2, batch1)
+    m, n, k = result.shape[fast], result.shape[leading], first.shape[leading]
+    copies = None
+    for matrix, along, other in ((first, m, k), (second, k, n)):
+        if not _batch_readable(matrix, fast, leading, along, other):
+            copies = copies or Scratch(gpu)
+            copies.take(matrix.numel() * matrix.element_size())
+    gpu.workspaces.gemm(gpu.stream)
+    if copies is not None:
+        copies.free()
+
+
+def _batch_readable(matrix: torch.Tensor, fast: int, leading: int, along: int, other: int) -> bool:
+    strides = matrix.stride()
+    return (
+        (strides[fast] == 1 and strides[leading] >= max(1, along))
+        or (strides[leading] == 1 and strides[fast] >= max(1, other))
+        or (matrix.is_contiguous() and strides[1] != 0 and strides[2] != 0)
+    )
 
 
 def _bias_in_epilogue(
@@ -54,19 +123,38 @@ def _bias_in_epilogue(
     )
 
 
+def _mv(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    if result.numel() and all(t.numel() for t in args if isinstance(t, torch.Tensor)):
+        gpu.workspaces.gemm(gpu.stream)
+
+
 def _dot(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     if args[0].numel() > 1:
         gpu.workspaces.gemm(gpu.stream)
 
 
 RULES = {
-    "aten::mm": Rule(after=_gemm),
-    "aten::bmm": Rule(after=_gemm),
-    "aten::baddbmm": Rule(after=_gemm),
-    "aten::mv": Rule(after=_gemm),
-    "aten::addmv": Rule(after=_gemm),
+    "aten::mm": Rule(after=_mm),
+    "aten::bmm": Rule(after=_bmm),
+    "aten::baddbmm": Rule(after=_baddbmm),
+    "aten::mv": Rule(after=_mv),
+    "aten::addmv": Rule(after=_mv),
     "aten::addmm": Rule(after=_addmm),
     "aten::_addmm_activation": Rule(after=_addmm),
     "aten::dot": Rule(after=_dot),
     "aten::vdot": Rule(after=_dot),
 }
+
+
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
+    if bias is None or input.dim() <= 2 or input.is_contiguous():
+        return _decomposed(input, weight, bias)  # type: ignore[no-any-return]  # an operator
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+_decomposed = torch.ops.aten.linear.default.decompose
+
+COMPOSITES = {"aten.linear.default": linear}

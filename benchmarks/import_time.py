@@ -1,0 +1,87 @@
+"""What importing the plugin costs every pytest run, beside other plugins that are installed.
+
+Counts the plugin's own modules: pytest is imported before, and what else a plugin pulls in that is
+not part of it (torch, numpy, the standard library) is what other projects pay for as well.
+Exits with 1 where the plugin takes longer than its budget.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os import environ
+from pathlib import Path
+
+BUDGET_MS = 10.0
+RUNS = 9
+
+REPOSITORY = Path(__file__).parent.parent
+
+_LINE = re.compile(r"import time:\s+(\d+) \|\s+\d+ \|\s*(\S+)")
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A pytest plugin: its name, the module pytest loads, and its packages."""
+
+    name: str
+    module: str
+    packages: tuple[str, ...]
+
+
+OURS = Plugin("pytest-gpumem", "pytest_gpumem.plugin", ("pytest_gpumem",))
+OTHERS = (
+    Plugin("pytest-benchmark", "pytest_benchmark.plugin", ("pytest_benchmark",)),
+    Plugin("syrupy", "syrupy", ("syrupy",)),
+    Plugin("pytest-xdist", "xdist.plugin", ("xdist",)),
+)
+
+
+def own_milliseconds(plugin: Plugin, pycache: Path) -> float:
+    """Return the median time that importing the plugin's own modules takes, compiled before."""
+    times = sorted(_import_once(plugin, pycache) for _ in range(RUNS + 1))
+    return times[len(times) // 2]
+
+
+def _import_once(plugin: Plugin, pycache: Path) -> float:
+    code = f"import pytest, sys; print('-', file=sys.stderr); import {plugin.module}"
+    environment = {
+        **environ,
+        "PYTHONPYCACHEPREFIX": str(pycache),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = _LINE.findall(result.stderr.partition("\n-\n")[2])
+    return sum(int(time) for time, name in lines if name.split(".")[0] in plugin.packages) / 1000
+
+
+def main() -> int:
+    """Print the table; return 1 where the plugin is over its budget."""
+    print(f"{'plugin':<18}{'own import, ms':>16}")
+    with tempfile.TemporaryDirectory() as pycache:
+        ours = own_milliseconds(OURS, Path(pycache))
+        print(f"{OURS.name:<18}{ours:>16.1f}")
+        for plugin in OTHERS:
+            installed = find_spec(plugin.packages[0]) is not None
+            shown = (
+                f"{own_milliseconds(plugin, Path(pycache)):.1f}" if installed else "not installed"
+            )
+            print(f"{plugin.name:<18}{shown:>16}")
+    kept = ours < BUDGET_MS
+    print(f"budget of {OURS.name}: {BUDGET_MS:.0f} ms, {'kept' if kept else 'exceeded'}")
+    return int(not kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

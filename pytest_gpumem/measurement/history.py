@@ -1,0 +1,52 @@
+"""Where allocations were made: the device's own recording, and snapshots of it as files."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from pytest_gpumem.jsonfile import replace_file
+
+LONGEST_NAME = 120
+"""Characters of a test's id in a file name; the rest is replaced by a digest."""
+
+
+@contextmanager
+def recording(stacks: str | None) -> Iterator[None]:
+    """Have the allocator remember its events and their stacks inside.
+
+    ``stacks`` is ``python`` or ``all`` (C++ frames too); ``None`` records nothing, which on a GPU is
+    the default because stacks cost time. A simulated device records Python frames in any case.
+    """
+    if stacks is None:
+        yield
+        return
+    torch.cuda.memory._record_memory_history("all", context="all", stacks=stacks)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def write_snapshot(folder: Path, nodeid: str) -> Path:
+    """Write the allocator's snapshot as a pickle that PyTorch's memory_viz opens; return its path.
+
+    Raises ``OSError`` where the folder cannot be written.
+    """
+    path = folder / f"{_file_name(nodeid)}.pickle"
+    replace_file(path, pickle.dumps(torch.cuda.memory._snapshot()))
+    return path
+
+
+def _file_name(nodeid: str) -> str:
+    name = re.sub(r"[^A-Za-z0-9._\[\]-]+", "-", nodeid)
+    if name == nodeid and len(name) <= LONGEST_NAME:
+        return name
+    # Two ids must not share a file because of the characters that were replaced.
+    return f"{name[:LONGEST_NAME]}-{sha256(nodeid.encode()).hexdigest()[:8]}"

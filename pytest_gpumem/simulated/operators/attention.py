@@ -1,0 +1,475 @@
+"""scaled_dot_product_attention: which kernel CUDA takes, and what that kernel allocates.
+
+Source: aten/src/ATen/native/transformers/attention.cpp (scaled_dot_product_attention and the math
+road), cuda/sdp_utils.cpp and sdp_utils_cpp.h (the choice), cuda/attention.cu,
+attention_backward.cu,
+cuda/flash_attn/flash_api.cpp (mha_fwd, mha_bwd, set_params_splitkv), cuda/mem_eff_attention/
+kernel_forward.h, kernel_backward.h and kernels/cutlassB.h, of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_aten = torch.ops.aten
+
+MATH, FLASH, EFFICIENT, CUDNN = "math", "flash", "efficient", "cudnn"
+_NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
+"""torch.nn.attention.SDPBackend values (math, flash, efficient, cuDNN)."""
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
+    call = _Call(_gpu(), query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = call.kernel()
+    mask = _as_bias(attn_mask, query)
+    if kernel == FLASH:
+        size = value.shape[-1]
+        padded = [_pad_head(tensor) for tensor in (query, key, value)]
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        out: Tensor = _aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out if out.shape[-1] == size else out[..., :size]
+    if kernel == EFFICIENT:
+        if mask is not None:
+            mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
+        keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
+        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]  # an operator
+            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+    if kernel == CUDNN:
+        return _aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]  # an operator
+            query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
+        )[0]
+    return _by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _gpu() -> SimulatedGPU:
+    from pytest_gpumem.simulated.simulation import active_simulation
+
+    simulation = active_simulation()
+    assert simulation is not None
+    return simulation.current
+
+
+COMPOSITES = {"aten.scaled_dot_product_attention.default": scaled_dot_product_attention}
+
+
+class _Call:
+    """One call: sdp_params and the checks on them."""
+
+    def __init__(
+        self,
+        gpu: SimulatedGPU,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+        gqa: bool,
+    ) -> None:
+        self.gpu = gpu
+        self.query, self.key, self.value, self.mask = query, key, value, mask
+        self.dropout, self.causal, self.gqa = dropout, causal, gqa
+        self.capability = gpu.model.compute_capability
+        self.grad_mode = torch.is_grad_enabled()
+        self.trains = self.grad_mode and any(t.requires_grad for t in (query, key, value))
+
+    def kernel(self) -> str:
+        """The first kernel in torch's order of priority that can run this call."""
+        usable = {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn, MATH: _math}
+        for kernel in self._priority():
+            if usable[kernel]():
+                return kernel
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    def _priority(self) -> list[str]:
+        order = [_NAMES[n] for n in torch._C._get_sdp_priority_order() if n in _NAMES]
+        # check_prefer_cudnn_attention: needs cuDNN 9.15.1, which the wheels have since 2.11.
+        if order[:1] == [FLASH] and self.gpu.version >= (2, 11) and self.capability[0] in (9, 10):
+            order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
+        return order
+
+    def _fits(self, heads_may_differ: bool = False) -> bool:
+        q, k, v = self.query, self.key, self.value
+        if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
+            return False
+        if not q.shape[-2] or not k.shape[-2]:
+            return False
+        if self.gqa or heads_may_differ:
+            divides = not q.shape[1] % k.shape[1] and not q.shape[1] % v.shape[1]
+            return divides and (heads_may_differ or k.shape[1] == v.shape[1])
+        return q.shape[1] == k.shape[1] == v.shape[1]
+
+    def _last_stride_is_one(self, ignore_single: bool) -> bool:
+        return (ignore_single and self.query.shape[-1] == 1) or all(
+            t.stride(-1) == 1 for t in (self.query, self.key, self.value)
+        )
+
+    def _same_dtype(self, dtypes: Iterable[torch.dtype]) -> bool:
+        dtype = self.query.dtype
+        return dtype == self.key.dtype == self.value.dtype and dtype in dtypes
+
+    def _low_precision(self) -> bool:
+        return self._same_dtype(_HALVES if self.capability >= (8, 0) else {torch.float16})
+
+    def _flash(self) -> bool:
+        size = self.query.shape[-1]
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and self.mask is None
+            and self._fits()
+            and size == self.key.shape[-1] == self.value.shape[-1]
+            and size <= 256
+            and self.capability >= (8, 0)
+            and self._trainable_head(size)
+            and not (self.causal and self.query.shape[-2] != self.key.shape[-2])
+            and self._low_precision()
+            and self._last_stride_is_one(True)
+        )
+
+    def _trainable_head(self, size: int) -> bool:
+        consumer = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
+        if not consumer or not any(t.requires_grad for t in (self.query, self.key, self.value)):
+            return True
+        return size <= 192 or (not self.dropout and size > 224)
+
+    def _efficient(self) -> bool:
+        size, value_size = self.query.shape[-1], self.value.shape[-1]
+        half = self.query.dtype in _HALVES
+        alignment = 4 if self.capability >= (8, 0) else 1
+        if self.capability >= (8, 0) or (self.capability >= (7, 0) and half):
+            alignment = max(alignment, 8 if half else 4)
+        dtypes = {torch.float16, torch.float32}
+        if self.capability >= (8, 0):
+            dtypes.add(torch.bfloat16)
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and self._fits()
+            and (self.gpu.version >= (2, 13) or not self.gqa)
+            and size == self.key.shape[-1]
+            and size > 0
+            and value_size > 0
+            and not size % alignment
+            and not value_size % alignment
+            and self._last_stride_is_one(False)
+            and self._same_dtype(dtypes)
+        )
+
+    def _cudnn(self) -> bool:
+        size, value_size = self.query.shape[-1], self.value.shape[-1]
+        mask = self.mask
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled()
+            and self._fits(heads_may_differ=self.gqa)
+            and self._low_precision()
+            and self.capability >= (8, 0)
+            and not torch.are_deterministic_algorithms_enabled()
+            and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
+            and self.dropout * 16 == math.floor(self.dropout * 16)
+            and self._cudnn_head(size, value_size)
+            and not size % 8
+            and not value_size % 8
+            and self.key.shape[-2] != 1
+            and not (self.dropout and self.query.shape[-2] == 1)
+            and self._last_stride_is_one(True)
+        )
+
+    def _cudnn_head(self, size: int, value_size: int) -> bool:
+        if max(size, value_size) <= 128:
+            return True
+        if self.gpu.version < (2, 15) or self.capability[0] not in (9, 10):
+            return False
+        if any(t.requires_grad for t in (self.query, self.key, self.value)):
+            return (size, value_size) in {(192, 128), (256, 256)}
+        return max(size, value_size) <= 256
+
+
+def _math() -> bool:
+    return bool(torch.backends.cuda.math_sdp_enabled())
+
+
+def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    # convert_boolean_attn_mask: where(mask, 0.0, scalar_tensor(-inf)).
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    hidden = torch.scalar_tensor(-math.inf, dtype=query.dtype, device=mask.device)
+    shown = torch.scalar_tensor(0.0, dtype=query.dtype, device=mask.device)
+    return torch.where(mask, shown, hidden)
+
+
+def _pad_head(tensor: Tensor) -> Tensor:
+    size = tensor.shape[-1]
+    return tensor if not size % 8 else pad(tensor, (0, 8 - size % 8))
+
+
+_MASK_ALIGNMENT = 16
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """The mask as the efficient kernel reads it: rows begin at multiples of 16 elements."""
+    if mask.stride(-1) == 1 and not any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1]):
+        return mask
+    size = mask.shape[-1]
+    padded = pad(mask, (0, _MASK_ALIGNMENT - size % _MASK_ALIGNMENT))
+    return padded[..., :size]
+
+
+def _by_products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+) -> Tensor:
+    """_scaled_dot_product_attention_math, with the mask added in place."""
+    dtype = query.dtype
+    if dtype in _HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query.shape[-1])))
+    scaled = query * factor
+    if causal:
+        shape = (query.shape[-2], key.shape[-2])
+        ones = torch.ones(shape, dtype=torch.bool, device=query.device)
+        mask = _as_bias(ones.tril(), scaled)
+    if gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = torch.matmul(scaled, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch._safe_softmax(scores, -1)
+    del scores
+    if dropout > 0:
+        weights = torch.dropout(weights, dropout, True)
+    return torch.matmul(weights, value).to(dtype)
+
+
+# What the kernels allocate.
+
+
+def _flash_outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    # out, logsumexp, ..., seed, offset, ...: the last two are CPU tensors up to 2.6.
+    yield result[0]
+    yield result[1]
+    if gpu.version >= (2, 7):
+        yield result[6]
+        yield result[7]
+
+
+def _efficient_outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    yield result[0]
+    yield result[1]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _flash_forward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    query, key = args[:2]
+    dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
+    batch, heads, length, size = query.shape
+    if dropout:
+        return
+    if length == 1 and heads > key.shape[1]:
+        length, heads = heads // key.shape[1], key.shape[1]
+    splits = _splits(gpu, batch * heads * -(-length // 64), size, key.shape[2])
+    if splits > 1:
+        rows = splits * batch * heads * length
+        rounded = _round_up(size, 32) if size <= 192 else 256
+        scratch = Scratch(gpu)
+        scratch.take(rows * 4)
+        scratch.take(rows * rounded * 4)
+        scratch.free()
+
+
+def _splits(gpu: SimulatedGPU, blocks: int, size: int, keys: int) -> int:
+    """num_splits_heuristic: over how many blocks the keys are split."""
+    processors = gpu.model.sm_count * 2
+    block_keys = 256 if size <= 64 else 128 if size <= 128 else 64
+    key_blocks = -(-keys // block_keys)
+    if blocks >= 0.8 * processors:
+        return 1
+    most = min(128, processors, key_blocks)
+    efficiency: dict[int, float] = {}
+    for splits in range(1, most + 1):
+        if splits == 1 or -(-key_blocks // splits) != -(-key_blocks // (splits - 1)):
+            waves = blocks * splits / processors
+            efficiency[splits] = waves / math.ceil(waves)
+    best = max(efficiency.values(), default=0.0)
+    return next((n for n, value in efficiency.items() if value >= 0.85 * best), 1)
+
+
+def _is_contiguous_by_length(tensor: Tensor) -> bool:
+    return tensor.transpose(1, 2).is_contiguous()
+
+
+def _copies_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+    copies = Scratch(gpu)
+    for tensor in (args[0], args[4]):
+        if not _is_contiguous_by_length(tensor):
+            copies.take(tensor.numel() * tensor.element_size())
+    return copies
+
+
+def _flash_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    query, key = args[1:3]
+    batch, heads, length, size = query.shape
+    rows = batch * heads * _round_up(length, 128)
+    rounded = _round_up(size, 32) if size <= 192 else 256
+    scratch = Scratch(gpu)
+    scratch.take(rows * 4)
+    copies = 1
+    if torch.are_deterministic_algorithms_enabled():
+        copies = -(-gpu.model.sm_count // (batch * heads))
+    scratch.take(copies * rows * rounded * 4)
+    if key.shape[1] != heads:
+        expanded = batch * key.shape[2] * heads * size * key.element_size()
+        scratch.take(expanded)
+        scratch.take(expanded)
+    scratch.free()
+
+
+_KEYS_AT_ONCE = 128
+"""Value head size up to which the efficient kernel keeps its output in registers."""
+
+
+def _efficient_forward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    query, value = args[0], args[2]
+    if query.dtype in _HALVES and value.shape[-1] > _KEYS_AT_ONCE:
+        scratch = Scratch(gpu)
+        scratch.take(result[0].numel() * 4)
+        scratch.free()
+
+
+def _efficient_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    gradient, query, key, value = args[:4]
+    batch, heads, length, size = query.shape
+    rows = batch * heads * length
+    half = query.dtype in _HALVES
+    block, keys_block = _backward_blocks(gpu, half, max(size, value.shape[-1]))
+    in_registers = half and max(size, value.shape[-1]) <= block
+    scratch = Scratch(gpu)
+    if half and (in_registers or gpu.model.compute_capability != (7, 0)):
+        delta = scratch.take(rows * 4)
+    else:
+        products = [scratch.take(gradient.numel() * 4) for _ in range(3 if half else 1)]
+        sums = scratch.take(rows * 4)
+        delta = scratch.take(rows * 4)
+        scratch.drop(sums)
+        for product in reversed(products):
+            scratch.drop(product)
+    scratch.take(
+        _workspace(
+            batch * heads,
+            length,
+            key.shape[2],
+            size,
+            value.shape[-1],
+            half,
+            in_registers,
+            block,
+            keys_block,
+        )
+    )
+    scratch.drop(delta)
+    scratch.free()
+
+
+def _backward_blocks(gpu: SimulatedGPU, half: bool, size: int) -> tuple[int, int]:
+    """kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits the head and the GPU."""
+    if size <= 64:
+        return 64, 64
+    large_shared_memory = gpu.model.compute_capability in {(8, 0), (9, 0), (10, 0)}
+    if not large_shared_memory:
+        fits_128x64 = half and gpu.model.compute_capability in {(8, 6), (8, 9)} and size <= 96
+        return (128, 64) if fits_128x64 else (64, 64)
+    return (128, 128) if half and size <= 128 else (128, 64)
+
+
+def _workspace(
+    pairs: int,
+    length: int,
+    keys: int,
+    size: int,
+    value_size: int,
+    half: bool,
+    in_registers: bool,
+    block: int,
+    keys_block: int,
+) -> int:
+    """AttentionBackwardKernel::Params::workspace_size, in bytes."""
+    staged = half and not in_registers
+    splits = -(-keys // keys_block)
+    if pairs >= 256 and keys <= 2 * keys_block:
+        splits = 1
+    if staged:
+        splits = max(min(splits, 200 // pairs), 1)
+    elements = -(-length // block) * -(-size // keys_block) * (16 + block * keys_block * 4) // 4
+    if staged:
+        elements += splits * keys_block * _round_up(size, block)
+        elements += splits * keys_block * _round_up(value_size, block)
+    return pairs * _round_up(elements, 4) * 4
+
+
+def _safe_softmax(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    scratch = Scratch(gpu)
+    scratch.take(result.numel())
+    scratch.take(result.numel() // max(result.shape[-1], 1))
+    scratch.take(result.element_size())
+    scratch.free()
+
+
+RULES = {
+    "aten::_scaled_dot_product_flash_attention": Rule(after=_flash_forward, placed=_flash_outputs),
+    "aten::_scaled_dot_product_flash_attention_backward": Rule(
+        before=_copies_by_length, after=_flash_backward
+    ),
+    "aten::_scaled_dot_product_efficient_attention": Rule(
+        after=_efficient_forward, placed=_efficient_outputs
+    ),
+    "aten::_scaled_dot_product_efficient_attention_backward": Rule(after=_efficient_backward),
+    "aten::_safe_softmax": Rule(after=_safe_softmax),
+}

@@ -1,0 +1,174 @@
+"""Forward, backward and step are found without being named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
+from tests.fake_statistics import FakeStatistics
+
+
+@pytest.fixture
+def tracker() -> PhaseTracker:
+    return PhaseTracker(FakeStatistics())
+
+
+@pytest.fixture
+def watching(tracker: PhaseTracker) -> Iterator[None]:
+    with AutomaticPhases(tracker).watching():
+        yield
+
+
+def entries(tracker: PhaseTracker) -> dict[str, int]:
+    return {name: phase.entered for name, phase in tracker.records(0, Bytes()).items()}
+
+
+def parents(tracker: PhaseTracker) -> dict[str, str | None]:
+    return {name: phase.parent for name, phase in tracker.records(0, Bytes()).items()}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_training_step_has_three_phases(tracker: PhaseTracker) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    assert entries(tracker) == {"forward": 2, "backward": 2, "step": 2}
+    assert parents(tracker) == {"forward": None, "backward": None, "step": None}
+
+
+@pytest.mark.usefixtures("watching")
+def test_autograd_grad_is_backward(tracker: PhaseTracker) -> None:
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad((x * x).sum(), x)
+
+    assert entries(tracker) == {"backward": 1}
+
+
+@pytest.mark.usefixtures("watching")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_belongs_to_backward(tracker: PhaseTracker, reentrant: bool) -> None:
+    layer = nn.Linear(2, 2)
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(layer, x, use_reentrant=reentrant)
+
+    Checkpointed()(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+    assert entries(tracker) == {"forward": 1, "backward": 1}
+
+
+@pytest.mark.usefixtures("watching")
+def test_what_a_closure_calls_belongs_to_step(tracker: PhaseTracker) -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+    assert entries(tracker) == {"step": 1}
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_step_inside_backward_belongs_to_backward(tracker: PhaseTracker) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+
+    (weight * 2).sum().backward()
+
+    assert entries(tracker) == {"backward": 1}
+
+
+@pytest.mark.usefixtures("watching")
+def test_an_explicit_phase_of_the_same_name_absorbs(tracker: PhaseTracker) -> None:
+    model = net()
+    with tracker.window("forward"):
+        model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+
+    assert entries(tracker) == {"forward": 1}
+
+
+@pytest.mark.usefixtures("watching")
+def test_another_explicit_phase_is_the_parent(tracker: PhaseTracker) -> None:
+    with tracker.window("train"):
+        net()(torch.ones(1, 2))
+
+    assert parents(tracker) == {"train": None, "forward": "train"}
+
+
+class FailsOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError
+        return x
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_forward_that_raises_is_over(tracker: PhaseTracker) -> None:
+    module = FailsOnce()
+    with pytest.raises(RuntimeError):
+        module(torch.ones(1))
+    module(torch.ones(1))
+
+    assert entries(tracker) == {"forward": 2}
+
+
+class FailingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_step_that_raises_is_over_when_the_next_phase_begins(tracker: PhaseTracker) -> None:
+    model = net()
+    with pytest.raises(RuntimeError):
+        FailingSGD(model.parameters(), lr=0.1).step()
+    assert entries(tracker) == {}
+
+    model(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    assert entries(tracker) == {"step": 2, "forward": 1, "backward": 1}
+
+
+def test_a_step_that_raises_is_over_when_watching_ends(tracker: PhaseTracker) -> None:
+    with AutomaticPhases(tracker).watching(), pytest.raises(RuntimeError):
+        FailingSGD(net().parameters(), lr=0.1).step()
+
+    assert entries(tracker) == {"step": 1}
+
+
+def test_torch_is_as_it_was_afterwards(tracker: PhaseTracker) -> None:
+    before = nn.Module.__call__, vars(torch.autograd)["_engine_run_backward"]
+    with pytest.raises(RuntimeError), AutomaticPhases(tracker).watching():
+        assert nn.Module.__call__ is not before[0]
+        raise RuntimeError
+
+    assert (nn.Module.__call__, vars(torch.autograd)["_engine_run_backward"]) == before
+    net()(torch.ones(1, 2)).sum().backward()
+    assert entries(tracker) == {}

@@ -1,0 +1,130 @@
+"""torch.cuda's statistics through the meter's eyes and through the body's, on a simulated T4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.measurement.statistics import CudaStatistics, Reading
+from pytest_gpumem.measurement.workspace import clear_workspaces
+
+SMALL_SEGMENT = 2 * 1024**2
+WORKSPACE = 8_519_680
+
+
+@pytest.fixture
+def statistics() -> Iterator[CudaStatistics]:
+    with simulate("T4"):
+        torch.cuda.init()
+        statistics = CudaStatistics()
+        with statistics.screened():
+            yield statistics
+
+
+def empty(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def test_a_harvest_reads_and_begins_new_peaks(statistics: CudaStatistics) -> None:
+    kept = empty(1024)
+    empty(4096)
+
+    assert statistics.harvest()[0] == Reading(
+        allocated=1024,
+        reserved=SMALL_SEGMENT,
+        peak_allocated=5120,
+        peak_reserved=SMALL_SEGMENT,
+        allocations=5120,
+    )
+    assert statistics.harvest()[0].peak_allocated == kept.nbytes
+
+
+def test_every_harvest_is_told_to_all_listeners(statistics: CudaStatistics) -> None:
+    heard: list[int] = []
+    statistics.listeners.append(lambda readings: heard.append(readings[0].peak_allocated))
+
+    empty(512)
+    statistics.harvest()
+    empty(1024)
+    torch.cuda.reset_peak_memory_stats()
+
+    assert heard == [512, 1024]
+
+
+def test_the_body_does_not_see_harvests(statistics: CudaStatistics) -> None:
+    empty(4096)
+    statistics.harvest()
+    empty(512)
+
+    assert torch.cuda.max_memory_allocated() == 4096
+    assert torch.cuda.memory_stats()["allocation.all.peak"] == 1
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == 2
+
+
+def test_the_body_s_own_reset_is_the_body_s(statistics: CudaStatistics) -> None:
+    empty(4096)
+    statistics.harvest()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == 0
+
+    empty(512)
+    statistics.harvest()
+    assert torch.cuda.max_memory_allocated() == 512
+
+
+def test_forgotten_peaks_are_forgotten_for_the_body_too(statistics: CudaStatistics) -> None:
+    empty(4096)
+    statistics.harvest()
+    statistics.forget_peaks()
+
+    assert torch.cuda.max_memory_allocated() == 0
+
+
+def test_blocks_are_listed_with_address_and_rounded_size(statistics: CudaStatistics) -> None:
+    first, second = empty(500), empty(2000)
+
+    assert {(block.address, block.size) for block in statistics.live_blocks()} == {
+        (first.data_ptr(), 512),
+        (second.data_ptr(), 2048),
+    }
+
+
+def test_cleared_workspaces_are_told_by_their_blocks(statistics: CudaStatistics) -> None:
+    kept = empty(512)
+    torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")
+
+    workspaces, left = clear_workspaces(statistics)
+
+    assert [block.size for block in workspaces] == [WORKSPACE]
+    assert [block.address for block in left] == [kept.data_ptr()]
+
+
+def test_the_cache_is_emptied(statistics: CudaStatistics) -> None:
+    empty(512)
+    statistics.synchronize()
+    statistics.empty_cache()
+
+    assert statistics.harvest()[0].reserved == 0
+
+
+def test_what_was_replaced_is_back_afterwards() -> None:
+    with simulate("T4"):
+        before = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
+        with CudaStatistics().screened():
+            assert torch._C._cuda_memoryStats is not before[0]
+        assert (torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats) == before
+
+
+def test_before_cuda_is_initialised_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulate("T4"):
+        statistics = CudaStatistics()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+        assert statistics.harvest() == {}
+        assert statistics.live_blocks() == frozenset()
+        statistics.synchronize()
+        statistics.clear_workspaces()
+        statistics.forget_peaks()

@@ -1,0 +1,146 @@
+"""What each fixture's set-up takes and holds, told apart from the fixtures it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.phases import Bytes
+from tests.fake_statistics import SEGMENT, FakeStatistics
+
+
+@pytest.fixture
+def device() -> FakeStatistics:
+    return FakeStatistics()
+
+
+class Ledger(FixtureLedger):
+    """A ledger of one device whose fixtures leave nothing to tidy."""
+
+    def __init__(self, device: FakeStatistics) -> None:
+        super().__init__()
+        self._device = device
+        self.tidied = 0
+
+    @contextmanager
+    def setting_up(self, name: str) -> Iterator[list[str]]:
+        with self.metering(name, self._device, self._tidy) as nested:
+            yield nested
+
+    def _tidy(self) -> None:
+        self.tidied += 1
+        self._device.clear_workspaces()
+        self._device.empty_cache()
+
+
+@pytest.fixture
+def ledger(device: FakeStatistics) -> Ledger:
+    return Ledger(device)
+
+
+def test_a_set_up_holds_what_is_left_of_it(device: FakeStatistics, ledger: Ledger) -> None:
+    device.allocate(5)
+    with ledger.setting_up("model"):
+        device.use(700)
+        device.allocate(100)
+        device.allocate(64, workspace=True)
+
+    record = ledger.record("model")
+    assert record.held == {0: Bytes(100, 0)}
+    assert record.peak == {0: Bytes(700, 0)}
+
+
+def test_reserved_segments_are_held_too(device: FakeStatistics, ledger: Ledger) -> None:
+    with ledger.setting_up("model"):
+        device.use(2 * SEGMENT + 1)
+        device.allocate(SEGMENT + 1)
+
+    record = ledger.record("model")
+    assert record.held == {0: Bytes(SEGMENT + 1, 2 * SEGMENT)}
+    assert record.peak == {0: Bytes(2 * SEGMENT + 1, 3 * SEGMENT)}
+
+
+def test_nested_set_ups_are_the_inner_fixture_s(device: FakeStatistics, ledger: Ledger) -> None:
+    with ledger.setting_up("outer"):
+        device.allocate(10)
+        with ledger.setting_up("inner"):
+            device.use(500)
+            device.allocate(100)
+        device.use(30)
+
+    assert ledger.record("inner").held == {0: Bytes(100, 0)}
+    assert ledger.record("outer").held == {0: Bytes(10, SEGMENT)}
+    assert ledger.record("inner").peak[0].allocated == 500
+    assert ledger.record("outer").peak[0].allocated == 40
+    assert ledger.with_nested(["outer"]) == ["inner", "outer"]
+    assert ledger.held(["outer"]) == {0: Bytes(110, SEGMENT)}
+
+
+def test_a_set_up_that_allocates_nothing_is_not_tidied(
+    device: FakeStatistics, ledger: Ledger
+) -> None:
+    with ledger.setting_up("server"):
+        pass
+    assert ledger.tidied == 0
+
+    with ledger.setting_up("outer"), ledger.setting_up("inner"):
+        device.use(1)
+    assert ledger.tidied == 1
+
+
+def test_a_failed_set_up_leaves_nothing_open(device: FakeStatistics, ledger: Ledger) -> None:
+    with pytest.raises(RuntimeError), ledger.setting_up("broken"):
+        raise RuntimeError
+    with ledger.setting_up("next"):
+        device.allocate(3)
+
+    assert ledger.record("next").held[0].allocated == 3
+    assert device.listeners == []
+
+
+def test_the_set_up_phase_is_the_same_whoever_set_a_fixture_up(
+    device: FakeStatistics, ledger: Ledger
+) -> None:
+    for name, used, kept in (("second", 90, 7), ("first", 50, 20)):
+        with ledger.setting_up(name):
+            device.use(used)
+            device.allocate(kept)
+
+    extent = ledger.setup_extents(["first", "second"])[0]
+
+    assert (extent.peak_allocated, extent.allocated_after) == (20 + 90, 27)
+
+
+def test_a_fixture_torn_down_is_forgotten(device: FakeStatistics, ledger: Ledger) -> None:
+    with ledger.setting_up("model"):
+        device.allocate(100)
+    ledger.forget("model")
+    ledger.forget("never seen")
+
+    assert ledger.held(["model"]) == {}
+
+
+def test_memory_is_explained_by_fixtures_and_by_what_a_collection_left(
+    device: FakeStatistics, ledger: Ledger
+) -> None:
+    stray = device.allocate(50)
+    assert not ledger.explains(device.harvest())
+
+    ledger.garbage_collected(device.harvest())
+    assert ledger.explains(device.harvest())
+
+    with ledger.setting_up("model"):
+        device.allocate(100)
+    assert ledger.explains(device.harvest())
+
+    device.allocate(1)
+    assert not ledger.explains(device.harvest())
+
+    ledger.garbage_collected(device.harvest())
+    ledger.forget("model")
+    assert not ledger.explains(device.harvest())
+    device.free(stray)
+    assert not ledger.explains(device.harvest())

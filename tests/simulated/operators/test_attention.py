@@ -1,0 +1,127 @@
+"""scaled_dot_product_attention takes CUDA's kernel and allocates what that kernel does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+BATCH, LENGTH, HEADS, SIZE = 2, 100, 4, 64
+
+
+def inputs(
+    dtype: torch.dtype, size: int = SIZE, length: int = LENGTH, heads: int = HEADS
+) -> tuple[torch.Tensor, ...]:
+    made = [
+        torch.randn(BATCH, length, heads, size, device="cuda", dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    ]
+    return tuple(tensor.transpose(1, 2) for tensor in made)
+
+
+def kernel_of(output: torch.Tensor) -> str:
+    name = output.grad_fn.name() if output.grad_fn is not None else ""
+    return next((k for k in ("Flash", "Efficient", "Cudnn") if k in name), "math")
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "dtype", "kernel"),
+    [
+        ("A100-40GB", "2.6", torch.bfloat16, "Flash"),
+        ("A100-40GB", "2.6", torch.float32, "Efficient"),
+        ("A100-40GB", "2.6", torch.float64, "math"),
+        ("T4", "2.6", torch.float16, "Efficient"),
+        ("T4", "2.6", torch.bfloat16, "math"),
+        ("H100", "2.6", torch.bfloat16, "Flash"),
+        ("H100", "2.11", torch.bfloat16, "Cudnn"),
+    ],
+)
+def test_kernel_by_gpu_version_and_dtype(
+    on: Any, model: str, version: str, dtype: torch.dtype, kernel: str
+) -> None:
+    on(model, version)
+    assert kernel_of(attend(*inputs(dtype))) == kernel
+
+
+def test_mask_rules_out_flash(on: Any) -> None:
+    on()
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda")
+    assert kernel_of(attend(*inputs(torch.bfloat16), attn_mask=mask)) == "Efficient"
+
+
+def test_large_heads_cannot_train_on_consumer_gpus(on: Any) -> None:
+    on("RTX-4090", "2.6")
+    assert kernel_of(attend(*inputs(torch.bfloat16, size=224))) == "Efficient"
+    assert kernel_of(attend(*inputs(torch.bfloat16, size=192))) == "Flash"
+
+
+def test_switches_are_obeyed(on: Any) -> None:
+    on()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert kernel_of(attend(*inputs(torch.bfloat16))) == "math"
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        assert kernel_of(attend(*inputs(torch.bfloat16))) == "Efficient"
+
+
+OUT = BATCH * LENGTH * HEADS * SIZE * 2
+LSE = BATCH * HEADS * LENGTH * 4
+
+
+def test_flash_keeps_its_rng_state_on_the_gpu_since_2_7(on: Any) -> None:
+    older = on("A100-40GB", "2.6")
+    q, k, v = inputs(torch.bfloat16)
+    assert older.of(lambda: attend(q, k, v)) == [OUT, LSE]
+    newer = on("A100-40GB", "2.9")
+    q, k, v = inputs(torch.bfloat16)
+    assert len(newer.of(lambda: attend(q, k, v))) == 4
+
+
+def test_flash_backward_accumulates_in_float32(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    output = attend(*inputs(torch.bfloat16))
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    rows = BATCH * HEADS * 128  # queries rounded up to 128
+    assert events[:7] == [OUT, OUT, OUT, rows * 4, rows * SIZE * 4, -rows * SIZE * 4, -rows * 4]
+
+
+def test_short_queries_split_the_keys(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1, 8, 8192, 64, device="cuda", dtype=torch.bfloat16)
+    events = gpu.of(lambda: attend(q, k, k))
+    # 8 blocks for 216 places and 32 blocks of keys: 16 splits fill 128 / 216 of a wave, as much as
+    # 32 splits fill of two; 11, the next below, fill less than 0.85 of that.
+    assert events == [1024, 32, 16 * 8 * 4, 16 * 8 * 64 * 4, -16 * 8 * 64 * 4, -16 * 8 * 4, -32]
+
+
+def test_efficient_backward_as_recorded(on: Any) -> None:
+    # cranberrii/ftcourse: 64 heads in all, 500 queries, heads of 64, float32.
+    gpu = on("A100-40GB", "2.6")
+    q, k, v = inputs(torch.float32, length=500, heads=32)
+    output = attend(q, k, v)
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    matrix = 8_192_000
+    assert events[:10] == [
+        matrix, matrix, matrix,
+        matrix, 128_000, 128_000, -128_000, -matrix,
+        8_396_800, -128_000,
+    ]  # fmt: skip
+
+
+def test_math_road_materialises_the_scores(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    q, k, v = (tensor.detach() for tensor in inputs(torch.float64))
+    scores = BATCH * HEADS * LENGTH * LENGTH * 8
+    assert gpu.of(lambda: attend(q, k, v)).count(scores) == 2  # the product and its softmax
+
+
+def test_heads_of_odd_size_are_padded(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    q, k, v = (tensor.detach() for tensor in inputs(torch.bfloat16, size=60))
+    padded = BATCH * LENGTH * HEADS * 64 * 2
+    assert gpu.of(lambda: attend(q, k, v))[:4] == [padded, padded, padded, padded]

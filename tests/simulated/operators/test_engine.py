@@ -1,0 +1,91 @@
+"""Autograd accumulates in place, as it does on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+MATRIX = 64 * 64 * 4
+
+
+def leaf() -> torch.Tensor:
+    return torch.randn(64, 64, device="cuda", requires_grad=True)
+
+
+def test_second_gradient_of_a_node_is_added_in_place(on: Any) -> None:
+    gpu = on()
+    weight, other = leaf(), torch.randn(64, 64, device="cuda")
+    root = weight.exp()
+    total = (root * other).sum() + (root * other).sum()
+    events = gpu.of(total.backward)
+    # ones_like, two products into the buffer, exp's gradient; no third matrix for their sum.
+    assert [event for event in events if event > 0] == [4, MATRIX, MATRIX, MATRIX]
+
+
+def test_gradient_that_others_hold_is_not_overwritten(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    root = weight.exp()
+    seen: list[torch.Tensor] = []
+    first = root * 1.0
+    first.register_hook(seen.append)
+    total = first + root  # the same gradient goes both ways
+    gradient = torch.ones(64, 64, device="cuda")
+    events = gpu.of(lambda: total.backward(gradient))
+    assert sum(event for event in events if event > 0) == 3 * MATRIX
+
+
+def test_second_backward_adds_to_the_stored_gradient(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    (weight * 2).sum().backward()
+    stored = weight.grad
+    events = gpu.of((weight * 2).sum().backward)
+    assert weight.grad is stored
+    assert sum(events) == 0
+
+
+def test_addition_in_a_custom_function_allocates(on: Any) -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return gradient + gradient
+
+    gpu = on()
+    weight = leaf()
+    result = Doubled.apply(weight)
+    gradient = torch.ones(64, 64, device="cuda")
+    events = gpu.of(lambda: result.backward(gradient))
+    assert events == [MATRIX]
+
+
+def test_maximum_scatters_into_one_zeroed_gradient(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    highest = weight.max(dim=-1).values
+    gradient = torch.ones(64, device="cuda")
+    events = gpu.of(lambda: highest.backward(gradient))
+    assert [event for event in events if event > 0] == [MATRIX]
+
+
+def test_gather_adds_into_one_zeroed_gradient(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    chosen = weight.gather(1, torch.zeros(64, 1, dtype=torch.long, device="cuda"))
+    gradient = torch.ones(64, 1, device="cuda")
+    events = gpu.of(lambda: chosen.backward(gradient))
+    assert [event for event in events if event > 0] == [MATRIX]
+
+
+def test_cross_entropy_with_logits_works_on_one_gradient(on: Any) -> None:
+    gpu = on()
+    logits, target = leaf(), torch.rand(64, 64, device="cuda")
+    loss = functional.binary_cross_entropy_with_logits(logits, target)
+    events = gpu.of(loss.backward)
+    assert [event for event in events if event > 0] == [4, MATRIX]

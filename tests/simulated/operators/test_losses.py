@@ -1,0 +1,34 @@
+"""Losses keep and take what their native functions do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+MATRIX = 64 * 64 * 4
+
+
+def test_mean_squared_error_keeps_a_result_of_the_inputs_size(on: Any) -> None:
+    # Da1sypetals/tomi: 64 predictions, a loss of 256 bytes.
+    gpu = on()
+    predicted, target = torch.randn(64, 1, device="cuda"), torch.randn(64, 1, device="cuda")
+    assert gpu.of(lambda: functional.mse_loss(predicted, target)) == [256, 256, -256]
+    assert gpu.of(lambda: functional.mse_loss(predicted, target, reduction="none")) == [256]
+
+
+def test_logsumexp_subtracts_the_highest(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(64, 64, device="cuda")
+    row = 64 * 4
+    assert gpu.of(lambda: torch.logsumexp(x, 1)) == [
+        row, row, 64, -row, -64, MATRIX, row, -MATRIX, -row,
+    ]  # fmt: skip
+
+
+def test_cross_entropy_with_logits_holds_two_matrices(on: Any) -> None:
+    gpu = on()
+    x, target = torch.randn(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
+    events = gpu.of(lambda: functional.binary_cross_entropy_with_logits(x, target))
+    assert events == [MATRIX, MATRIX, 4, -MATRIX, -MATRIX]

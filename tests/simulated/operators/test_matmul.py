@@ -1,0 +1,43 @@
+"""Copies that cuBLAS needs of operands it cannot read, and linear layers on strided inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+WORKSPACE = 8_519_680
+
+
+def test_batched_operand_with_strided_rows_is_copied(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    weights = torch.randn(8, 64, 64, device="cuda")
+    torch.bmm(weights, weights)
+    strided = torch.randn(8, 64, 16, 2, device="cuda")[..., 0]
+    copy = 8 * 64 * 16 * 4
+    assert gpu.of(lambda: torch.bmm(weights, strided)) == [copy, copy, -copy]
+
+
+def test_expanded_gradient_is_copied_before_the_workspace(on: Any) -> None:
+    # silmont2000/assignment2-systems: the gradient of sum() is one number expanded.
+    gpu = on("A100-40GB", "2.6")
+    one = torch.ones(8, 64, 64, device="cuda")
+    spread = torch.ones((), device="cuda").expand(8, 64, 16)
+    copy = 8 * 64 * 16 * 4
+    assert gpu.of(lambda: torch.bmm(one, spread)) == [copy, copy, WORKSPACE, -copy]
+
+
+def test_transposed_operands_are_read_in_place(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    a, b = torch.randn(32, 64, device="cuda"), torch.randn(32, 64, device="cuda")
+    torch.mm(a, b.t())
+    assert gpu.of(lambda: torch.mm(a.t(), b)) == [64 * 64 * 4]
+
+
+def test_bias_of_a_strided_input_is_added_in_place(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    x = torch.randn(8, 4, 16, device="cuda").transpose(0, 1)
+    weight, bias = torch.randn(32, 16, device="cuda"), torch.randn(32, device="cuda")
+    result = 4 * 8 * 32 * 4
+    assert gpu.of(lambda: functional.linear(x, weight, bias)) == [result, WORKSPACE]

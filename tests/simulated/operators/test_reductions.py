@@ -1,0 +1,65 @@
+"""Partial results of reductions, against bytes recorded on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem.simulated.operators.reductions import global_reduction_bytes
+
+H100 = (132, 2048)
+
+
+@pytest.mark.parametrize("old_vectors", [True, False], ids=["torch 2.6", "torch 2.15"])
+@pytest.mark.parametrize(
+    ("columns", "accumulated", "recorded"),
+    [
+        pytest.param(2560, 4, (10_485_760, 16), id="sum"),
+        pytest.param(10_000, 4, (41_156_608, 16), id="sum of logits"),
+        pytest.param(10_000, 16, (164_626_432, 16), id="max with index"),
+    ],
+)
+def test_rows_that_are_not_contiguous(
+    columns: int, accumulated: int, recorded: tuple[int, int], old_vectors: bool
+) -> None:
+    # kkaitlyn111/cs336-a2-systems, ctx128 full step, H100: logits computed transposed.
+    assert (
+        global_reduction_bytes(
+            (4, 128, columns),
+            (128, 1, 512),
+            (2,),
+            4,
+            accumulated,
+            *H100,
+            old_vectors=old_vectors,
+        )
+        == recorded
+    )
+
+
+def test_sum_of_everything(on: Any) -> None:
+    # silmont2000/assignment2-systems, trace_peak_memory: output, buffer, semaphore.
+    gpu = on("RTX-4060", "2.6")
+    tensor = torch.randn(8, 4096, 16, device="cuda")
+    assert gpu.of(tensor.sum) == [4, 256, 4, -4, -256]
+
+
+def test_contiguous_rows_need_no_buffer(on: Any) -> None:
+    gpu = on()
+    tensor = torch.randn(4096, 1024, device="cuda")
+    assert gpu.of(lambda: tensor.sum(-1)) == [4096 * 4]
+
+
+def test_small_reduction_needs_no_buffer(on: Any) -> None:
+    gpu = on()
+    tensor = torch.randn(64, 64, device="cuda")
+    assert gpu.of(tensor.mean) == [4]
+
+
+def test_welford_keeps_four_numbers_per_partial_result() -> None:
+    sums = global_reduction_bytes((1 << 22,), (1,), (0,), 4, 4, *H100)
+    moments = global_reduction_bytes((1 << 22,), (1,), (0,), 4, 16, *H100)
+    assert sums is not None
+    assert moments == (4 * sums[0], sums[1])
