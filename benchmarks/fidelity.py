@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from producers import einsum_transformer, naive_attention, small_models
+from producers import einsum_transformer, lm_step, naive_attention, small_models
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.allocator.replay import replay
@@ -82,6 +82,18 @@ TRACES = {
         "H100",
         "2.6",
         lambda start: small_models.large_linear(),
+    ),
+    "lm-small-forward": Trace(
+        "CliffKai__assignment2-systems__memory_snapshot_small_fwd",
+        "H100",
+        "2.6",
+        lambda start: lm_step.step("small", False, start),
+    ),
+    "lm-medium-training": Trace(
+        "CliffKai__assignment2-systems__memory_snapshot_medium_bwd",
+        "H100",
+        "2.6",
+        lambda start: lm_step.step("medium", True, start),
     ),
     "tiny-steps": Trace("Da1sypetals__tomi__snapshot", "RTX-4060", "2.6", small_models.tiny_steps),
 }

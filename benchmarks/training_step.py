@@ -29,10 +29,10 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, context, width) -> the same."""
-        heads = [
+        q, k, v = (
             part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        ]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return attended
 
@@ -106,7 +106,9 @@ def main() -> None:
     bare = seconds(training_step("meta", layers))
     with simulate("A100-80GB") as gpu:
         simulated = seconds(training_step("cuda", layers))
-    print(f"GPT-2 training step, {layers} layers, batch {BATCH} x {CONTEXT}, torch {torch.__version__}")
+    print(
+    print(f"GPT-2 step, {layers} layers, {BATCH} x {CONTEXT} tokens, torch {torch.__version__}")
+    )
     print(f"  bare meta tensors {bare * 1000:8.1f} ms")
     print(f"  simulated GPU     {simulated * 1000:8.1f} ms   {simulated / bare:.2f} x bare")
     print(f"  peak allocated    {gpu.peak_allocated:,} B, {len(gpu.trace):,} allocator events")

@@ -1,0 +1,1 @@
+"""What a test did to GPU memory, from clean start to record."""

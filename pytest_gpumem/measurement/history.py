@@ -21,8 +21,8 @@ LONGEST_NAME = 120
 def recording(stacks: str | None) -> Iterator[None]:
     """Have the allocator remember its events and their stacks inside.
 
-    ``stacks`` is ``python`` or ``all`` (C++ frames too); ``None`` records nothing, which on a GPU is
-    the default because stacks cost time. A simulated device records Python frames in any case.
+    ``stacks`` is ``python`` or ``all`` (C++ frames too); ``None`` records nothing, the default on a
+    GPU because stacks cost time. A simulated device records Python frames in any case.
     """
     if stacks is None:
         yield
