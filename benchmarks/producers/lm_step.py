@@ -99,8 +99,8 @@ class Attention(nn.Module):
         self.out = Product(width, width)
         self.rotation = rotation
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The layer's output; ``positions`` stands among the arguments, so it dies before q."""
         length = x.shape[1]
         q = self.q(x)
         k = self.k(x)

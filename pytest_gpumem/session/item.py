@@ -12,6 +12,7 @@ import pytest
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.measurement.history import recording, write_snapshot
 from pytest_gpumem.measurement.leaks import holders_of_class
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.statistics import CudaStatistics
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.measurement.record import PhaseRecord
+    from pytest_gpumem.options import Settings
     from pytest_gpumem.session.judge import Judge
 
 
@@ -40,8 +42,10 @@ class MeasuredItem:
         device: Device,
         ledger: FixtureLedger,
         judge: Judge,
+        settings: Settings,
     ) -> None:
         self._item = item
+        self._settings = settings
         self._expectation = expectation
         self._judge = judge
         self._resources = ExitStack()
@@ -53,6 +57,7 @@ class MeasuredItem:
             starting.enter_context(device.active())
             statistics = CudaStatistics()
             starting.enter_context(statistics.screened())
+            starting.enter_context(recording(settings.history))
             device.begin_test()
             self._meter = Meter(statistics, ledger)
             self._resources = starting.pop_all()
@@ -105,11 +110,14 @@ class MeasuredItem:
         try:
             with self._run():
                 yield
+        except pytest.skip.Exception:
+            raise
         except BaseException:
             self._finish(passed=False)
             raise
         self._finish(passed=self._passed())
         if self._record is not None and self._record.broken:
+            self._write_snapshot()
             pytest.fail(self._judge.failure_text(self._record), pytrace=False)
 
     def _runs(self) -> int:
@@ -130,6 +138,23 @@ class MeasuredItem:
         # unittest's failures do not reach pytest as exceptions: the item collects them.
         return not self._subtest_failed and not getattr(self._item, "_excinfo", None)
 
+    def _write_snapshot(self) -> None:
+        if self._settings.artifacts is None or self._record is None:
+            return
+        try:
+            write_snapshot(self._settings.artifacts, self._item.nodeid)
+        except OSError as error:
+            self._note(
+                f"{self._item.nodeid}: its snapshot cannot be written: {error.strerror or error}; "
+                "give --gpumem-artifacts a folder that can be written"
+            )
+
+    def _note(self, sentence: str) -> None:
+        record = self._record
+        if record is not None and record.measurement is not None:
+            notes = (*record.measurement.notes, sentence)
+            self._record = replace(record, measurement=replace(record.measurement, notes=notes))
+
     def _finish(self, *, passed: bool) -> None:
         fixtures = fixtures_of(self._item)
         measured = {
@@ -145,6 +170,8 @@ class MeasuredItem:
         )
         if self._record is not None:
             set_user_properties(self._item.user_properties, self._record)
+        if not passed:
+            self._write_snapshot()
 
     def _holders(self, fixtures: Sequence[FixtureDef[Any]]) -> list[Any]:
         """Return what may keep memory after the body: the values that the test was given."""

@@ -200,7 +200,7 @@ class GpumemSession:
     ) -> MeasuredItem:
         from pytest_gpumem.session.item import MeasuredItem
 
-        return MeasuredItem(item, expectation, device, self.ledger, self.judge)
+        return MeasuredItem(item, expectation, device, self.ledger, self.judge, self.settings)
 
     def _expectation(self, node: pytest.Item) -> Expectation | None:
         markers = list(node.iter_markers(MARKER_NAME))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
+from pytest_gpumem.simulated.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.callsite import current_stack
 from pytest_gpumem.simulated.gpus import GpuModel, find_gpu
 from pytest_gpumem.simulated.simulation import Simulation
+from pytest_gpumem.simulated.storages import SimulatedStorage
 from pytest_gpumem.simulated.workspaces import Version, Workspaces
 
 OLDEST: Version = (2, 6)
@@ -48,12 +51,8 @@ class SimulatedGPU:
             if cublas_workspace_config is None
             else cublas_workspace_config
         )
-        self.allocator: Memory = Memory(
-            self.model.total_memory,
-            settings=AllocatorSettings.parse(self.alloc_conf, version=self.version),
-            version=self.version,
-            device=index,
-        )
+        self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
+        self.allocator = self._empty_memory()
         self.workspaces = Workspaces(
             self.allocator,
             self.version,
@@ -62,6 +61,7 @@ class SimulatedGPU:
             lambda: torch._C._current_graph_task_id() != -1,
         )
         self.simulation = Simulation([self])
+        self._open_logs: list[SetupLog] = []
 
     @property
     def environment(self) -> Environment:
@@ -82,10 +82,76 @@ class SimulatedGPU:
         with self.simulation.active():
             yield self
 
+    @contextmanager
+    def logging(self) -> Iterator[SetupLog]:
+        """Log what is allocated inside, so that :meth:`renew` can do it again.
+
+        What a log inside this one records is left to that one.
+        """
+        log = SetupLog()
+        trace = self.allocator.trace
+        outer = self._open_logs[-1] if self._open_logs else None
+        if outer is not None:
+            outer.events += trace[outer.position :]
+        log.position = len(trace)
+        self._open_logs.append(log)
+        try:
+            yield log
+        finally:
+            self._open_logs.pop()
+            log.events += trace[log.position :]
+            if outer is not None:
+                outer.position = len(trace)
+            log.records = self.simulation.storages.at({event.addr for event in log.events})
+
+    def renew(self, logs: Iterable[SetupLog]) -> None:
+        """Go on with an empty allocator in which only ``logs`` have happened, in this order.
+
+        What they allocated and still lives moves over; everything else stays behind and is seen no
+        more. So what a test finds does not depend on the tests before it, to the last address.
+        """
+        self.workspaces.clear()
+        memory = self._empty_memory()
+        for log in logs:
+            addresses: dict[int, int] = {}
+            for event in log.events:
+                if event.action == "alloc":
+                    address = memory.malloc(event.size, event.stream, event.context)
+                    addresses[event.addr] = address
+                elif event.action == "free_completed" and event.addr in addresses:
+                    memory.free(addresses.pop(event.addr))
+            for before, address in addresses.items():
+                record = log.records.get(before)
+                if record is None or record() is None:
+                    memory.free(address)
+                else:
+                    record.allocator, record.address = memory, address
+            memory.empty_cache()
+        memory.trace.clear()
+        self.allocator = self.workspaces.memory = memory
+
+    def _empty_memory(self) -> Memory:
+        return Memory(
+            self.model.total_memory,
+            settings=self._settings,
+            version=self.version,
+            device=self.index,
+        )
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that readers of the numbers have to know."""
         return tuple(self.simulation.notes)
+
+
+@dataclass(eq=False)
+class SetupLog:
+    """What happened to a device while something was set up."""
+
+    events: list[TraceEntry] = field(default_factory=list)
+    records: dict[int, SimulatedStorage] = field(default_factory=dict)
+    """By address: the storages that were left in the end."""
+    position: int = 0
 
 
 class Memory(Allocator):

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.device import Memory, SimulatedGPU
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     """A storage's block on a simulated device; dies with the storage, at that moment."""
 
-    __slots__ = ("address", "device", "key", "nbytes")
+    __slots__ = ("address", "allocator", "device", "key", "nbytes")
 
     key: int
     address: int
     nbytes: int
     device: SimulatedGPU
+    allocator: Memory
+    """Where ``address`` lies: not the device's present allocator once that has been renewed."""
 
 
 class Storages:
@@ -66,9 +68,11 @@ class Storages:
         if key in self.by_key:
             return
         nbytes = storage.nbytes()
-        address = device.allocator.malloc(nbytes, device.stream) if nbytes else 0
+        allocator = device.allocator
+        address = allocator.malloc(nbytes, device.stream) if nbytes else 0
         record = SimulatedStorage(storage, self._died)
         record.key = key
+        record.allocator = allocator
         record.address = address
         record.nbytes = nbytes
         record.device = device
@@ -83,11 +87,19 @@ class Storages:
         if nbytes == record.nbytes:
             return
         # resize_bytes_cuda allocates the new block before it drops the old one.
-        address = record.device.allocator.malloc(nbytes, record.device.stream) if nbytes else 0
+        allocator = record.device.allocator
+        address = allocator.malloc(nbytes, record.device.stream) if nbytes else 0
         if record.address:
-            record.device.allocator.free(record.address)
+            record.allocator.free(record.address)
+        record.allocator = allocator
         record.address = address
         record.nbytes = nbytes
+
+    def at(self, addresses: Collection[int]) -> dict[int, SimulatedStorage]:
+        """Return the live storages whose blocks lie at ``addresses``, by address."""
+        return {
+            record.address: record for record in self.by_key.values() if record.address in addresses
+        }
 
     def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
@@ -97,4 +109,4 @@ class Storages:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
         if record.address:
-            record.device.allocator.free(record.address)
+            record.allocator.free(record.address)

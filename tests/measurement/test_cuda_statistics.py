@@ -17,7 +17,7 @@ WORKSPACE = 8_519_680
 
 @pytest.fixture
 def statistics() -> Iterator[CudaStatistics]:
-    with simulate("T4"):
+    with simulate("T4", torch_version="2.13"):
         torch.cuda.init()
         statistics = CudaStatistics()
         with statistics.screened():
