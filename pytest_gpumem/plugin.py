@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.marker import MARKER
 from pytest_gpumem.options import add_options
-from pytest_gpumem.session.results import Results
+from pytest_gpumem.session.results import Results, skip_unsimulated
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put the record on the final report of the call."""
     report = yield
+    if call.excinfo is not None:
+        skip_unsimulated(item, report, call.excinfo.value)
     item.config.stash[SESSION].complete(report, raised=call.excinfo is not None)
     return report
 

@@ -15,29 +15,38 @@ VOCABULARY, WIDTH, LAYERS, HEADS, INNER, LONGEST = 10_000, 512, 4, 16, 1344, 256
 
 
 class Product(nn.Module):
+    """Linear without bias, by einsum."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         return torch.einsum("...a,ba->...b", x, self.weight)
 
 
 class Table(nn.Module):
+    """An embedding, by indexing."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         return self.weight[x]
 
 
 class Norm(nn.Module):
+    """Root mean square norm."""
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         dtype = x.dtype
         x = x.to(torch.float32)
         root = torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True) + 1e-5)
@@ -46,11 +55,17 @@ class Norm(nn.Module):
 
 
 def softmax(x: Tensor) -> Tensor:
+    """By hand, the powers twice."""
     highest, _ = torch.max(x, dim=-1, keepdim=True)
     return torch.exp(x - highest) / torch.sum(torch.exp(x - highest), dim=-1, keepdim=True)
 
 
 class Rotation(nn.Module):
+    """Rotary positions whose tables stay on the CPU."""
+
+    sin: Tensor
+    cos: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         angles = torch.zeros(LONGEST, WIDTH // HEADS // 2)
@@ -58,6 +73,7 @@ class Rotation(nn.Module):
         self.register_buffer("cos", angles.cos())
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         positions = torch.arange(x.shape[-2])
         sin = self.sin[positions].to("cuda")
         cos = self.cos[positions].to("cuda")
@@ -70,6 +86,7 @@ class Rotation(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Masked attention by products."""
     mask = mask.to(q.device)
     size = q.shape[-1]
     product = torch.einsum("abcd,abed->abce", q, k)
@@ -80,6 +97,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Causal attention."""
+
     def __init__(self) -> None:
         super().__init__()
         self.rotation = Rotation()
@@ -89,6 +108,7 @@ class Attention(nn.Module):
         self.out = Product(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         length = x.shape[-2]
         q, k, v = self.q(x), self.k(x), self.v(x)
         q = self._split(q)
@@ -99,19 +119,24 @@ class Attention(nn.Module):
         mask = torch.tril(torch.ones(length, length))
         o = attend(q, k, v, mask)
         o = o.permute(0, 2, 1, 3).reshape(*x.shape[:-1], WIDTH)
-        o = self.out(o)
-        return o
+        out: Tensor = self.out(o)
+        return out
 
     def _split(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], HEADS, WIDTH // HEADS).permute(0, 2, 1, 3)
 
 
 class Gate(nn.Module):
+    """SiLU by hand."""
+
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         return x * torch.sigmoid(x)
 
 
 class FeedForward(nn.Module):
+    """Gated feed-forward."""
+
     def __init__(self) -> None:
         super().__init__()
         self.w1 = Product(WIDTH, INNER)
@@ -120,29 +145,37 @@ class FeedForward(nn.Module):
         self.gate = Gate()
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         a = self.w1(x)
         b = self.gate(a)
         c = self.w3(x)
         both = b * c
-        return self.w2(both)
+        out: Tensor = self.w2(both)
+        return out
 
 
 class Block(nn.Module):
+    """One layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = Norm(), Norm()
         self.attention, self.feed_forward = Attention(), FeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         normed = self.norm1(x)
         attended = self.attention(normed)
         middle = attended + x
         normed_middle = self.norm2(middle)
         fed = self.feed_forward(normed_middle)
-        return fed + middle
+        output: Tensor = fed + middle
+        return output
 
 
 class Model(nn.Module):
+    """The language model."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = Table()
@@ -151,15 +184,18 @@ class Model(nn.Module):
         self.head = Product(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer\'s output."""
         x = self.table(x)
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        output = self.head(x)
+        output: Tensor = self.head(x)
         return output
 
 
 class Adam(torch.optim.Optimizer):
+    """Adam by hand: a tensor for every intermediate."""
+
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3})
         for parameter in self.param_groups[0]["params"]:
@@ -170,6 +206,7 @@ class Adam(torch.optim.Optimizer):
             }
 
     def step(self) -> None:  # type: ignore[override]  # no closure here
+        """Update every parameter that has a gradient."""
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             t = state["t"] + 1
@@ -189,13 +226,15 @@ class Adam(torch.optim.Optimizer):
 
 
 class Loss(nn.Module):
+    """Cross entropy by hand, through one-hot targets."""
+
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """The layer\'s output."""
         highest, _ = torch.max(x, dim=-1, keepdim=True)
         log = x - highest - torch.log(torch.sum(torch.exp(x - highest), dim=-1, keepdim=True))
         one_hot = torch.zeros_like(log)
         one_hot.scatter_(-1, target.unsqueeze(-1), 1)
-        loss = -torch.sum(one_hot * log) / x.shape[0]
-        return loss
+        return -torch.sum(one_hot * log) / x.shape[0]
 
 
 def forward(length: int, autocast: bool = False) -> list[Any]:

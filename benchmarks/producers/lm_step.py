@@ -60,6 +60,8 @@ class Norm(nn.Module):
 class Rotation(nn.Module):
     """Rotary positions; one for the whole model."""
 
+    table: Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("table", torch.zeros(2, LENGTH, size // 2), persistent=False)
@@ -114,8 +116,8 @@ class Attention(nn.Module):
         mask = rows >= columns
         attended = attend(q, k, v, mask)
         attended = attended.permute(0, 2, 1, 3).reshape(*x.shape).contiguous()
-        output = self.out(attended)
-        return output  # noqa: RET504  # the local is what keeps it
+        output: Tensor = self.out(attended)
+        return output
 
 
 class FeedForward(nn.Module):
@@ -131,7 +133,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
-        return self.w2(gate(self.w1(x)) * self.w3(x))
+        output: Tensor = self.w2(gate(self.w1(x)) * self.w3(x))
+        return output
 
 
 def gate(x: Tensor) -> Tensor:
@@ -153,8 +156,8 @@ class Block(nn.Module):
         attended = self.attention(self.norm1(x))
         middle = x + attended
         fed = self.feed_forward(self.norm2(middle))
-        output = middle + fed
-        return output  # noqa: RET504  # the local is what keeps it
+        output: Tensor = middle + fed
+        return output
 
 
 class Model(nn.Module):
@@ -177,7 +180,8 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        return self.head(x)
+        output: Tensor = self.head(x)
+        return output
 
 
 def step(size: str, trains: bool, start: Callable[[], None]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 
 def softmax(x: Tensor) -> Tensor:
+    """By hand."""
     highest = x.max(dim=-1, keepdim=True).values
     above = torch.exp(x - highest)
     below = torch.sum(above, dim=-1, keepdim=True)
@@ -19,6 +20,7 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention by products."""
     scores = torch.einsum("abc,adc->abd", q, k)
     scores = scores / q.shape[-1] ** 0.5
     weights = softmax(scores)

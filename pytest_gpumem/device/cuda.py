@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -75,8 +75,15 @@ class CudaDevice:
         """Make the device the current one, if it was named: else CUDA's own choice stands."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
-    def begin_test(self) -> None:
-        """Do nothing: a real device notes nothing."""
+    def begin_test(self, shared: Iterable[object]) -> None:
+        """Do nothing: the memory of a real device cannot be arranged anew."""
+
+    def setting_up(self, fixture: object) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
+
+    def forget(self, fixture: object) -> None:
+        """Do nothing: there is nothing to drop."""
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` as it is."""

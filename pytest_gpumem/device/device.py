@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -28,8 +28,14 @@ class Device(Protocol):
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""
 
-    def begin_test(self) -> None:
-        """Forget what was noted of earlier tests."""
+    def begin_test(self, shared: Iterable[object]) -> None:
+        """Forget earlier tests, but for the ``shared`` fixtures that they have set up."""
+
+    def setting_up(self, fixture: object) -> AbstractContextManager[object]:
+        """Let ``fixture``, which tests share, be set up inside."""
+
+    def forget(self, fixture: object) -> None:
+        """Drop what is known of a fixture that has been torn down."""
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with what only this kind of device knows."""

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.options import DeviceChoice
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 
 
 class DeviceError(ValueError):
@@ -25,9 +25,10 @@ class SimulatedDevice:
     """A simulated GPU; one of a model serves all tests of the process, as a real one would."""
 
     def __init__(self, model: str) -> None:
-        from pytest_gpumem.simulated.device import SimulatedGPU
+        from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 
         self._gpu: SimulatedGPU = SimulatedGPU(model)
+        self._logs: dict[object, SetupLog] = {}
 
     @property
     def index(self) -> int:
@@ -48,9 +49,27 @@ class SimulatedDevice:
         """Serve ``cuda`` from this device inside."""
         return self._gpu.active()
 
-    def begin_test(self) -> None:
-        """Forget what was noted of earlier tests."""
+    def begin_test(self, shared: Iterable[object]) -> None:
+        """Begin with an empty device on which only the ``shared`` fixtures have been set up.
+
+        A leak, or a traceback that keeps tensors of a failed test, then changes no number.
+        """
         self._gpu.simulation.notes.clear()
+        self._gpu.allocator.trace.clear()
+        logs = [self._logs[one] for one in shared if one in self._logs]
+        if logs or self._gpu.allocator.reserved:
+            self._gpu.renew(logs)
+
+    @contextmanager
+    def setting_up(self, fixture: object) -> Iterator[None]:
+        """Log what the set-up of ``fixture``, which goes on inside, allocates."""
+        with self._gpu.logging() as log:
+            yield
+        self._logs[fixture] = log
+
+    def forget(self, fixture: object) -> None:
+        """Drop the log of a fixture that has been torn down."""
+        self._logs.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` marked as simulated, with the sentences that go with it."""
@@ -105,6 +124,11 @@ class DeviceSelector:
             self._real = self._find_real()
             self._decided = True
         return self._real
+
+    def forget(self, fixture: object) -> None:
+        """Drop what any device knows of a fixture that has been torn down."""
+        for device in self._simulated.values():
+            device.forget(fixture)
 
     def _find_real(self) -> Device | None:
         if self._choice.kind not in ("auto", "cuda"):

@@ -19,6 +19,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.results import ATTRIBUTE
+from pytest_gpumem.simulated.errors import SimulationError
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
@@ -58,8 +59,8 @@ class MeasuredItem:
             statistics = CudaStatistics()
             starting.enter_context(statistics.screened())
             starting.enter_context(recording(settings.history))
-            device.begin_test()
             self._meter = Meter(statistics, ledger)
+            device.begin_test(ledger.with_nested(_shared_before(item)))
             self._resources = starting.pop_all()
 
     def close(self) -> None:
@@ -110,7 +111,7 @@ class MeasuredItem:
         try:
             with self._run():
                 yield
-        except pytest.skip.Exception:
+        except (pytest.skip.Exception, SimulationError):
             raise
         except BaseException:
             self._finish(passed=False)
@@ -198,6 +199,19 @@ def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
         ordered.update(dict.fromkeys(_overridden(fixture, known.get(name, ()))))
         ordered[fixture] = None
     return list(ordered)
+
+
+def _shared_before(item: pytest.Item) -> list[FixtureDef[Any]]:
+    """Return the fixtures that ``item`` will find set up, in the order in which pytest does it."""
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return []
+    return [
+        fixture
+        for name in info.names_closure
+        for fixture in info.name2fixturedefs.get(name, ())
+        if fixture.cached_result is not None
+    ]
 
 
 def _overridden(

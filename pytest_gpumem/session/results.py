@@ -24,6 +24,26 @@ OUTPUT = "gpumem"
 """Key of a pytest-xdist worker's output."""
 
 
+UNSIMULATED = "gpumem_unsimulated"
+"""Of a test's report: the sentence that says why a simulated device cannot run it."""
+
+
+def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
+    """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
+
+    Not a failure, because the code may be right, and not an expected one either.
+    """
+    from pytest_gpumem.simulated.errors import SimulationError
+
+    if not isinstance(error, SimulationError):
+        return
+    path, line, _ = item.location
+    report.outcome = "skipped"
+    report.longrepr = (path, (line or 0) + 1, f"Skipped: {error}")
+    vars(report).pop("wasxfail", None)
+    setattr(report, UNSIMULATED, str(error))
+
+
 class Results:
     """The records of all tests, and how pytest saw the tests end."""
 
@@ -37,6 +57,7 @@ class Results:
         self._collected: set[str] = set()
         self._incomplete: dict[str, str] = {}
         self._notes: list[str] = []
+        self._unsimulated: dict[str, str] = {}
         self._update: UpdateReport | None = None
         self.any_marked = False
         """Whether any collected test is marked."""
@@ -53,6 +74,8 @@ class Results:
         if outcome == "rerun":  # by pytest-rerunfailures: this attempt does not count
             self._rerun.add(nodeid)
             return
+        if sentence := getattr(report, UNSIMULATED, None):
+            self._unsimulated[nodeid] = sentence
         if report.failed:
             subtest = hasattr(report, "context")
             (self._subtest_failed if subtest else self._failed).add(nodeid)
@@ -101,7 +124,10 @@ class Results:
 
     def summarize(self) -> None:
         """Write the section of the terminal."""
-        notes = list(self._notes)
+        notes = [
+            *self._notes,
+            *(f"{nodeid} was skipped: {why}" for nodeid, why in self._unsimulated.items()),
+        ]
         if self._settings.device.kind == "off" and self.any_marked:
             notes.append("--gpumem-device=off: marked tests ran without being measured")
         if not self._records and not notes and self._update is None:

@@ -169,6 +169,8 @@ class GpumemSession:
             if self.results.any_marked:
                 device = self.current.device if self.current else self._ambient
                 contexts.enter_context(self._devices.setting_up(fixture, self._machine(device)))
+                if device is not None:
+                    contexts.enter_context(device.setting_up(fixture))
             if self.current:
                 contexts.enter_context(self.current.setting_up(fixture, request))
             yield
@@ -176,6 +178,7 @@ class GpumemSession:
     def forget(self, fixture: FixtureDef[Any]) -> None:
         """Drop what is known of a fixture that has been torn down."""
         self._devices.forget(fixture)
+        self.selector.forget(fixture)
         if "ledger" in vars(self):
             self.ledger.forget(fixture)
 

@@ -128,6 +128,7 @@ class SimulatedGPU:
                     record.allocator, record.address = memory, address
             memory.empty_cache()
         memory.trace.clear()
+        memory.reset_peak_stats()
         self.allocator = self.workspaces.memory = memory
 
     def _empty_memory(self) -> Memory:

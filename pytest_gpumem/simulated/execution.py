@@ -284,7 +284,13 @@ class ShapeExecution(TorchDispatchMode):
 CUDA = "cuda"
 HOST = "cpu"
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_MIXES_DEVICES = ("aten::index", "aten::_index_put", "aten::_unsafe_index", "aten::_foreach_copy")
+_MIXES_DEVICES = (
+    "aten::index",
+    "aten::_index_put",
+    "aten::_unsafe_index",
+    "aten::_foreach_copy",
+    "aten::_pack_padded_sequence",
+)
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}

@@ -20,6 +20,11 @@ TESTS = """
         assert held is None
 
     @pytest.mark.gpumem
+    def test_skips():
+        torch.empty(1, device="cuda")
+        pytest.skip("in the body")
+
+    @pytest.mark.gpumem
     def test_passes():
         torch.empty(1, device="cuda")
 """
@@ -60,7 +65,7 @@ def test_a_folder_that_cannot_be_written_is_said(project: Project) -> None:
 
     result = project.run("--gpumem-artifacts=artifacts")
 
-    result.assert_outcomes(passed=1, failed=2)
+    result.assert_outcomes(passed=1, failed=2, skipped=1)
     result.stdout.fnmatch_lines_random(
         ["*test_fail.py::test_too_large: its snapshot cannot be written: *"]
     )

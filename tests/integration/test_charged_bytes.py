@@ -138,12 +138,16 @@ def test_fixtures_asked_for_dynamically_are_the_test_s_own(project: Project) -> 
             torch.empty(512, dtype=torch.uint8, device="cuda")
 
         @pytest.mark.gpumem
+        def test_by_fixture_again(outer):
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+
+        @pytest.mark.gpumem
         def test_in_body(request):
             torch.empty(512, dtype=torch.uint8, device="cuda")
             request.getfixturevalue("inner")
         """
     )
-    names = ("test_first", "test_by_fixture", "test_in_body")
+    names = ("test_first", "test_by_fixture", "test_by_fixture_again", "test_in_body")
     ids = [f"test_dynamic.py::{name}" for name in names]
 
     alone = {id_: project.report(id_)[id_]["measurement"] for id_ in ids}
@@ -243,16 +247,29 @@ def test_a_shared_fixture_from_an_unmarked_test_is_set_up_anew_on_the_gpu(projec
             return torch.empty(1024, device=device)
 
         @pytest.fixture(scope="module")
+        def has_gpu():
+            return torch.cuda.is_available()
+
+        @pytest.fixture(scope="module")
+        def tried():
+            try:
+                yield torch.zeros(1).cuda()
+                torch.empty(1, device="cuda")
+            except (AssertionError, RuntimeError):
+                yield torch.zeros(1)
+
+        @pytest.fixture(scope="module")
         def server():
             print("server starts")
-            return object()
+            return {"port": 80}
 
-        def test_plain(weight, server):
-            assert weight.sum().device.type == "cpu"
+        def test_plain(weight, has_gpu, tried, server):
+            assert weight.sum().device.type == tried.device.type == "cpu"
+            assert not has_gpu
 
         @pytest.mark.gpumem
-        def test_marked(weight, server):
-            assert weight.is_cuda
+        def test_marked(weight, has_gpu, tried, server):
+            assert weight.is_cuda and tried.is_cuda and has_gpu
             torch.empty(512, dtype=torch.uint8, device="cuda")
         """
     )
@@ -263,7 +280,7 @@ def test_a_shared_fixture_from_an_unmarked_test_is_set_up_anew_on_the_gpu(projec
         assert result.ret == 0
         assert result.stdout.str().count("server starts") == 1
 
-    assert project.report(plain, marked)[marked]["measurement"]["peak_allocated"] == 4_608
+    assert project.report(plain, marked)[marked]["measurement"]["peak_allocated"] == 5_120
 
 
 def test_a_shared_fixture_is_set_up_anew_on_each_gpu_model(project: Project) -> None:

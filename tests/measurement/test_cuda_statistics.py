@@ -75,6 +75,29 @@ def test_the_body_s_own_reset_is_the_body_s(statistics: CudaStatistics) -> None:
     assert torch.cuda.max_memory_allocated() == 512
 
 
+def test_torch_accelerator_s_entry_points_are_screened_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with simulate("T4"):
+        torch.cuda.init()
+        # On a GPU these do not go through torch.cuda's own functions.
+        stats, reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
+        monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", stats, raising=False)
+        monkeypatch.setattr(torch._C, "_accelerator_resetPeakStats", reset, raising=False)
+        statistics = CudaStatistics()
+        heard: list[int] = []
+        statistics.listeners.append(lambda readings: heard.append(readings[0].peak_allocated))
+        with statistics.screened():
+            empty(4096)
+            statistics.harvest()
+            accelerator_stats = torch._C._accelerator_getDeviceStats(0)
+            empty(512)
+            torch._C._accelerator_resetPeakStats(0)
+
+    assert accelerator_stats["allocated_bytes"]["all"]["peak"] == 4096
+    assert heard == [4096, 512]
+
+
 def test_forgotten_peaks_are_forgotten_for_the_body_too(statistics: CudaStatistics) -> None:
     empty(4096)
     statistics.harvest()

@@ -79,6 +79,18 @@ def test_nested_set_ups_are_the_inner_fixture_s(device: FakeStatistics, ledger: 
     assert ledger.held(["outer"]) == {0: Bytes(110, SEGMENT)}
 
 
+def test_set_ups_nest_to_any_depth(device: FakeStatistics, ledger: Ledger) -> None:
+    with ledger.setting_up("outer"):
+        device.allocate(1)
+        with ledger.setting_up("middle"):
+            device.allocate(20)
+            with ledger.setting_up("inner"):
+                device.allocate(300)
+
+    held = [ledger.record(name).held[0].allocated for name in ("outer", "middle", "inner")]
+    assert held == [1, 20, 300]
+
+
 def test_a_set_up_that_allocates_nothing_is_not_tidied(
     device: FakeStatistics, ledger: Ledger
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,25 +80,60 @@ def test_a_failed_body_is_not_said_to_leak(device: FakeStatistics, ledger: Fixtu
     assert (result.leaked, result.peak_allocated) == (None, 30)
 
 
-def test_garbage_in_cycles_is_not_leaked(device: FakeStatistics, ledger: FixtureLedger) -> None:
-    class Holder:
-        def __init__(self) -> None:
-            self.address = device.allocate(30)
-            self.cycle = self
+class InCycle:
+    """Holds memory until garbage is collected."""
 
-        def __del__(self) -> None:
-            device.free(self.address)
+    def __init__(self, device: FakeStatistics, size: int) -> None:
+        self._device = device
+        self._address = device.allocate(size)
+        self._cycle = self
 
-    meter = Meter(device, ledger)
+    def __del__(self) -> None:
+        self._device.free(self._address)
+
+
+@pytest.fixture
+def no_automatic_collection() -> Iterator[None]:
     gc.disable()
-    try:
-        with meter.running([]):
-            Holder()
-        result = measured(meter)
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
 
+
+@pytest.mark.usefixtures("no_automatic_collection")
+def test_garbage_in_cycles_is_not_leaked(device: FakeStatistics, ledger: FixtureLedger) -> None:
+    meter = Meter(device, ledger)
+    with meter.running([]):
+        InCycle(device, 30)
+
+    result = measured(meter)
     assert (result.leaked, result.allocated_after) == (0, 0)
+
+
+@pytest.mark.usefixtures("no_automatic_collection")
+def test_garbage_in_cycles_is_not_what_a_fixture_holds(
+    device: FakeStatistics, ledger: FixtureLedger
+) -> None:
+    model = fixture("model")
+    meter = Meter(device, ledger)
+    with meter.setting_up(model):
+        device.allocate(100)
+        InCycle(device, 30)
+
+    assert ledger.held([model])[0].allocated == 100
+
+
+@pytest.mark.usefixtures("no_automatic_collection")
+def test_garbage_of_the_body_is_not_taken_off_a_fixture_it_asks_for(
+    device: FakeStatistics, ledger: FixtureLedger
+) -> None:
+    late = fixture("late")
+    meter = Meter(device, ledger)
+    with meter.running([]):
+        InCycle(device, 30)
+        with meter.setting_up(late):
+            device.allocate(100)
+
+    assert ledger.held([late])[0].allocated == 100
 
 
 def test_garbage_is_looked_for_only_where_memory_is_unexplained(

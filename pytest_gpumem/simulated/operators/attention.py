@@ -10,7 +10,7 @@ kernel_forward.h, kernel_backward.h and kernels/cutlassB.h, of torch 2.6 to 2.15
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +75,9 @@ def _gpu() -> SimulatedGPU:
     return simulation.current
 
 
-COMPOSITES = {"aten.scaled_dot_product_attention.default": scaled_dot_product_attention}
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
+}
 
 
 class _Call:

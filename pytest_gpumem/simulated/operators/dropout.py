@@ -5,6 +5,9 @@ Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
@@ -17,4 +20,4 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
 
 
-COMPOSITES = {"aten.dropout.default": dropout}
+COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}

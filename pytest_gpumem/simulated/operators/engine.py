@@ -38,15 +38,12 @@ def in_formula(caller: Any) -> bool:
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]  # not in the stubs
-    return tensor._use_count(), storage
+    storage = int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return tensor._use_count(), storage  # type: ignore[attr-defined]  # not in the stubs
 
 
 class _Count(TorchDispatchMode):
     seen = (0, 0)
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -63,7 +60,8 @@ def _references_of_sole_owner() -> tuple[int, int]:
         leaf = torch.ones((), requires_grad=True)
         root = leaf.exp()
         twice = root.sin() * root.cos()
-    with _Count() as count:
+    count = _Count()  # type: ignore[no-untyped-call]  # torch's constructor
+    with count:
         torch.autograd.grad(twice, leaf)
     return count.seen
 

@@ -8,7 +8,7 @@ Source: aten/src/ATen/native/Loss.cpp (binary_cross_entropy_with_logits), Reduce
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ def _bce_with_logits(*args: Any, **kwargs: Any) -> Any:
     return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
-IN_VIEW = {
+IN_VIEW: dict[str, Callable[..., Any]] = {
     "aten.binary_cross_entropy_with_logits.default": _bce_with_logits,
     "aten.logsumexp.default": logsumexp,
 }

@@ -7,6 +7,7 @@ CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,4 +158,4 @@ def linear(
 
 _decomposed = torch.ops.aten.linear.default.decompose
 
-COMPOSITES = {"aten.linear.default": linear}
+COMPOSITES: dict[str, Callable[..., Any]] = {"aten.linear.default": linear}

@@ -7,6 +7,9 @@ tensors; of channels-last training it does, in sizes that only cuDNN knows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,4 +63,4 @@ def _format(input: Tensor) -> torch.memory_format:
     return torch._prims_common.suggest_memory_format(input)
 
 
-COMPOSITES = {"aten.batch_norm.default": batch_norm}
+COMPOSITES: dict[str, Callable[..., Any]] = {"aten.batch_norm.default": batch_norm}

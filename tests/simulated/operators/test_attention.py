@@ -14,12 +14,13 @@ BATCH, LENGTH, HEADS, SIZE = 2, 100, 4, 64
 
 def inputs(
     dtype: torch.dtype, size: int = SIZE, length: int = LENGTH, heads: int = HEADS
-) -> tuple[torch.Tensor, ...]:
-    made = [
-        torch.randn(BATCH, length, heads, size, device="cuda", dtype=dtype, requires_grad=True)
-        for _ in range(3)
-    ]
-    return tuple(tensor.transpose(1, 2) for tensor in made)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def made() -> torch.Tensor:
+        shape = (BATCH, length, heads, size)
+        made = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+        return made.transpose(1, 2)
+
+    return made(), made(), made()
 
 
 def kernel_of(output: torch.Tensor) -> str:
@@ -81,11 +82,15 @@ def test_flash_keeps_its_rng_state_on_the_gpu_since_2_7(on: Any) -> None:
 
 def test_flash_backward_accumulates_in_float32(on: Any) -> None:
     gpu = on("A100-40GB", "2.6")
-    output = attend(*inputs(torch.bfloat16))
+    output = attend(*inputs(torch.bfloat16, length=150))
     gradient = torch.ones_like(output)
     events = gpu.of(lambda: output.backward(gradient))
-    rows = BATCH * HEADS * 128  # queries rounded up to 128
-    assert events[:7] == [OUT, OUT, OUT, rows * 4, rows * SIZE * 4, -rows * SIZE * 4, -rows * 4]
+    matrix = BATCH * 150 * HEADS * SIZE * 2
+    rows = BATCH * HEADS * 256  # queries rounded up to a multiple of 128
+    accumulator = rows * SIZE * 4
+    assert events[:7] == [
+        matrix, matrix, matrix, rows * 4, accumulator, -accumulator, -rows * 4,
+    ]  # fmt: skip
 
 
 def test_short_queries_split_the_keys(on: Any) -> None:

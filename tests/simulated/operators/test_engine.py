@@ -54,15 +54,15 @@ def test_addition_in_a_custom_function_allocates(on: Any) -> None:
             return x.view_as(x)
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return gradient + gradient
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2 + gradient * 3
 
     gpu = on()
     weight = leaf()
-    result = Doubled.apply(weight)
+    result: torch.Tensor = Doubled.apply(weight)  # type: ignore[no-untyped-call]  # torch's
     gradient = torch.ones(64, 64, device="cuda")
     events = gpu.of(lambda: result.backward(gradient))
-    assert events == [MATRIX]
+    assert [event for event in events if event > 0] == [MATRIX, MATRIX, MATRIX]
 
 
 def test_maximum_scatters_into_one_zeroed_gradient(on: Any) -> None:

@@ -36,7 +36,7 @@ def test_index_put_without_accumulation_needs_nothing(on: Any) -> None:
 
 @pytest.mark.parametrize(
     ("count", "capability", "tile"),
-    [(10_000, (7, 0), 256 * 11), (10_000, (8, 0), 384 * 10), (10_000, (9, 0), 384 * 12)],
+    [(100_000, (7, 0), 256 * 11), (100_000, (8, 0), 384 * 10), (100_000, (9, 0), 384 * 12)],
 )
 def test_onesweep_storage(count: int, capability: tuple[int, int], tile: int) -> None:
     blocks = -(-count // tile)

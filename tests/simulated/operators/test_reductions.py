@@ -58,8 +58,14 @@ def test_small_reduction_needs_no_buffer(on: Any) -> None:
     assert gpu.of(tensor.mean) == [4]
 
 
-def test_welford_keeps_four_numbers_per_partial_result() -> None:
-    sums = global_reduction_bytes((1 << 22,), (1,), (0,), 4, 4, *H100)
-    moments = global_reduction_bytes((1 << 22,), (1,), (0,), 4, 16, *H100)
-    assert sums is not None
-    assert moments == (4 * sums[0], sums[1])
+def test_blocks_share_a_sum_from_256_values_per_thread() -> None:
+    # One block of 512 threads; 16 blocks of at least 16 values per thread each.
+    assert global_reduction_bytes((512 * 256,), (1,), (0,), 4, 4, *H100) == (16 * 4, 4)
+    assert global_reduction_bytes((512 * 255,), (1,), (0,), 4, 4, *H100) is None
+
+
+def test_variance_keeps_four_numbers_per_partial_result(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    tensor = torch.randn(1 << 20, device="cuda")
+    # 2048 values per thread of one block; 128 blocks of 16 are less than the 432 that fit.
+    assert gpu.of(tensor.var) == [4, 128 * 16, 4, -4, -128 * 16]

@@ -1,0 +1,77 @@
+"""What a test leaves behind, or a failure holds on to, changes no other test's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.pytest_project import Project
+
+TESTS = """
+    KEPT = []
+
+    @pytest.fixture(scope="module")
+    def shared():
+        torch.empty(3_000_000, device="cuda")
+        return [torch.empty(size, device="cuda") for size in (400_000, 100_000, 1_000)]
+
+    @pytest.mark.gpumem
+    def test_fails():
+        blocks = [torch.empty(300_000, device="cuda") for _ in range(9)]
+        del blocks[::2]
+        raise AssertionError
+
+    @pytest.mark.gpumem
+    def test_leaks(shared):
+        KEPT.extend(torch.empty(size, device="cuda") for size in (300_000, 128, 600_000, 128))
+        del KEPT[::2]
+
+    @pytest.mark.gpumem
+    def test_alone():
+        torch.empty(300_000, device="cuda")
+
+    @pytest.mark.gpumem
+    def test_with_shared(shared):
+        torch.empty(350_000, device="cuda")
+
+    @pytest.mark.gpumem
+    def test_changes_shared(shared):
+        shared.append(torch.empty(500_000, device="cuda"))
+
+    @pytest.mark.gpumem
+    def test_with_shared_again(shared):
+        torch.empty(350_000, device="cuda")
+"""
+COUNTED = ("test_alone", "test_with_shared", "test_with_shared_again")
+
+
+def numbers(project: Project, *names: str) -> dict[str, Any]:
+    measured = {}
+    for nodeid, test in project.report(*(f"test_it.py::{name}" for name in names)).items():
+        strangers = ("stray", "leaked")
+        measured[nodeid.partition("::")[2]] = {
+            key: value for key, value in test["measurement"].items() if key not in strangers
+        }
+    return measured
+
+
+def test_numbers_are_those_of_the_test_alone(project: Project) -> None:
+    project.write(test_it=TESTS)
+
+    together = numbers(project)
+
+    for name in COUNTED:
+        assert numbers(project, name)[name] == together[name]
+
+
+def test_order_does_not_matter(project: Project) -> None:
+    project.write(test_it=TESTS)
+
+    forwards = numbers(project)
+    backwards = numbers(
+        project, *COUNTED[::-1], "test_changes_shared", "test_leaks", "test_fails"
+    )
+
+    assert {name: backwards[name] for name in COUNTED} == {
+        name: forwards[name] for name in COUNTED
+    }
+    assert forwards["test_alone"]["peak_reserved"] == 20 * 1024 * 1024

@@ -1,0 +1,66 @@
+"""What a simulated device cannot run is skipped with a sentence, never passed and never expected."""
+
+from __future__ import annotations
+
+from tests.pytest_project import Project
+
+TESTS = """
+    import unittest
+
+    @pytest.mark.gpumem
+    def test_reads():
+        if (torch.ones(3, device="cuda") > 0).all():
+            pass
+
+    @pytest.mark.xfail
+    @pytest.mark.gpumem
+    def test_expected_to_fail():
+        torch.ones(3, device="cuda").tolist()
+
+    @pytest.fixture
+    def mask():
+        return torch.ones(3, device="cuda").nonzero()
+
+    @pytest.mark.gpumem
+    def test_fixture(mask):
+        pass
+
+    @pytest.mark.gpumem
+    class TestClass(unittest.TestCase):
+        def test_method(self):
+            torch.testing.assert_close(torch.ones(3, device="cuda"), torch.ones(3, device="cuda"))
+
+    @pytest.mark.gpumem
+    def test_that_swallows():
+        x = torch.ones(3, device="cuda")
+        try:
+            x.tolist()
+        except Exception:
+            pass
+
+    @pytest.mark.gpumem
+    def test_runs():
+        torch.ones(3, device="cuda")
+"""
+
+
+def test_tests_that_need_values_are_skipped_with_the_line(project: Project) -> None:
+    project.write(test_values=TESTS)
+
+    result = project.run("-rs")
+
+    result.assert_outcomes(passed=1, skipped=5)
+    result.stdout.fnmatch_lines_random(
+        [
+            "SKIPPED*bool() at test_values.py:* depends on a value of a CUDA tensor*",
+            "*test_values.py::test_reads was skipped: bool() at test_values.py:*",
+            "*test_values.py::test_expected_to_fail was skipped: tolist() at test_values.py:*",
+            "*test_values.py::TestClass::test_method was skipped: *",
+        ]
+    )
+
+
+def test_the_report_has_no_numbers_of_them(project: Project) -> None:
+    project.write(test_values=TESTS)
+
+    assert list(project.report()) == ["test_values.py::test_runs"]

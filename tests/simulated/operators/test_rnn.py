@@ -1,0 +1,58 @@
+"""Recurrent layers run as cuDNN's kernels, with their parameters in one buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+STEPS, BATCH, INPUTS, HIDDEN = 10, 4, 32, 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)], ids=["lstm", "gru", "rnn"]
+)
+def test_parameters_share_one_buffer(on: Any, kind: Any, gates: int) -> None:
+    on()
+    layer = kind(INPUTS, HIDDEN).cuda()
+    elements = gates * HIDDEN * (INPUTS + HIDDEN + 2)
+    storages = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+    assert len(storages) == 1
+    assert torch.cuda.memory_allocated() == elements * 4
+
+
+def test_forward_keeps_output_and_states(on: Any) -> None:
+    gpu = on()
+    layer = nn.LSTM(INPUTS, HIDDEN).cuda()
+    x = torch.randn(STEPS, BATCH, INPUTS, device="cuda")
+    state = BATCH * HIDDEN * 4
+    zeros = [state, state]
+    output = STEPS * BATCH * HIDDEN * 4
+    with torch.no_grad():
+        assert gpu.of(lambda: layer(x)) == [*zeros, output, state, state, -state, -state]
+
+
+def test_weight_gradients_are_views_of_one_buffer(on: Any) -> None:
+    gpu = on()
+    layer = nn.GRU(INPUTS, HIDDEN).cuda()
+    output, _ = layer(torch.randn(STEPS, BATCH, INPUTS, device="cuda"))
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    assert 3 * HIDDEN * (INPUTS + HIDDEN + 2) * 4 in events
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    assert (
+        len({gradient.untyped_storage()._cdata for gradient in gradients if gradient is not None})
+        == 1
+    )
+
+
+def test_packed_sequences(on: Any) -> None:
+    on()
+    layer = nn.LSTM(INPUTS, HIDDEN, batch_first=True).cuda()
+    x = torch.randn(BATCH, STEPS, INPUTS, device="cuda")
+    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([10, 8, 5, 2]), batch_first=True)
+    output, _ = layer(packed)
+    assert output.data.shape == (25, HIDDEN)
+    assert output.data.grad_fn.name() == "CudnnRnnBackward0"
