@@ -176,9 +176,9 @@ class _Judged:
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
         """Yield phase, measured and stored peak of the test and of each phase that both know."""
         yield None, self._measurement.peak_allocated, baseline.peak_allocated
-        for phase, reference in baseline.phases.items():
-            if phase in self._peaks:
-                yield phase, self._peaks[phase], reference
+        for phase, actual in self._peaks.items():
+            if phase in baseline.phases:
+                yield phase, actual, baseline.phases[phase]
 
     def _limit(self, metric: str, phase: str | None, limit: int, actual: int) -> Verdict:
         return self._verdict("limit", metric, phase, limit, actual, actual <= limit)

@@ -57,10 +57,14 @@ class Verdict:
         ``command`` is how pytest is started, with the options that the remedy has to repeat.
         """
         lines = [self.short, *explanation_lines(self.explanation)]
-        if self.kind == "baseline" and not self.passed:
-            remedy = "record it" if self._no_baseline else "accept it"
-            lines.append(f"{remedy}: {update_command(nodeid, command)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.remedy(nodeid, command)])
+
+    def remedy(self, nodeid: str, command: str = "pytest") -> list[str]:
+        """Return the line that says how to make the measured number the baseline, if that helps."""
+        if self.kind != "baseline" or self.passed:
+            return []
+        remedy = "record it" if self._no_baseline else "accept it"
+        return [f"{remedy}: {update_command(nodeid, command)}"]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""

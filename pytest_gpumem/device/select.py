@@ -25,10 +25,11 @@ class SimulatedDevice:
     """A simulated GPU; one of a model serves all tests of the process, as a real one would."""
 
     def __init__(self, model: str) -> None:
-        from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
+        from pytest_gpumem.simulated.device import SimulatedGPU
 
         self._gpu: SimulatedGPU = SimulatedGPU(model)
         self._logs: dict[object, SetupLog] = {}
+        self._stray = 0
 
     @property
     def index(self) -> int:
@@ -59,6 +60,7 @@ class SimulatedDevice:
         logs = [self._logs[one] for one in shared if one in self._logs]
         if logs or self._gpu.allocator.reserved:
             self._gpu.renew(logs)
+        self._stray = self._gpu.left_behind
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
@@ -73,7 +75,12 @@ class SimulatedDevice:
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` marked as simulated, with the sentences that go with it."""
-        return replace(measurement, simulated=True, notes=measurement.notes + self._gpu.notes)
+        return replace(
+            measurement,
+            simulated=True,
+            stray=measurement.stray + self._stray,
+            notes=measurement.notes + self._gpu.notes,
+        )
 
     def nvml(self) -> None:
         """Return nothing: there is no device to read."""

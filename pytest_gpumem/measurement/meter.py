@@ -11,14 +11,12 @@ from typing import Any
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import leaked_blocks
 from pytest_gpumem.measurement.phases import (
-    CALL,
-    SETUP,
     Bytes,
     Extent,
     PhaseTracker,
     bytes_on,
 )
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.measurement.record import CALL, SETUP, Measurement, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Statistics
 from pytest_gpumem.measurement.workspace import clear_workspaces
 

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import RLock
 
-from pytest_gpumem.measurement.record import PhaseRecord
+from pytest_gpumem.measurement.record import CALL, SETUP, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Statistics
 
-SETUP = "setup"
-CALL = "call"
 KEPT_NAMES = (SETUP, CALL)
 
 SNAPSHOTS_OF_EACH_ENTRY = 8

@@ -7,6 +7,12 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+SETUP = "setup"
+"""The phase in which a test's fixtures are set up."""
+
+CALL = "call"
+"""The phase of a test's body as a whole; every other phase lies inside it."""
+
 
 @dataclass(frozen=True)
 class PhaseRecord:

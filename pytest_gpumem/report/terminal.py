@@ -16,6 +16,7 @@ from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.update import Change, UpdateReport
+    from pytest_gpumem.baseline.verdict import Verdict
 
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
@@ -127,10 +128,18 @@ def _failures(records: Sequence[TestRecord], verbosity: int, width: int) -> Iter
     for record in records:
         if record.failed or (record.broken and verbosity > 0):
             yield _marked(test_status(record), record.nodeid, width)
-            for verdict in record.broken:
+            for verdict in _telling(record.broken, verbosity):
                 yield from _sentence(verdict.short, width)
                 for note in verdict.notes:
                     yield from _sentence(note, width, "    ")
+
+
+def _telling(broken: Sequence[Verdict], verbosity: int) -> Sequence[Verdict]:
+    """Leave out phases over their baseline where the whole test is: the table shows them."""
+    whole = any(verdict.kind == "baseline" and verdict.phase is None for verdict in broken)
+    if verbosity > 0 or not whole:
+        return broken
+    return [verdict for verdict in broken if verdict.kind != "baseline" or verdict.phase is None]
 
 
 def _improvements(

@@ -9,6 +9,7 @@ import pytest
 
 from pytest_gpumem.baseline.compare import Judgement, judge
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
+from pytest_gpumem.baseline.verdict import explanation_lines
 from pytest_gpumem.report.record import TestRecord
 
 if TYPE_CHECKING:
@@ -59,9 +60,15 @@ class Judge:
         return self._judged(record, expectation) if expectation and passed else record
 
     def failure_text(self, record: TestRecord) -> str:
-        """Return what a test fails with: each broken verdict's long text."""
+        """Return what a test fails with: each broken verdict's text, then each remedy once."""
         command = self._command()
-        return "\n".join(verdict.long(record.nodeid, command) for verdict in record.broken)
+        lines = [
+            line
+            for verdict in record.broken
+            for line in (verdict.short, *explanation_lines(verdict.explanation))
+        ]
+        remedies = [line for v in record.broken for line in v.remedy(record.nodeid, command)]
+        return "\n".join([*lines, *dict.fromkeys(remedies)])
 
     def _judged(self, record: TestRecord, expectation: Expectation) -> TestRecord:
         assert record.measurement is not None

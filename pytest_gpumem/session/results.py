@@ -220,4 +220,5 @@ class Results:
 
 def _without_group(nodeid: str) -> str:
     """Return ``nodeid`` without the ``@group`` that ``--dist loadgroup`` appends."""
-    return re.sub(r"@[^@\]]*$", "", nodeid) if "::" in nodeid else nodeid
+    path, separator, name = nodeid.partition("::")
+    return path + separator + re.sub(r"@[^@\]]*$", "", name)

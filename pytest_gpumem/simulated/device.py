@@ -131,6 +131,15 @@ class SimulatedGPU:
         memory.reset_peak_stats()
         self.allocator = self.workspaces.memory = memory
 
+    @property
+    def left_behind(self) -> int:
+        """Bytes of live blocks that :meth:`renew` did not take along."""
+        return sum(
+            record.allocator.block(record.address)
+            for record in self.simulation.storages.by_key.values()
+            if record.device is self and record.allocator is not self.allocator and record.address
+        )
+
     def _empty_memory(self) -> Memory:
         return Memory(
             self.model.total_memory,

@@ -211,6 +211,17 @@ def test_pruning_deletes_nothing_it_did_not_see(project: Project, args: tuple[st
     assert len(peaks(project)) == 2
 
 
+def test_pruning_waits_for_a_session_that_runs_to_its_end(project: Project) -> None:
+    write_sizes(project)
+    project.run("--gpumem-update-baselines")
+    project.write(test_sizes="def test_other(): pass", test_broken="raise RuntimeError")
+
+    result = project.run("--gpumem-prune-baselines")
+
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert len(peaks(project)) == 2
+
+
 def test_pruning_works_from_the_controller_of_workers(project: Project) -> None:
     write_sizes(project)
     project.run("--gpumem-update-baselines")
@@ -240,6 +251,7 @@ def test_a_damaged_file_fails_its_tests_with_one_sentence_and_stays(project: Pro
     result.stdout.no_fnmatch_line("*Traceback*")
 
     update = project.run("--gpumem-update-baselines")
+    update.assert_outcomes(passed=2)
     assert update.ret == pytest.ExitCode.TESTS_FAILED
     update.stdout.fnmatch_lines(["*test_sizes.py.json is damaged*"])
     assert path.read_text() == "{"

@@ -67,11 +67,7 @@ def test_order_does_not_matter(project: Project) -> None:
     project.write(test_it=TESTS)
 
     forwards = numbers(project)
-    backwards = numbers(
-        project, *COUNTED[::-1], "test_changes_shared", "test_leaks", "test_fails"
-    )
+    backwards = numbers(project, *COUNTED[::-1], "test_changes_shared", "test_leaks", "test_fails")
 
-    assert {name: backwards[name] for name in COUNTED} == {
-        name: forwards[name] for name in COUNTED
-    }
+    assert {name: backwards[name] for name in COUNTED} == {name: forwards[name] for name in COUNTED}
     assert forwards["test_alone"]["peak_reserved"] == 20 * 1024 * 1024

@@ -11,7 +11,7 @@ from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 MIB = 1024 * 1024
 
 
-def set_up(gpu: SimulatedGPU) -> tuple[SetupLog, nn.Module]:
+def set_up(gpu: SimulatedGPU) -> tuple[SetupLog, nn.Linear]:
     with gpu.logging() as log:
         torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")  # a temporary, dead at once
         model = nn.Linear(1000, 1000, device="cuda")
@@ -26,6 +26,7 @@ def test_what_was_set_up_moves_into_the_new_allocator() -> None:
         stray = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
         gpu.renew([log])
         assert (gpu.allocator.allocated, gpu.allocator.reserved) == alone
+        assert gpu.left_behind == 5 * MIB
         assert alone == (4_000_256 + 4096, 22 * MIB)
         assert gpu.allocator.block(model.weight.data_ptr()) == 4_000_256
         del stray
@@ -38,7 +39,7 @@ def test_what_died_since_is_not_set_up_again() -> None:
     gpu = SimulatedGPU("T4")
     with gpu.active():
         log, model = set_up(gpu)
-        model.bias = None
+        del model.bias
         gpu.renew([log])
         assert gpu.allocator.allocated == 4_000_256
         del model
