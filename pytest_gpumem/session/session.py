@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from pytest_gpumem.device.select import DeviceError, DeviceSelector
+from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation, MarkerError, expectation_of
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.affinity import FixtureDevices

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pytest_gpumem.device.cuda import CudaDevice, find_device
-from pytest_gpumem.device.select import DeviceError, DeviceSelector
+from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.options import DeviceChoice
 

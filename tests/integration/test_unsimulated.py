@@ -1,4 +1,4 @@
-"""What a simulated device cannot run is skipped with a sentence, never passed and never expected."""
+"""What a simulated device cannot run is skipped with a sentence, never passed nor expected."""
 
 from __future__ import annotations
 
