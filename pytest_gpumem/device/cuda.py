@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 
