@@ -106,9 +106,8 @@ def main() -> None:
     bare = seconds(training_step("meta", layers))
     with simulate("A100-80GB") as gpu:
         simulated = seconds(training_step("cuda", layers))
-    print(
-    print(f"GPT-2 step, {layers} layers, {BATCH} x {CONTEXT} tokens, torch {torch.__version__}")
-    )
+    size = f"{layers} layers, {BATCH} x {CONTEXT} tokens"
+    print(f"GPT-2 training step, {size}, torch {torch.__version__}")
     print(f"  bare meta tensors {bare * 1000:8.1f} ms")
     print(f"  simulated GPU     {simulated * 1000:8.1f} ms   {simulated / bare:.2f} x bare")
     print(f"  peak allocated    {gpu.peak_allocated:,} B, {len(gpu.trace):,} allocator events")

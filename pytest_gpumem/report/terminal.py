@@ -45,14 +45,16 @@ def describe(environment: Environment) -> str:
     return f"{kind}{environment.gpu} ({', '.join(facts)})"
 
 
-def header_line(device: str, baselines: Mapping[str, int]) -> str:
-    """Return the line for ``pytest_report_header``.
+def header_line(device: str, torch: str | None, folder: str, environments: Sequence[str]) -> str:
+    """Return the line for ``pytest_report_header``: what is real, and what is compared with.
 
-    ``device`` is :func:`describe`'s text, or whatever else says where tests will run;
-    ``baselines`` gives the number of tests stored in each folder that will be compared with.
+    ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
+    those that ``folder`` has baselines of.
     """
-    stored = [f"{folder} ({_tests(count)})" for folder, count in baselines.items()]
-    return f"gpumem: {device}" + (f", baselines: {', '.join(stored)}" if stored else "")
+    facts = [device, f"torch {torch}" if torch else "torch is not installed"]
+    if environments:
+        facts.append(f"baselines in {folder}: {', '.join(environments)}")
+    return f"gpumem: {'; '.join(facts)}"
 
 
 def write_section(writer: Writer, lines: Sequence[Line], *, verbosity: int) -> None:

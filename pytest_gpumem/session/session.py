@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -81,7 +82,12 @@ class GpumemSession:
         """Return the line that says where tests will be measured."""
         from pytest_gpumem.report.terminal import header_line
 
-        return header_line(self.selector.description, {})
+        root = self.settings.baselines
+        folders = (
+            sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        )
+        shown = os.path.relpath(root, self._config.rootpath)
+        return header_line(self.selector.description, _torch_release(), shown, folders)
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
         """Remember which tests exist."""
@@ -228,6 +234,16 @@ class GpumemSession:
             "only plain test functions can have, not unittest classes nor single parameters; give "
             "one model"
         )
+
+
+def _torch_release() -> str | None:
+    """Return the installed release of torch, which collecting must not import."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
 
 
 def _reported(selector: DeviceSelector, model: str | None) -> Device:

@@ -67,12 +67,14 @@ def test_an_environment_says_whether_it_is_real() -> None:
 
 
 def test_the_header_names_the_device_and_the_baselines() -> None:
-    folder = "baselines/sim-A100-40GB-torch2.13"
-    assert header_line(describe(SIMULATED), {folder: 12}) == (
-        "gpumem: simulated A100-40GB (torch 2.13), "
-        "baselines: baselines/sim-A100-40GB-torch2.13 (12 tests)"
+    environments = ["sim-A100-40GB-torch2.13", "sim-T4-torch2.6"]
+    assert header_line("simulated T4", "2.13.0", "baselines", environments) == (
+        "gpumem: simulated T4; torch 2.13.0; "
+        "baselines in baselines: sim-A100-40GB-torch2.13, sim-T4-torch2.6"
     )
-    assert header_line("off", {}) == "gpumem: off"
+    assert header_line("simulated T4", None, "baselines", []) == (
+        "gpumem: simulated T4; torch is not installed"
+    )
 
 
 def test_the_section_of_a_run_with_one_test_of_every_kind() -> None:
