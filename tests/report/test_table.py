@@ -4,6 +4,7 @@ import pytest
 
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.table import table
+from pytest_gpumem.report.table import test_status as status
 from pytest_gpumem.report.text import Line, Span, cells
 from tests.report.example_run import (
     MIB,
@@ -202,3 +203,8 @@ def test_what_failed_is_red() -> None:
     assert span_of(lines, "forward", "80.0 MiB").style == "red"
     assert span_of(lines, "forward", "FAIL").style == "bold red"
     assert span_of(lines, "test_step", "80.0 MiB").style == ""
+
+
+def test_a_test_within_its_limits_is_in_order_without_a_baseline() -> None:
+    assert status(unknown()) == "new"
+    assert status(replace(unknown(), verdicts=(verdict("limit", 512, 1024),))) == "ok"

@@ -419,3 +419,113 @@ def test_an_exception_inside_leaves_nothing_behind() -> None:
 def test_bad_settings_are_one_sentence(arguments: dict[str, str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence), simulate(**arguments):
         pass  # pragma: no cover
+
+
+def test_allocator_calls_below_tensors() -> None:
+    with simulate("T4", torch_version="2.6") as gpu:
+        address = torch.cuda.caching_allocator_alloc(1000)
+        assert gpu.allocated == 1024
+        torch.cuda.caching_allocator_delete(address)
+        assert gpu.allocated == 0
+        assert torch.cuda.get_allocator_backend() == "native"
+        torch.cuda.memory._record_memory_history()
+        torch.cuda.memory._record_memory_history(None)
+        torch.cuda.current_blas_handle()
+        assert gpu.allocated == 8_519_680
+        torch._C._cuda_clearCublasWorkspaces()
+        assert gpu.allocated == 0
+
+
+def test_memory_fraction_limits_the_process() -> None:
+    with simulate("T4", torch_version="2.6"):
+        torch.cuda.set_per_process_memory_fraction(0.1)
+        with pytest.raises(torch.OutOfMemoryError, match=r"1\.47 GiB allowed"):
+            torch.empty(2 * 1024**3, dtype=torch.uint8, device="cuda")
+
+
+def test_device_management() -> None:
+    with simulate("T4"):
+        torch.cuda.init()
+        torch.cuda.set_device(0)
+        assert torch.cuda.device_count() == 1
+        assert not torch.cuda.can_device_access_peer(0, 0)
+        torch.cuda.ipc_collect()
+        torch.cuda._sleep(1)
+        assert torch.cuda.default_stream() == torch.cuda.current_stream()
+        assert torch.cuda.current_stream().query()
+        assert torch.cuda.current_stream().device == torch.device("cuda", 0)
+        assert torch.cuda.current_stream().cuda_stream == 0
+        assert not torch.cuda.is_current_stream_capturing()
+        assert len({torch.cuda.Stream(), torch.cuda.Stream()}) == 2
+        assert "cuda_stream=" in repr(torch.cuda.current_stream())
+        event = torch.cuda.current_stream().record_event()
+        torch.cuda.Stream().wait_event(event)
+        event.wait()
+        with torch.cuda.device_of(torch.ones(1, device="cuda")):
+            assert torch.cuda.current_device() == 0
+
+
+def test_accelerator_is_the_same_device() -> None:
+    with simulate("T4") as gpu:
+        accelerator = torch.accelerator
+        x = torch.ones(256, device=accelerator.current_accelerator())
+        assert accelerator.device_count() == 1
+        assert accelerator.current_stream() == torch.cuda.current_stream()
+        accelerator.set_stream(torch.cuda.current_stream())
+        if hasattr(accelerator, "max_memory_allocated"):  # came with 2.9
+            assert accelerator.max_memory_allocated() == 1024
+            del x
+            accelerator.reset_peak_memory_stats()
+            accelerator.reset_accumulated_memory_stats()
+            accelerator.empty_cache()
+            assert gpu.reserved == 0
+            assert accelerator.memory_stats()["allocated_bytes.all.peak"] == 0
+
+
+def test_types_by_name_and_questions_about_cpu_tensors() -> None:
+    with simulate("T4"):
+        x = torch.ones(3)
+        assert x.type() == "torch.FloatTensor"
+        assert x.type(torch.float64).dtype == torch.float64
+        assert x.type("torch.cuda.HalfTensor").dtype == torch.float16
+        assert not x.is_pinned()
+        assert x.data_ptr() == x.untyped_storage().data_ptr() != 0
+        assert x.get_device() == -1
+        assert bool(x.sum() > 0)
+        assert x.numpy().tolist() == [1.0, 1.0, 1.0]
+        assert list(x.__array__()) == [1.0, 1.0, 1.0]
+        assert copy.deepcopy(x).tolist() == [1.0, 1.0, 1.0]
+        with pytest.raises(RuntimeError, match="record_stream is not implemented"):
+            x.record_stream(torch.cuda.current_stream())
+        y = torch.ones(3, device="cuda", requires_grad=True)
+        assert "requires_grad=True" in repr(y)
+        assert "grad_fn=<MulBackward0>" in repr(y * 2)
+        assert repr(torch.ones(1, device="meta")).startswith("tensor(..., device='meta'")
+
+
+def test_data_of_a_tensor_can_be_replaced_on_its_device() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(256, device="cuda")
+        x.data = torch.ones(512, device="cuda")
+        assert x.shape == (512,)
+        assert x.data.is_cuda
+        assert gpu.allocated == 2048
+
+
+def test_as_tensor_follows_the_default_device() -> None:
+    with simulate("T4"):
+        on_cpu = torch.as_tensor([1.0])
+        assert not on_cpu.is_cuda
+        with torch.device("cuda"):
+            assert torch.as_tensor([1.0]).is_cuda
+            assert torch.as_tensor(on_cpu).is_cuda
+        assert torch.as_tensor(on_cpu, device="cuda", dtype=torch.float16).dtype == torch.float16
+
+
+def test_sparse_tensors_pass_by_unseen() -> None:
+    with simulate("T4") as gpu:
+        sparse = torch.sparse_coo_tensor(
+            torch.tensor([[0, 2]]), torch.ones(2), (3,), check_invariants=True
+        )
+        assert sparse.device.type == "cpu"
+        assert gpu.peak_allocated == 0

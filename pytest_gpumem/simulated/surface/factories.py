@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _device
 from torch.utils._device import DeviceContext, _device_constructors
 
 if TYPE_CHECKING:
@@ -97,12 +98,11 @@ def _making_real_meta(
 def _as_tensor(as_tensor: Callable[..., Any]) -> Callable[..., Any]:
     def call(data: Any, dtype: Any = None, device: Any = None) -> Any:
         # In C++ as_tensor copies to the device out of sight of any dispatch mode.
-        if device is None:
-            device = torch.get_default_device() if not isinstance(data, torch.Tensor) else None
-        if device is None or torch.device(device).type != "cuda":
+        target = _device.CURRENT_DEVICE if device is None else device
+        if target is None or torch.device(target).type != "cuda":
             return as_tensor(data, dtype=dtype, device=device)
         if isinstance(data, torch.Tensor):
-            return data.to(device, dtype)
-        return as_tensor(data, dtype=dtype, device="cpu").to(device)
+            return data.to(target, dtype)
+        return as_tensor(data, dtype=dtype, device="cpu").to(target)
 
     return call
