@@ -11,6 +11,20 @@ _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
 
 
+def base(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of tensors as torch itself has it."""
+    method = _getters[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not _modes_enabled():
+            return method(*args, **kwargs)
+        # Under a mode torch would look the method up again and find the replaced one.
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return call
+
+
 def _getter(name: str) -> Callable[[torch.Tensor], Any]:
     get = _getters[name].__get__
 

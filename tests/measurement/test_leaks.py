@@ -98,6 +98,7 @@ def test_a_loss_holds_what_its_graph_saved() -> None:
     assert not holds(loss, saved)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_sparse_tensor_holds_its_values() -> None:
     values = torch.ones(2)
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (3,), check_invariants=True)

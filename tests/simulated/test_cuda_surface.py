@@ -522,6 +522,22 @@ def test_as_tensor_follows_the_default_device() -> None:
         assert torch.as_tensor(on_cpu, device="cuda", dtype=torch.float16).dtype == torch.float16
 
 
+def test_methods_work_inside_function_modes() -> None:
+    with simulate("T4") as gpu, torch.device("cuda"):
+        x = torch.ones(256, device="cpu")
+        assert x.cuda().is_cuda
+        assert x.to("cuda").get_device() == 0
+        assert x.type() == "torch.FloatTensor"
+        assert x.tolist()[0] == 1.0
+        assert bool(x[0])
+        assert x.numpy()[0] == 1.0
+        assert x.data_ptr() != 0
+        y = x.cuda()
+        assert y.cpu().device.type == "cpu"
+        assert gpu.allocated == 1024
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_tensors_pass_by_unseen() -> None:
     with simulate("T4") as gpu:
         sparse = torch.sparse_coo_tensor(

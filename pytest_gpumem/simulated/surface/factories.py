@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _device
 from torch.utils._device import DeviceContext, _device_constructors
 
 if TYPE_CHECKING:
@@ -43,9 +42,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
         patches.plan(torch, name, _watching(simulation, getattr(torch, name)))
-    through = _context(simulation, DeviceContext.__torch_function__)
+    as_tensor = _as_tensor(torch.as_tensor)
+    through = _context(simulation, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.plan(DeviceContext, "__torch_function__", through)
-    patches.plan(torch, "as_tensor", _as_tensor(torch.as_tensor))
+    patches.plan(torch, "as_tensor", as_tensor)
 
 
 def _is_meta(device: Any) -> bool:
@@ -64,7 +64,12 @@ def _watching(simulation: Simulation, factory: Callable[..., Any]) -> Callable[.
     return call
 
 
-def _context(simulation: Simulation, torch_function: Callable[..., Any]) -> Callable[..., Any]:
+def _context(
+    simulation: Simulation,
+    torch_function: Callable[..., Any],
+    real_as_tensor: Callable[..., Any],
+    as_tensor: Callable[..., Any],
+) -> Callable[..., Any]:
     def call(
         context: Any,
         func: Callable[..., Any],
@@ -72,6 +77,8 @@ def _context(simulation: Simulation, torch_function: Callable[..., Any]) -> Call
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is real_as_tensor and not (kwargs or {}).get("device"):
+            return as_tensor(*args, **{**(kwargs or {}), "device": context.device})
         if _is_meta(context.device) and not (kwargs or {}).get("device"):
             return _making_real_meta(
                 simulation, torch_function, (context, func, types, args, kwargs), {}
@@ -98,11 +105,10 @@ def _making_real_meta(
 def _as_tensor(as_tensor: Callable[..., Any]) -> Callable[..., Any]:
     def call(data: Any, dtype: Any = None, device: Any = None) -> Any:
         # In C++ as_tensor copies to the device out of sight of any dispatch mode.
-        target = _device.CURRENT_DEVICE if device is None else device
-        if target is None or torch.device(target).type != "cuda":
+        if device is None or torch.device(device).type != "cuda":
             return as_tensor(data, dtype=dtype, device=device)
         if isinstance(data, torch.Tensor):
-            return data.to(target, dtype)
-        return as_tensor(data, dtype=dtype, device="cpu").to(target)
+            return data.to(device, dtype)
+        return as_tensor(data, dtype=dtype, device="cpu").to(device)
 
     return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -53,9 +54,13 @@ def _as_function(method: Any) -> Any:
 
 
 _CPU = torch.device("cpu")
-_Base = torch._C.TensorBase
-_to = _Base.to
-_type = _Base.type
+_to: Callable[..., torch.Tensor] = raw.base("to")
+_type = raw.base("type")
+_get_device = raw.base("get_device")
+_data_ptr = raw.base("data_ptr")
+_bool = raw.base("__bool__")
+_tolist = raw.base("tolist")
+_numpy = raw.base("numpy")
 _DTYPE_NAMES = {
     torch.float32: "FloatTensor",
     torch.float64: "DoubleTensor",
@@ -106,12 +111,12 @@ class _Tensors:
 
     def get_device(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
-        return _Base.get_device(tensor) if block is None else block.device.index
+        return int(_get_device(tensor)) if block is None else block.device.index
 
     def data_ptr(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
         if block is None:
-            return _Base.data_ptr(tensor)
+            return int(_data_ptr(tensor))
         return block.address + int(tensor.storage_offset()) * tensor.element_size()
 
     def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
@@ -142,9 +147,7 @@ class _Tensors:
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device")
-        if isinstance(target, torch.dtype) or target is None:
-            return _to(tensor, *args, **kwargs)
-        if isinstance(target, torch.Tensor):
+        if target is None or isinstance(target, (torch.dtype, torch.Tensor)):
             return _to(tensor, *args, **kwargs)
         device = torch.device(target)
         if device.type == "cuda":
@@ -252,15 +255,15 @@ class _Tensors:
 
     def bool(self, tensor: torch.Tensor) -> bool:
         self._refuse(tensor, "bool()")
-        return bool(_Base.__bool__(tensor))
+        return bool(_bool(tensor))
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         self._refuse(tensor, "tolist()")
-        return _Base.tolist(tensor)
+        return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         self._refuse_numpy(tensor)
-        return _Base.numpy(tensor, **kwargs)
+        return _numpy(tensor, **kwargs)
 
     def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._refuse_numpy(tensor)
