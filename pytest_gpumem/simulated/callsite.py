@@ -18,18 +18,21 @@ MOST_FRAMES = 48
 class Stack:
     """The Python frames of one event; lines are looked up only when somebody reads them."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_frames")
 
     def __init__(self, entries: list[tuple[CodeType, int]]) -> None:
         self._entries = entries
+        self._frames: list[dict[str, Any]] | None = None
 
     @property
     def frames(self) -> list[dict[str, Any]]:
         """Innermost first, as torch's snapshots show them: filename, line and name."""
-        return [
-            {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
-            for code, offset in self._entries
-        ]
+        if self._frames is None:
+            self._frames = [
+                {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
+                for code, offset in self._entries
+            ]
+        return self._frames
 
 
 def current_stack() -> Stack:

@@ -356,9 +356,12 @@ class Allocator:
         """What ``torch.cuda.memory._snapshot()`` returns in this torch version."""
         return snapshots.snapshot([self])
 
-    def segments(self) -> list[dict[str, Any]]:
-        """The segments and their blocks, by address: ``snapshot()["segments"]``."""
-        return snapshots.segments(self)
+    def segments(self, *, frames: bool = True) -> list[dict[str, Any]]:
+        """The segments and their blocks, by address: ``snapshot()["segments"]``.
+
+        Looking up the lines of ``frames`` takes most of the time.
+        """
+        return snapshots.segments(self, frames=frames)
 
     @property
     def allocated(self) -> int:

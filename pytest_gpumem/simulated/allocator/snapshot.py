@@ -35,13 +35,13 @@ def snapshot(allocators: Sequence[Allocator]) -> Json:
     return result
 
 
-def segments(allocator: Allocator) -> list[Json]:
-    """The segments of one allocator by address, each with its blocks."""
+def segments(allocator: Allocator, *, frames: bool = True) -> list[Json]:
+    """The segments of one allocator by address, each with its blocks; looking frames up is slow."""
     heads = sorted(
         (block for block in allocator.every_block() if _is_head(block)),
         key=lambda block: block.address,
     )
-    return [_segment(allocator, head) for head in heads]
+    return [_segment(allocator, head, frames=frames) for head in heads]
 
 
 def _is_head(block: Block) -> bool:
@@ -49,12 +49,12 @@ def _is_head(block: Block) -> bool:
     return block.previous is None or not block.previous.is_mapped
 
 
-def _segment(allocator: Allocator, head: Block) -> Json:
+def _segment(allocator: Allocator, head: Block, *, frames: bool) -> Json:
     blocks = list(_chain(head))
     live = [block for block in blocks if not block.key]
     pool = head.free_list.pool
     active = sum(block.size for block in live)
-    context = allocator.segment_context(head.address)
+    context = allocator.segment_context(head.address) if frames else None
     result: Json = {
         "device": allocator.device,
         "address": head.address,
@@ -69,7 +69,7 @@ def _segment(allocator: Allocator, head: Block) -> Json:
     }
     if context is None:
         result["frames"] = []
-    result["blocks"] = [_block(block) for block in blocks]
+    result["blocks"] = [_block(block, frames=frames) for block in blocks]
     if context is not None:
         result["frames"] = frames_of(context)
     return result
@@ -82,13 +82,13 @@ def _chain(head: Block) -> Iterable[Block]:
         block = block.next
 
 
-def _block(block: Block) -> Json:
+def _block(block: Block, *, frames: bool) -> Json:
     return {
         "address": block.address,
         "size": block.size,
         "requested_size": block.requested,
         "state": "inactive" if block.key else "active_allocated",
-        "frames": frames_of(block.context),
+        "frames": frames_of(block.context) if frames else [],
     }
 
 

@@ -224,8 +224,11 @@ class _Api:
     def memory_snapshot(
         self, mempool_id: Any = None, include_traces: bool = True
     ) -> list[dict[str, Any]]:
-        """``torch.cuda.memory_snapshot()``: the segments of every device."""
-        return [s for gpu in self._simulation.gpus for s in gpu.allocator.segments()]
+        """``torch.cuda.memory_snapshot()``: the segments of every device, without stacks.
+
+        torch has none either unless history is recorded; ``_snapshot()`` shows them.
+        """
+        return [s for gpu in self._simulation.gpus for s in gpu.allocator.segments(frames=False)]
 
     def _cuda_memorySnapshot(self, *_: Any) -> dict[str, Any]:
         return snapshot([gpu.allocator for gpu in self._simulation.gpus])
