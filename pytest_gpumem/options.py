@@ -24,7 +24,8 @@ _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
     "gpumem_prune_baselines": "delete baselines of tests that no longer exist",
     "gpumem_require_baselines": (
-        "fail tests that say baseline=True and have none (on by itself when CI is set)"
+        "fail every marked test that has no baseline, not only those that say baseline=True (for "
+        "these it is on by itself when CI is set)"
     ),
 }
 _VALUE_FLAGS = {

@@ -121,6 +121,7 @@ def pytest_runtest_makereport(
     report = yield
     if call.excinfo is not None:
         skip_unsimulated(item, report, call.excinfo.value)
+    item.config.stash[SESSION].note_skip(item, report)
     item.config.stash[SESSION].complete(report, raised=call.excinfo is not None)
     return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -31,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser.parse_args(argv)
         code: int = arguments.run(arguments)
-    except ValueError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BAD_INPUT
+    except (ValueError, OSError) as error:
         print(f"gpumem: {error}", file=sys.stderr)
         return BAD_INPUT
     return code

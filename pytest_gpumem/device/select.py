@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.device.errors import DeviceError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -51,9 +53,20 @@ class DeviceSelector:
         """
         return self.real() or self._simulate(model or self._choice.models[0])
 
+    def check_torch(self) -> None:
+        """Raise :class:`DeviceError` where torch is not installed."""
+        from importlib.util import find_spec
+
+        if find_spec("torch") is None:
+            raise DeviceError(
+                "the test's GPU memory cannot be measured because torch is not installed: install "
+                "torch, or run with --gpumem-device=off"
+            )
+
     def real(self) -> Device | None:
         """Return the real device to measure on, ``None`` where tests are simulated."""
         if not self._decided:
+            self.check_torch()
             self._real = self._find_real()
             self._decided = True
         return self._real

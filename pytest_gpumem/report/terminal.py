@@ -89,6 +89,9 @@ def section(
         blocks.append(list(_without_baseline(records, most, width, command)))
         blocks.append(list(_notes(records, notes, most, width)))
         blocks.append(list(_devices(records, verbosity, width)))
+    else:
+        # What went wrong with files decides the exit status: it is said however quiet pytest is.
+        blocks.append(list(_notes((), notes, len(notes), width)))
     blocks.append(list(_updates(update, verbosity, width)))
     blocks.append(list(_summary(records, width)))
     return _spaced(blocks, Line() if verbosity >= 0 else None)
@@ -132,8 +135,6 @@ def _failures(records: Sequence[TestRecord], verbosity: int, width: int) -> Iter
             yield _marked(test_status(record), record.nodeid, width)
             for verdict in _telling(record.broken, verbosity):
                 yield from _sentence(verdict.short, width)
-                for note in verdict.notes:
-                    yield from _sentence(note, width, "    ")
 
 
 def _telling(broken: Sequence[Verdict], verbosity: int) -> Sequence[Verdict]:

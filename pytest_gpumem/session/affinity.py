@@ -62,7 +62,8 @@ class FixtureDevices:
             origin = self._origins.get(fixture)  # finishing one finishes those that depend on it
             if origin is None or origin.device is device or fixture.cached_result is None:
                 continue
-            if origin.asked or _depends_on_device(fixture.cached_result[0]):
+            failed = fixture.cached_result[2] is not None
+            if failed or origin.asked or _depends_on_device(fixture.cached_result[0]):
                 with origin.device.active() if origin.device else nullcontext():
                     fixture.finish(item._request)  # type: ignore[attr-defined]  # as pytest itself
 

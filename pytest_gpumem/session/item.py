@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.baseline.store import BaselineError
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.fixtures import FixtureLedger
@@ -95,6 +96,9 @@ class MeasuredItem:
         if self._in_body:  # a subtest's: they are reported while the body runs
             self._subtest_failed |= raised and report.failed
         elif report.when == "call" and self._record is not None:
+            if report.failed and self._record.measurement and self._record.measurement.notes:
+                # A failure may come from a value that was made up.
+                report.sections.append(("gpumem", "\n".join(self._record.measurement.notes)))
             record = _with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
@@ -105,18 +109,22 @@ class MeasuredItem:
 
         Raises pytest's ``Failed`` where the body passed and a verdict does not.
         """
-        for _ in range(self._runs() - 1):
-            with self._run():
-                self._item.runtest()
         try:
+            for _ in range(self._runs() - 1):
+                with self._run():
+                    self._item.runtest()
             with self._run():
                 yield
         except (pytest.skip.Exception, SimulationError):
             raise
         except BaseException:
-            self._finish(passed=False)
+            with suppress(BaselineError):  # the body's own failure matters more
+                self._finish(passed=False)
             raise
-        self._finish(passed=self._passed())
+        try:
+            self._finish(passed=self._passed())
+        except BaselineError as error:
+            pytest.fail(str(error), pytrace=False)
         if self._record is not None and self._record.broken:
             self._write_snapshot()
             pytest.fail(self._judge.failure_text(self._record), pytrace=False)
@@ -143,7 +151,8 @@ class MeasuredItem:
         if self._settings.artifacts is None or self._record is None:
             return
         try:
-            write_snapshot(self._settings.artifacts, self._item.nodeid)
+            path = write_snapshot(self._settings.artifacts, self._item.nodeid)
+            self._note(f"{self._item.nodeid}: its snapshot is {path}")
         except OSError as error:
             self._note(
                 f"{self._item.nodeid}: its snapshot cannot be written: {error.strerror or error}; "

@@ -28,6 +28,10 @@ UNSIMULATED = "gpumem_unsimulated"
 """Of a test's report: the sentence that says why a simulated device cannot run it."""
 
 
+SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
+"""Of a marked test's report: ``skipif`` skipped it by a condition that was evaluated at import."""
+
+
 def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
     """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
 
@@ -58,6 +62,7 @@ class Results:
         self._incomplete: dict[str, str] = {}
         self._notes: list[str] = []
         self._unsimulated: dict[str, str] = {}
+        self._skipped_at_import = 0
         self._update: UpdateReport | None = None
         self.any_marked = False
         """Whether any collected test is marked."""
@@ -74,6 +79,8 @@ class Results:
         if outcome == "rerun":  # by pytest-rerunfailures: this attempt does not count
             self._rerun.add(nodeid)
             return
+        if getattr(report, SKIPPED_AT_IMPORT, False):
+            self._skipped_at_import += 1
         if sentence := getattr(report, UNSIMULATED, None):
             self._unsimulated[nodeid] = sentence
         if report.failed:
@@ -83,6 +90,10 @@ class Results:
             from pytest_gpumem.report.record import TestRecord
 
             self._records[nodeid] = replace(TestRecord.from_dict(data), nodeid=nodeid)
+        if report.failed and nodeid in self._records and not hasattr(report, "context"):
+            # Not yet known when the record was made: a failed subtest, an error of the teardown.
+            outcome = "failed" if report.when == "call" else "error"
+            self._records[nodeid] = replace(self._records[nodeid], outcome=outcome)
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
         """Take in the ids of all collected tests, and whether any of them is marked."""
@@ -128,6 +139,12 @@ class Results:
             *self._notes,
             *(f"{nodeid} was skipped: {why}" for nodeid, why in self._unsimulated.items()),
         ]
+        if count := self._skipped_at_import:
+            notes.append(
+                f"{count} marked test{'s were' if count > 1 else ' was'} skipped by skipif, whose "
+                "condition was evaluated at import: there a GPU that is simulated exists only with "
+                "--gpumem-sim-scope=session"
+            )
         if self._settings.device.kind == "off" and self.any_marked:
             notes.append("--gpumem-device=off: marked tests ran without being measured")
         if not self._records and not notes and self._update is None:

@@ -15,7 +15,7 @@ from pytest_gpumem.marker import Expectation, MarkerError, expectation_of
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
-from pytest_gpumem.session.results import Results
+from pytest_gpumem.session.results import SKIPPED_AT_IMPORT, Results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -161,6 +161,18 @@ class GpumemSession:
     def calling(self) -> AbstractContextManager[None]:
         """Return the context in which pytest calls the current test."""
         return self.current.calling() if self.current else nullcontext()
+
+    def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """Note a marked test that a condition skipped when its module was imported."""
+        if (
+            report.skipped
+            and report.when == "setup"
+            and self.settings.sim_scope == "test"
+            and not self.selector.off
+            and item.get_closest_marker(MARKER_NAME)
+            and any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))
+        ):
+            setattr(report, SKIPPED_AT_IMPORT, True)
 
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report."""

@@ -113,10 +113,14 @@ class ShapeExecution(TorchDispatchMode):
         except NotImplementedError as error:
             if _DATA_DEPENDENT & set(func.tags):
                 raise UnknownValueError(_unknown(func)) from error
-            raise UnsupportedOperatorError(
-                f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
-                f"simulated GPU"
-            ) from error
+            raise UnsupportedOperatorError(_no_shapes(func)) from error
+        except RuntimeError as error:
+            text = str(error)
+            if "no fake impl" in text:
+                raise UnsupportedOperatorError(_no_shapes(func)) from error
+            if "meta tensor" in text:
+                raise UnknownValueError(_unknown(func)) from error
+            raise
         finally:
             self.inside = False
 
@@ -189,6 +193,9 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target = kwargs.get("device")
+            if kwargs.get("pin_memory"):
+                # Host memory is pageable here: pinning it needs a driver.
+                kwargs = {**kwargs, "pin_memory": False}
             owner = self._owner(args, kwargs)
             if target is None:
                 if owner is None:
@@ -207,8 +214,6 @@ class ShapeExecution(TorchDispatchMode):
                 device = simulation.current
             else:
                 return self._run(func, args, kwargs)
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
             if kwargs.get("generator") is not None:
                 kwargs = {**kwargs, "generator": None}
             result = self._run(func, args, kwargs)
@@ -290,6 +295,8 @@ _MIXES_DEVICES = (
     "aten::_unsafe_index",
     "aten::_foreach_copy",
     "aten::_pack_padded_sequence",
+    "aten::_ctc_loss",
+    "aten::ctc_loss",
 )
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 _READS = frozenset(
@@ -323,6 +330,13 @@ def _shapes_only(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_shapes_only(item) for item in value)
     return value
+
+
+def _no_shapes(func: Any) -> str:
+    return (
+        f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
+        f"simulated GPU"
+    )
 
 
 def _unknown(func: Any) -> str:

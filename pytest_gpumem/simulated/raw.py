@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
@@ -16,9 +17,10 @@ def base(name: str) -> Callable[..., Any]:
     method = _getters[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _modes_enabled():
+        if not _modes_enabled() and not is_lazy(args[0]):
             return method(*args, **kwargs)
-        # Under a mode torch would look the method up again and find the replaced one.
+        # Under a mode torch would look the method up again and find the replaced one; parameters
+        # of lazy modules know only torch's own.
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 

@@ -36,6 +36,8 @@ def test_tensors_say_that_they_are_on_cuda() -> None:
         lambda: torch.ones(256, device=torch.device("cuda")),
         lambda: torch.ones(256).cuda(),
         lambda: torch.ones(256).cuda(0),
+        lambda: torch.ones(256).to(0),
+        lambda: torch.ones(256, device=0),
         lambda: torch.ones(256).to("cuda"),
         lambda: torch.ones(256).to(device="cuda", dtype=torch.float32),
         lambda: torch.ones(256).to(torch.zeros(1, device="cuda"))[:],
@@ -155,6 +157,23 @@ def test_deepcopy_of_a_tensor_with_a_gradient() -> None:
         assert gpu.allocated == 4 * 1024
 
 
+def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None:
+    with simulate("T4"):
+        assert nn.Linear(2, 2).to(0).weight.is_cuda
+        lazy = nn.LazyLinear(4).cuda()
+        lazy(torch.ones(2, 8, device="cuda"))
+        assert lazy.weight.is_cuda
+        assert lazy.weight.shape == (4, 8)
+
+
+def test_the_cuda_version_is_one() -> None:
+    with simulate("T4"):
+        assert torch.version.cuda is not None
+        major, minor = (int(part) for part in torch.version.cuda.split("."))
+        assert (major, minor) >= (12, 0)
+        assert torch.cuda.get_arch_list() == ["sm_75"]
+
+
 def test_state_dict_round_trip() -> None:
     with simulate("T4"):
         model = nn.Linear(8, 8).cuda()
@@ -271,8 +290,18 @@ def test_random_state() -> None:
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
 
 
+def test_profiler_ranges_and_data_parallel_on_one_device() -> None:
+    with simulate("T4"):
+        torch.cuda.nvtx.range_push("step")
+        torch.cuda.nvtx.mark("here")
+        parallel = nn.DataParallel(nn.Linear(3, 3).cuda(), device_ids=[0])
+        assert parallel(torch.ones(2, 3, device="cuda")).shape == (2, 3)
+        torch.cuda.nvtx.range_pop()
+
+
 def test_pinned_loading() -> None:
     with simulate("T4") as gpu:
+        assert torch.empty(3, pin_memory=True).device.type == "cpu"
         batch = torch.ones(256).pin_memory().cuda(non_blocking=True)
         assert batch.is_cuda
         assert gpu.allocated == 1024

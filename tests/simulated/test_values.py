@@ -47,6 +47,13 @@ def test_item_of_a_float_is_zero_and_said_once_per_line() -> None:
         lambda x: torch.unique(x),
         lambda x: torch.zeros(3).copy_(x),
         lambda x: torch.testing.assert_close(x, x + 1),
+        # Its lengths may lie on the CPU: not a mix of devices.
+        lambda x: nn.functional.ctc_loss(
+            torch.zeros(5, 1, 4, device="cuda"),
+            x[None].long(),
+            torch.tensor([5]),
+            torch.tensor([3]),
+        ),
         lambda x: torch.testing.assert_close(x.cpu(), torch.ones(3)),
     ],
 )
@@ -117,6 +124,33 @@ def test_an_operator_without_shapes_is_named() -> None:
             ),
         ):
             torch.ops.gpumem_test.kernel(torch.ones(3, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: torch.export.export(nn.Linear(3, 3).cuda(), (x,)),
+        lambda x: torch.cuda.CUDAGraph(),
+    ],
+)
+def test_what_needs_a_real_device_is_refused_by_name(run: Callable[[torch.Tensor], Any]) -> None:
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=rf"{HERE}:\d+ needs a real"):
+        run(torch.ones(1, 3, device="cuda"))
+
+
+def test_a_custom_operator_without_shapes_is_named() -> None:
+    @torch.library.custom_op("gpumem_test::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=r"gpumem_test\.double"):
+        double(torch.ones(3, device="cuda"))
+
+
+def test_repeats_known_only_by_value_are_refused() -> None:
+    with simulate("T4"), pytest.raises(UnknownValueError, match="repeat_interleave"):
+        x = torch.ones(3, device="cuda")
+        x.repeat_interleave(torch.tensor([1, 2, 3], device="cuda"))
 
 
 def test_notes_do_not_grow_without_end() -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.simulated.surface import autocast, compile, cuda, factories, streams, tensors
+from pytest_gpumem.simulated.surface import (
+    autocast,
+    compile,
+    cuda,
+    factories,
+    streams,
+    tensors,
+    unsupported,
+)
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -13,5 +21,5 @@ if TYPE_CHECKING:
 
 def plan(simulation: Simulation, patches: Patches) -> None:
     """List every replacement that ``simulation`` needs."""
-    for part in (tensors, factories, cuda, streams, autocast, compile):
+    for part in (tensors, factories, cuda, streams, autocast, compile, unsupported):
         part.plan(simulation, patches)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
 
 
+CUDA_OF_CPU_BUILDS = "12.6"
+"""``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
+
+
 def plan(simulation: Simulation, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
     api = _Api(simulation)
@@ -46,7 +50,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "has_magma": True,
         "get_rng_state": api.get_rng_state,
         "set_rng_state": api.set_rng_state,
-        "get_arch_list": list,
+        "get_arch_list": api.arch_list,
         "_is_compiled": _yes,
         "_nvml_based_avail": bool,
         "_raw_device_count_nvml": lambda: -1,
@@ -61,7 +65,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)
     patches.plan(torch, "Generator", _generator(torch.Generator))
-    patches.plan(torch.version, "cuda", torch.version.cuda or "simulated")
+    patches.plan(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
 
 
 def _yes() -> bool:
@@ -177,6 +181,10 @@ class _Api:
             max_threads_per_multi_processor=model.max_threads_per_sm,
             uuid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{index}")),
         )
+
+    def arch_list(self) -> list[str]:
+        major, minor = self._gpu().model.compute_capability
+        return [f"sm_{major}{minor}"]
 
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return including_emulation or self._gpu().model.compute_capability >= (8, 0)

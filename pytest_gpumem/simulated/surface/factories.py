@@ -46,6 +46,18 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     through = _context(simulation, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.plan(DeviceContext, "__torch_function__", through)
     patches.plan(torch, "as_tensor", as_tensor)
+    patches.plan(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
+
+
+def _parse_to(parse_to: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (torch.device("cuda", args[0]), *args[1:])
+        elif type(kwargs.get("device")) is int:
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        return parse_to(*args, **kwargs)
+
+    return call
 
 
 def _is_meta(device: Any) -> bool:
@@ -56,6 +68,9 @@ def _is_meta(device: Any) -> bool:
 
 def _watching(simulation: Simulation, factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs.get("device"), int):
+            # A build without CUDA does not know whose number that is.
+            kwargs["device"] = torch.device("cuda", kwargs["device"])
         # Meta kernels written in Python make their outputs on meta too.
         if _is_meta(kwargs.get("device")) and not simulation.execution.inside:
             return _making_real_meta(simulation, factory, args, kwargs)

@@ -149,7 +149,7 @@ class _Tensors:
         target = args[0] if args else kwargs.get("device")
         if target is None or isinstance(target, (torch.dtype, torch.Tensor)):
             return _to(tensor, *args, **kwargs)
-        device = torch.device(target)
+        device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
         if device.type == "cuda":
             self._simulation.device(device.index)
         elif device.type == "meta":

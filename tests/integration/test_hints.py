@@ -1,0 +1,145 @@
+"""What goes wrong around a measurement is said in one sentence, however quiet pytest is."""
+
+from __future__ import annotations
+
+from tests.pytest_project import Project
+
+ONE_TEST = """
+    @pytest.mark.gpumem
+    def test_one():
+        torch.empty(512, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_damaged_baseline_fails_the_test_with_its_sentence_alone(project: Project) -> None:
+    project.write(test_it=ONE_TEST)
+    project.run("--gpumem-update-baselines")
+    (path,) = (project.path / "baselines").rglob("*.json")
+    path.write_text("{")
+
+    result = project.run("-q")
+
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines_random(["*test_it.py.json is *"])
+    result.stdout.no_fnmatch_line("*BaselineError*")
+    assert path.read_text() == "{"
+
+
+def test_a_report_that_cannot_be_written_is_said_when_quiet(project: Project) -> None:
+    project.write(test_it=ONE_TEST)
+    (project.path / "folder").mkdir()
+
+    result = project.run("-q", "--gpumem-report=json:folder")
+
+    assert result.ret == 1
+    result.stdout.fnmatch_lines_random(["note: *folder*"])
+
+
+def test_a_condition_at_import_that_skips_marked_tests_is_pointed_out(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem
+        @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        def test_skipped():
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+        """
+    )
+
+    result = project.run()
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines_random(["note: 1 marked test was skipped by skipif*"])
+
+    project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
+
+
+def test_a_failure_after_a_made_up_value_says_so(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem
+        def test_reads():
+            assert torch.ones(3, device="cuda").mean().item() == 1
+        """
+    )
+
+    result = project.run()
+
+    result.stdout.fnmatch_lines(["*- gpumem -*", "item() at test_it.py:* it got 0.0"])
+
+
+def test_the_snapshot_of_a_failure_is_named(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(max="1KiB")
+        def test_large():
+            torch.empty(4096, dtype=torch.uint8, device="cuda")
+        """
+    )
+
+    result = project.run("--gpumem-artifacts=artifacts")
+
+    result.stdout.fnmatch_lines_random(["note: test_it.py::test_large: its snapshot is *"])
+
+
+def test_a_failed_warm_up_is_on_record(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(warmup=1)
+        def test_fails():
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+            assert False
+        """
+    )
+
+    assert project.report()["test_it.py::test_fails"]["outcome"] == "failed"
+
+
+def test_a_teardown_that_fails_is_an_error_in_the_report(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.fixture
+        def model():
+            yield torch.empty(512, dtype=torch.uint8, device="cuda")
+            raise OSError
+
+        @pytest.mark.gpumem
+        def test_one(model):
+            pass
+        """
+    )
+
+    assert project.report()["test_it.py::test_one"]["outcome"] == "error"
+
+
+def test_a_fixture_that_failed_without_a_gpu_is_set_up_again_with_one(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.fixture(scope="module")
+        def model():
+            return torch.nn.Linear(10, 10).cuda()
+
+        def test_unmarked(model):
+            pass
+
+        @pytest.mark.gpumem
+        def test_marked(model):
+            model(torch.ones(1, 10, device="cuda"))
+        """
+    )
+
+    project.run().assert_outcomes(passed=1, errors=1)
+
+
+def test_without_torch_one_sentence(project: Project) -> None:
+    project.write(test_it=ONE_TEST)
+    (project.path / "conftest.py").write_text(
+        "import importlib.util\n"
+        "find_spec = importlib.util.find_spec\n"
+        "def without_torch(name, *args):\n"
+        "    return None if name == 'torch' else find_spec(name, *args)\n"
+        "importlib.util.find_spec = without_torch\n"
+    )
+
+    result = project.run_apart()
+
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines_random(["*torch is not installed: install torch, or run with*"])
