@@ -144,9 +144,12 @@ class ShapeExecution(TorchDispatchMode):
         storages = self._storages
         fresh = not any(r.alias_info is not None for r in func._schema.returns)
         placed = None if rule is None else rule.placed
+        writes = func._schema.is_mutable
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current
+            if writes:
+                storages.written(_tensors((args, kwargs)))
             if simulation.has_real_meta or storages.on_host or rule is not None:
                 owner = self._owner(args, kwargs)
                 if owner is None:
@@ -190,6 +193,7 @@ class ShapeExecution(TorchDispatchMode):
 
     def _factory(self, func: Any) -> Handler:
         simulation = self._simulation
+        copies = func._schema.name == "aten::_to_copy"
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target = kwargs.get("device")
@@ -218,6 +222,8 @@ class ShapeExecution(TorchDispatchMode):
                 kwargs = {**kwargs, "generator": None}
             result = self._run(func, args, kwargs)
             self._adopt(result, device)
+            if copies and not raw.is_meta(args[0]):
+                self._storages.know(result, args[0])
             return result
 
         return handle
@@ -240,6 +246,7 @@ class ShapeExecution(TorchDispatchMode):
             target, source = args[0], args[1]
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 raise UnknownValueError(_unknown(func))
+            self._storages.written((target,))
             return self._run(func, args, kwargs)
 
         return handle
@@ -251,6 +258,9 @@ class ShapeExecution(TorchDispatchMode):
             tensor = args[0]
             if self._owner(args, kwargs) is None:
                 return self._run(func, args, kwargs)
+            known = self._storages.known(tensor) if func in _NEUTRAL else None
+            if known is not None:
+                return known.item()
             neutral = simulation.neutral_value(tensor) if func in _NEUTRAL else None
             if neutral is None:
                 raise UnknownValueError(_unknown(func))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import Memory, SimulatedGPU
+
+
+MOST_KNOWN = 4096
+"""Elements of a tensor whose values are kept beside its shape."""
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
@@ -32,6 +36,8 @@ class Storages:
         self.by_key: dict[int, SimulatedStorage] = {}
         self.on_host: dict[int, SimulatedStorage] = {}
         """Copies of CUDA tensors in host memory: CPU tensors whose values nobody knows."""
+        self._known: dict[int, torch.Tensor] = {}
+        """By key: the elements, on the CPU, of small storages that were copied from there."""
         self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
         self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
 
@@ -41,6 +47,28 @@ class Storages:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
             return None
+
+    def know(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Remember that ``tensor``, on a device, is a copy of ``source``, a small CPU tensor."""
+        if source.numel() <= MOST_KNOWN and tensor.is_contiguous() and tensor.numel():
+            values = source.detach().to(tensor.dtype).flatten().clone()
+            self._known[tensor.untyped_storage()._cdata] = values
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return ``tensor``'s values, as a CPU tensor of its shape, if they are known."""
+        values = self._known.get(tensor.untyped_storage()._cdata) if self._known else None
+        if values is None or values.dtype != tensor.dtype:
+            return None
+        offset = int(tensor.storage_offset())
+        return values.as_strided(tensor.shape, tensor.stride(), offset).clone()
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Forget the values of ``tensors``: an operator may have written to them."""
+        if self._known:
+            for tensor in tensors:
+                record = self.of(tensor)
+                if record is not None:
+                    self._known.pop(record.key, None)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a CPU tensor of unknown values."""
@@ -108,5 +136,6 @@ class Storages:
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
+        self._known.pop(record.key, None)
         if record.address:
             record.allocator.free(record.address)

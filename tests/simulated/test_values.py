@@ -64,6 +64,50 @@ def test_other_reads_are_refused_naming_the_line(read: Callable[[torch.Tensor], 
             read(x)
 
 
+def test_what_was_copied_from_the_cpu_is_known_until_it_is_written_to() -> None:
+    with simulate("T4") as gpu:
+        x = torch.tensor([1.5, 2.5, 0.0], device="cuda")
+        assert x[1].item() == 2.5
+        assert x.tolist() == [1.5, 2.5, 0.0]
+        assert x.cpu().tolist() == [1.5, 2.5, 0.0]
+        assert bool(x[0])
+        assert not bool(x[2])
+        assert torch.tensor([3, 4]).cuda().view(1, 2)[0, 1].item() == 4
+        assert torch.arange(6).to("cuda").view(2, 3).t().tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert len(gpu.notes) == 0
+        x.add_(1)
+        assert x[1].item() == 0.0
+        assert len(gpu.notes) == 1
+        with pytest.raises(UnknownValueError):
+            x.tolist()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.copy_(torch.zeros(3)),
+        lambda x: x.__setitem__(0, 5.0),
+        lambda x: torch._foreach_mul_([x], 2),
+        lambda x: x[:2].fill_(7),
+        lambda x: torch.add(x, 1, out=x),
+        lambda x: x.view(3, 1).zero_(),
+    ],
+)
+def test_every_way_to_write_makes_values_unknown(write: Callable[[torch.Tensor], Any]) -> None:
+    with simulate("T4"):
+        x = torch.tensor([1.0, 2.0, 3.0], device="cuda")
+        write(x)
+        with pytest.raises(UnknownValueError):
+            x.tolist()
+
+
+def test_large_copies_are_not_kept() -> None:
+    with simulate("T4"):
+        x = torch.ones(4097).cuda()
+        with pytest.raises(UnknownValueError):
+            x.tolist()
+
+
 def test_numpy_of_a_cuda_tensor_is_torchs_error() -> None:
     with simulate("T4"), pytest.raises(TypeError, match="can't convert cuda:0 device type tensor"):
         torch.ones(3, device="cuda").numpy()

@@ -157,6 +157,8 @@ class _Tensors:
             return _to(tensor, *args, **kwargs)
         elif not raw.is_meta(tensor):
             return _to(tensor, *args, **kwargs)
+        if device.type == "cpu" and (known := self._known(tensor)) is not None:
+            return self.to(known, *args, **kwargs)
         if self.device(tensor).type != device.type:
             # Both ends may be meta to torch, which would then hand back the same tensor.
             kwargs = {**kwargs, "copy": True}
@@ -254,10 +256,16 @@ class _Tensors:
     # Reads.
 
     def bool(self, tensor: torch.Tensor) -> bool:
+        known = self._known(tensor)
+        if known is not None:
+            return bool(_bool(known))
         self._refuse(tensor, "bool()")
         return bool(_bool(tensor))
 
     def tolist(self, tensor: torch.Tensor) -> Any:
+        known = self._known(tensor)
+        if known is not None:
+            return _tolist(known)
         self._refuse(tensor, "tolist()")
         return _tolist(tensor)
 
@@ -268,6 +276,9 @@ class _Tensors:
     def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._refuse_numpy(tensor)
         return self._array(tensor, *args, **kwargs)
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None if self._block(tensor) is None else self._storages.known(tensor)
 
     def _refuse_numpy(self, tensor: torch.Tensor) -> None:
         self._refuse_on_host(tensor, "numpy()")
