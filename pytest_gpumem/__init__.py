@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
+    from pytest_gpumem.simulated.allocator.replay import replay as replay
     from pytest_gpumem.simulated.run import simulate as simulate
 
-__all__ = ["Gpumem", "simulate"]
+__all__ = ["Gpumem", "replay", "simulate"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,6 +18,10 @@ def __getattr__(name: str) -> Any:
         from pytest_gpumem.simulated.run import simulate
 
         return simulate
+    if name == "replay":
+        from pytest_gpumem.simulated.allocator.replay import replay
+
+        return replay
     if name == "Gpumem":
         from pytest_gpumem.session.fixture import Gpumem
 

@@ -111,6 +111,16 @@ def test_two_runs_are_the_same_to_the_last_address() -> None:
     assert run() == run()
 
 
+def test_a_runs_snapshot_replays_to_the_last_address() -> None:
+    with simulate("A100-40GB", torch_version="2.6") as gpu:
+        model = nn.Linear(2000, 2000).cuda()
+        model(torch.randn(64, 2000, device="cuda")).sum().backward()
+    result = pytest_gpumem.replay(gpu.snapshot())
+    assert (result.exact, result.first_mismatch) == (True, None)
+    assert result.total == sum(event.action == "alloc" for event in gpu.trace)
+    assert (result.peak_allocated, result.peak_reserved) == (gpu.peak_allocated, gpu.peak_reserved)
+
+
 def test_the_package_names_what_it_offers() -> None:
     assert set(pytest_gpumem.__all__) >= {"simulate"}
     for name in pytest_gpumem.__all__:
