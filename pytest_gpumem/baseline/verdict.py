@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,8 +56,7 @@ class Verdict:
 
         ``command`` is how pytest is started, with the options that the remedy has to repeat.
         """
-        lines = [self.short, *explanation_lines(self.explanation)]
-        return "\n".join([*lines, *self.remedy(nodeid, command)])
+        return failure_text([self], nodeid, command)
 
     def remedy(self, nodeid: str, command: str = "pytest") -> list[str]:
         """Return the line that says how to make the measured number the baseline, if that helps."""
@@ -254,3 +253,15 @@ def _where(device: str, simulated: bool, gpu: str) -> str:
     if device != "cuda:0":
         parts.append(device)
     return f" [{', '.join(parts)}]" if parts else ""
+
+
+def failure_text(verdicts: Iterable[Verdict], nodeid: str, command: str = "pytest") -> str:
+    """Return what the test ``nodeid`` fails with: each verdict's text, then each remedy once."""
+    verdicts = list(verdicts)
+    lines = [
+        line
+        for verdict in verdicts
+        for line in (verdict.short, *explanation_lines(verdict.explanation))
+    ]
+    remedies = [line for verdict in verdicts for line in verdict.remedy(nodeid, command)]
+    return "\n".join([*lines, *dict.fromkeys(remedies)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
@@ -50,17 +49,17 @@ class CudaDevice:
     def environment(self) -> Environment:
         """What its numbers depend on; initialises CUDA."""
         properties = torch.cuda.get_device_properties(self.index)
-        release = re.match(r"\d+\.\d+", torch.__version__)
+        major, minor = (int(part) for part in torch.__version__.split(".")[:2])
         reading = read_device(_uuid(properties) or self.index)
         known = reading if isinstance(reading, NvmlReading) else None
         return Environment(
             simulated=False,
             gpu=properties.name,
             compute_capability=f"{properties.major}.{properties.minor}",
-            torch=release[0] if release else torch.__version__,
+            torch=f"{major}.{minor}",
             cuda=torch.version.cuda,
             driver=known.driver if known else None,
-            alloc_conf=_alloc_conf(),
+            alloc_conf=alloc_conf_of_process((major, minor)),
             cublas_workspace_config=os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
             partition=known.mode.partition if known else "",
         )
@@ -102,11 +101,3 @@ def _uuid(properties: Any) -> str | None:
 
 def _name(index: int | None) -> str:
     return "cuda" if index is None else f"cuda:{index}"
-
-
-def _alloc_conf() -> str:
-    # Up to 2.9 the CUDA allocator reads the first variable only; since 2.10 also the second.
-    names = ["PYTORCH_CUDA_ALLOC_CONF"]
-    if torch.__version__ >= "2.10":
-        names.append("PYTORCH_ALLOC_CONF")
-    return next((os.environ[name] for name in names if name in os.environ), "")

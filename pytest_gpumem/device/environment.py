@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
+
+
+def alloc_conf_of_process(version: tuple[int, int]) -> str:
+    """Return the setting that the CUDA allocator of torch ``version`` reads, empty for none.
+
+    Source: c10/core/AllocatorConfig.cpp; up to 2.9 CUDAAllocatorConfig.cpp read the first alone.
+    """
+    names = ["PYTORCH_CUDA_ALLOC_CONF"]
+    if version >= (2, 10):
+        names += ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    return next((os.environ[name] for name in names if name in os.environ), "")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import pytest
 
 from pytest_gpumem.baseline.compare import Judgement, judge
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
-from pytest_gpumem.baseline.verdict import explanation_lines
+from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.session.results import suggested_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,15 +61,8 @@ class Judge:
         return self._judged(record, expectation) if expectation and passed else record
 
     def failure_text(self, record: TestRecord) -> str:
-        """Return what a test fails with: each broken verdict's text, then each remedy once."""
-        command = self._command()
-        lines = [
-            line
-            for verdict in record.broken
-            for line in (verdict.short, *explanation_lines(verdict.explanation))
-        ]
-        remedies = [line for v in record.broken for line in v.remedy(record.nodeid, command)]
-        return "\n".join([*lines, *dict.fromkeys(remedies)])
+        """Return what a test fails with."""
+        return failure_text(record.broken, record.nodeid, suggested_command(self._config))
 
     def _judged(self, record: TestRecord, expectation: Expectation) -> TestRecord:
         assert record.measurement is not None
@@ -134,8 +128,3 @@ class Judge:
         # Where CI turned the option on by itself it is for tests that say baseline=True.
         name = "gpumem_require_baselines"
         return bool(self._config.getoption(name, None) or self._config.getini(name))
-
-    def _command(self) -> str:
-        """Return how pytest was started, as far as the baselines depend on it."""
-        device = self._config.getoption("gpumem_device", None)
-        return f"pytest --gpumem-device={device}" if device else "pytest"

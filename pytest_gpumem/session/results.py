@@ -32,6 +32,12 @@ SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
 """Of a marked test's report: ``skipif`` skipped it by a condition that was evaluated at import."""
 
 
+def suggested_command(config: pytest.Config) -> str:
+    """Return how pytest was started, as far as baselines depend on it."""
+    device = config.getoption("gpumem_device", None)
+    return f"pytest --gpumem-device={device}" if device else "pytest"
+
+
 def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
     """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
 
@@ -159,15 +165,9 @@ class Results:
             width=writer.fullwidth,
             update=self._update,
             notes=notes,
-            command=self.command,
+            command=suggested_command(self._config),
         )
         write_section(writer, lines, verbosity=verbosity)
-
-    @property
-    def command(self) -> str:
-        """How pytest was started, as far as baselines depend on it."""
-        device = self._config.getoption("gpumem_device", None)
-        return f"pytest --gpumem-device={device}" if device else "pytest"
 
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings

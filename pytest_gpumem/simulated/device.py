@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
 from pytest_gpumem.simulated.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.callsite import current_stack
@@ -45,7 +45,7 @@ class SimulatedGPU:
         self.index = index
         self.stream = 0
         self.torch_device = torch.device("cuda", index)
-        self.alloc_conf = _alloc_conf(self.version) if alloc_conf is None else alloc_conf
+        self.alloc_conf = alloc_conf_of_process(self.version) if alloc_conf is None else alloc_conf
         self.cublas_workspace_config = (
             os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
             if cublas_workspace_config is None
@@ -190,11 +190,3 @@ def parse_version(text: str | None) -> Version:
             f'write 2.6 or later, as in torch_version="2.11"'
         )
     return version
-
-
-def _alloc_conf(version: Version) -> str:
-    # Up to 2.9 the CUDA allocator reads the first variable only; since 2.10 the first one set wins.
-    names = ["PYTORCH_CUDA_ALLOC_CONF"]
-    if version >= (2, 10):
-        names += ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-    return next((os.environ[name] for name in names if name in os.environ), "")
