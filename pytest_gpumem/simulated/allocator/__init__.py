@@ -6,12 +6,8 @@ from pytest_gpumem.simulated.allocator.messages import (
     OutOfMemory,
     OutOfMemoryFields,
 )
-from pytest_gpumem.simulated.allocator.replay import (
-    ReplayResult,
-    SnapshotError,
-    load_snapshot,
-    replay,
-)
+from pytest_gpumem.simulated.allocator.recording import SnapshotError, load_snapshot
+from pytest_gpumem.simulated.allocator.replay import ReplayResult, replay
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, SettingsError
 from pytest_gpumem.simulated.allocator.trace import Trace, TraceEntry
 

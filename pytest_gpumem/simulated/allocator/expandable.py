@@ -22,27 +22,30 @@ class ExpandableSegments:
     """All expandable segments of one device.
 
     Args:
-        total_memory: bytes of the device; a segment reserves 9/8 of it.
-        large_page: bytes that the large pool maps at a time; the small pool maps 2 MiB.
-        reserve: given a size, the address of a new range.
+        address_space: bytes of addresses that a new segment reserves; may be changed.
+        large_page: bytes that the large pool maps at a time in new segments; may be changed. The
+            small pool maps 2 MiB.
+        reserve: given a size, the address and shift of a new range.
         map_pages: asks the device for memory at an address; False if it has none left.
         unmap_pages: gives memory back.
     """
 
     def __init__(
         self,
-        total_memory: int,
+        address_space: int,
         large_page: int,
-        reserve: Callable[[int], int],
+        reserve: Callable[[int], tuple[int, int]],
         map_pages: MapPages,
         unmap_pages: UnmapPages,
     ) -> None:
-        self._address_space = total_memory + total_memory // 8
-        self._large_page = large_page
+        self.address_space = address_space
+        self.large_page = large_page
         self._reserve = reserve
         self._map_pages = map_pages
         self._unmap_pages = unmap_pages
         self._bases: list[int] = []
+        self._pages: dict[int, int] = {}
+        """Bytes of a page, by the segment's base."""
 
     def best_fit(self, free_list: FreeList, rounded: int) -> Block | None:
         """The cached block for a request; it stays in its list.
@@ -56,7 +59,7 @@ class ExpandableSegments:
             return None
         block = free_list.blocks[keys[index]]
         size = _expandable_size(block)
-        while (index := index + 1) < len(keys):
+        while block.free_list.is_expandable and (index := index + 1) < len(keys):
             following = free_list.blocks[keys[index]]
             following_size = _expandable_size(following)
             if following_size >= size:
@@ -65,8 +68,14 @@ class ExpandableSegments:
         return block
 
     def obtain(self, free_list: FreeList, rounded: int, context: Any) -> Block | None:
-        """Map pages for a block of ``rounded`` bytes; None if the device has none left."""
+        """Map pages for a block of ``rounded`` bytes.
+
+        None if the device has none left, or no segment has the addresses.
+        """
+        free_list = free_list.expandable_side()
         block = self._find(free_list, rounded)
+        if block is None:
+            return None
         if not block.is_mapped and not self._map(block, min(block.size, rounded), context):
             return None
         while block.size < rounded:
@@ -80,35 +89,34 @@ class ExpandableSegments:
 
     def release(self, pool: Pool) -> None:
         """Unmap every page that lies wholly in a free block."""
-        free = [
-            free_list.blocks[key]
-            for _, free_list in sorted(pool.free_lists.items())
-            for key in free_list.keys
-        ]
-        for block in free:
+        for block in pool.free_blocks():
+            if not block.free_list.is_expandable:
+                continue
             self._unmap(block)
             if not block.is_split and not block.is_mapped:
                 del block.free_list.unmapped[block.address]
                 self._bases.remove(block.address)
+                del self._pages[block.address]
 
-    def _find(self, free_list: FreeList, rounded: int) -> Block:
+    def _find(self, free_list: FreeList, rounded: int) -> Block | None:
         """The lowest block, free or unmapped, from which on ``rounded`` bytes are not in use."""
         for _, block in sorted(free_list.unmapped.items()):
             start = block.previous if block.previous is not None and block.previous.key else block
             if _unused_from(start, rounded) >= rounded:
                 return start
-        return self._new_segment(free_list)
+        return self._new_segment(free_list, rounded)
 
-    def _new_segment(self, free_list: FreeList) -> Block:
-        page = self._page(free_list)
-        size = -(-self._address_space // page) * page
-        block = new_block(free_list, self._reserve(size), size)
+    def _new_segment(self, free_list: FreeList, rounded: int) -> Block | None:
+        page = SMALL_SEGMENT if free_list.pool.small else self.large_page
+        size = -(-self.address_space // page) * page
+        if size < rounded:
+            return None
+        address, shift = self._reserve(size)
+        block = new_block(free_list, address, size, shift)
         insort(self._bases, block.address)
+        self._pages[block.address] = page
         free_list.unmapped[block.address] = block
         return block
-
-    def _page(self, free_list: FreeList) -> int:
-        return SMALL_SEGMENT if free_list.pool.small else self._large_page
 
     def _map(self, block: Block, size: int, context: Any) -> bool:
         """Map the pages that hold the first ``size`` bytes of an unmapped block.
@@ -117,19 +125,19 @@ class ExpandableSegments:
         """
         free_list = block.free_list
         address = block.address
-        base, page = self._base(address), self._page(free_list)
+        base, page = self._base_and_page(address)
         end = base + -(-(address + size - base) // page) * page
         mapped = end - address
         if not self._map_pages(free_list, address, mapped, context):
             return False
         del free_list.unmapped[address]
         if mapped < block.size:
-            rest = new_block(free_list, end, block.size - mapped)
+            rest = new_block(free_list, end, block.size - mapped, block.shift)
             _insert_after(block, rest)
             free_list.unmapped[end] = rest
             block.size = mapped
-        _absorb(block, block.previous, mapped=True)
-        _absorb(block, block.next, mapped=True)
+        absorb(block, block.previous, mapped=True)
+        absorb(block, block.next, mapped=True)
         free_list.add(block)
         return True
 
@@ -137,29 +145,30 @@ class ExpandableSegments:
         """Unmap the whole pages of a free block; what is left of it stays free."""
         free_list = block.free_list
         address, end = block.address, block.address + block.size
-        base, page = self._base(address), self._page(free_list)
+        base, page = self._base_and_page(address)
         first = base + -(-(address - base) // page) * page
         last = base + (end - base) // page * page
         if first >= last:
             return
         free_list.remove(block)
         if first > address:
-            before = new_block(free_list, address, first - address)
+            before = new_block(free_list, address, first - address, block.shift)
             _insert_before(block, before)
             free_list.add(before)
         if last < end:
-            after = new_block(free_list, last, end - last)
+            after = new_block(free_list, last, end - last, block.shift)
             _insert_after(block, after)
             free_list.add(after)
         block.address, block.size = first, last - first
-        _absorb(block, block.previous, mapped=False)
-        _absorb(block, block.next, mapped=False)
+        absorb(block, block.previous, mapped=False)
+        absorb(block, block.next, mapped=False)
         free_list.unmapped[block.address] = block
         self._unmap_pages(free_list, first, last - first)
 
-    def _base(self, address: int) -> int:
-        """Where the segment begins that ``address`` lies in; pages count from there."""
-        return self._bases[bisect_right(self._bases, address) - 1]
+    def _base_and_page(self, address: int) -> tuple[int, int]:
+        """Where the segment begins that ``address`` lies in, and the bytes of its pages."""
+        base = self._bases[bisect_right(self._bases, address) - 1]
+        return base, self._pages[base]
 
 
 def _expandable_size(block: Block) -> int:
@@ -192,17 +201,20 @@ def _insert_before(block: Block, added: Block) -> None:
     block.previous = added
 
 
-def _absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> None:
-    """Merge a neighbour that is not in use, and mapped or not as asked, into ``block``."""
+def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
+    """Merge a neighbour that is not in use, and mapped or not as asked, into ``block``.
+
+    Returns the bytes that ``block`` gained.
+    """
     if neighbour is None:
-        return
+        return 0
     free_list = block.free_list
     if mapped and neighbour.key:
         free_list.remove(neighbour)
     elif not mapped and not neighbour.is_mapped:
         del free_list.unmapped[neighbour.address]
     else:
-        return
+        return 0
     block.size += neighbour.size
     if neighbour is block.previous:
         block.address = neighbour.address
@@ -213,3 +225,4 @@ def _absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> None:
         block.next = neighbour.next
         if block.next is not None:
             block.next.previous = block
+    return neighbour.size

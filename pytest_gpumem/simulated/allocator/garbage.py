@@ -37,12 +37,20 @@ def collect(pool: Pool, target: int, release: Callable[[Block], None]) -> None:
     """Release whole segments of at least mean age, until ``target`` bytes are reclaimed.
 
     ``garbage_collect_cached_blocks``: each round frees all that are old enough, not just enough.
+    Expandable segments count for the mean and stay.
     """
-    ages = {block: _age(block) for block in pool.whole_segments()}
+    ages = {block: _age(block) for block in pool.free_blocks() if not block.is_split}
     reclaimed = 0
     while ages and reclaimed < target:
         mean = sum(ages.values()) / len(ages)
-        for block in [block for block, age in ages.items() if age >= mean]:
+        old = [
+            block
+            for block, age in ages.items()
+            if age >= mean and not block.free_list.is_expandable
+        ]
+        if not old:
+            return
+        for block in old:
             reclaimed += block.size
             del ages[block]
             release(block)

@@ -31,6 +31,8 @@ class OutOfMemoryFields:
     """In use by the process: reserved, and the context outside the allocator."""
     private_free: int = 0
     """Free cached blocks of private pools."""
+    address_space: int | None = None
+    """What an expandable segment reserves, where they are on."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
@@ -78,7 +80,15 @@ def out_of_memory_message(
         " is allocated by PyTorch, "
         f"{private}"
         f"and {format_size(unallocated)} is reserved by PyTorch but unallocated."
-        f"{_hint(version, expandable=expandable)}"
+        f"{_hint(fields, version, expandable=expandable)}"
+    )
+
+
+def rejection_message(size: int) -> str:
+    """torch's text where ``throw_on_cudamalloc_oom`` refuses a request of ``size`` bytes (2.12)."""
+    return (
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed"
+        f" per_process_memory_fraction limit. Requested size: {format_size(size)}"
     )
 
 
@@ -90,10 +100,24 @@ _ADDRESS_SPACE_HINT = (
 )
 
 
-def _hint(version: tuple[int, int], *, expandable: bool) -> str:
+def _reserve_hint(fields: OutOfMemoryFields) -> str:
+    """Said instead where a segment reserves less than was asked for."""
+    space = fields.address_space
+    if space is None or fields.segment > fields.total or space >= fields.segment:
+        return ""
+    return (
+        f" This allocation exceeds the expandable-segment reserve of {format_size(space)} for this"
+        " stream, and a single allocation cannot span expandable segments. Raise"
+        " PYTORCH_CUDA_ALLOC_CONF expandable_segments_reserve or"
+        " expandable_segments_reserve_by_class (or unset it) so that a segment is at least"
+        f" {format_size(fields.segment)}."
+    )
+
+
+def _hint(fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool) -> str:
     """The advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
     if expandable and version >= (2, 14):
-        return _ADDRESS_SPACE_HINT if version >= (2, 15) else ""
+        return (_reserve_hint(fields) or _ADDRESS_SPACE_HINT) if version >= (2, 15) else ""
     variable = "PYTORCH_ALLOC_CONF" if version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
     page = (
         "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables"

@@ -1,35 +1,121 @@
-"""Feed a recorded memory snapshot through the simulated allocator and compare every event.
+"""Feed a recorded memory snapshot through the simulated allocator, as it was and as it might be.
 
 A snapshot of ``torch.cuda.memory._snapshot()`` holds the events of each device and the segments at
-its end. :func:`starting_segments` undoes the events to get the state in which recording began.
+its end. What the program did, its allocations and frees, is repeated; what the allocator did must
+follow. With other settings or another GPU it need not: that is the question then.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.allocator.allocator import Allocator
-from pytest_gpumem.simulated.allocator.constants import SMALL_SEGMENT, SMALL_SIZE
-from pytest_gpumem.simulated.allocator.messages import AllocatorError
-from pytest_gpumem.simulated.allocator.rounding import round_size
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.messages import AllocatorError, OutOfMemory
+from pytest_gpumem.simulated.allocator.recording import (
+    Json,
+    SnapshotError,
+    checked,
+    line_of,
+    load_snapshot,
+    recorded_conf,
+    release_of,
+)
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.simulated.allocator.start import PENDING, starting_segments
 
-Json = Mapping[str, Any]
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.gpus import GpuModel
 
 _UNBOUNDED = 1 << 48
 """Device memory of a replay: what did not fit then is on record as events."""
 _ELSEWHERE = 1 << 50
 """Where segments land that the recording does not have."""
-_XZ_MAGIC = b"\xfd7zXZ\x00"
 _NOT_COMPARED = frozenset({"free_requested", "snapshot", "oom", "annotate"})
 """free_requested repeats free_completed; the others do not change the allocator's state."""
+START = -1
+"""Stands for the moment before the first event."""
 
 
-class SnapshotError(AllocatorError):
-    """The file or object is not a memory snapshot that can be replayed."""
+@dataclass(frozen=True)
+class Mismatch:
+    """The first place where a recording and its replay differ."""
+
+    event: int | None
+    """Index in the device's trace; ``None`` for a difference at the end."""
+    expected: str
+    got: str
+    line: str = ""
+    """``file:line, function`` of the event, where the recording has it."""
+
+    def __str__(self) -> str:
+        if self.event is None:
+            return f"{self.expected}, {self.got}"
+        at = f" ({self.line})" if self.line else ""
+        return f"event {self.event} is {self.expected}, simulated {self.got}{at}"
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An allocation that found no memory; sizes in bytes."""
+
+    event: int
+    """Index in the device's trace; :data:`START` for what was live when recording began."""
+    requested: int
+    """Asked for by the program; in a recording after rounding."""
+    free: int
+    """Left on the device."""
+    line: str = ""
+    """``file:line, function``, where the recording has it."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How much memory one device took; in bytes."""
+
+    peak_allocated: int
+    peak_reserved: int
+    allocated_then: int
+    """The most that was allocated while ``peak_reserved`` was reserved."""
+    largest_split: int
+    """The largest free part of a segment partly in use, at that moment."""
+    segments: int
+    """Segments held from the driver, at that moment."""
+    retries: int
+    """How often the device was full, so that the cache had to be emptied; a recording does not
+    say, so that it is 0 there."""
+    out_of_memory: Shortage | None = None
+    """The first allocation that found no memory."""
+
+    @property
+    def fragmentation(self) -> int:
+        """Reserved and not allocated, when reserved memory was at its peak and used best."""
+        return self.peak_reserved - self.allocated_then
+
+
+@dataclass(frozen=True)
+class DeviceReplay:
+    """One device of a snapshot."""
+
+    device: int
+    events: int
+    exact: bool
+    exact_addresses: int
+    total: int
+    mismatch: Mismatch | None
+    recorded: Usage
+    what_if: Usage | None
+    capacity: int | None
+    """Memory of the device in the ``what_if``; ``None`` where nobody knows."""
+    live_at_start: int
+    """Bytes that were allocated before recording began; for a ``what_if`` they are placed anew
+    unless the recorded settings are kept."""
 
 
 @dataclass(frozen=True)
@@ -46,266 +132,374 @@ class ReplayResult:
     """Recorded allocations."""
     first_mismatch: str | None
     peak_allocated: int
+    """With the settings and the GPU that were asked for, as is ``peak_reserved``."""
     peak_reserved: int
+    devices: tuple[DeviceReplay, ...]
+    recorded_conf: str
+    alloc_conf: str | None
+    """The settings tried instead of the recorded ones, ``None`` where these were kept."""
+    gpu: str | None
+    """The model tried, ``None`` for the recorded one, whose memory is not on record."""
+    version: Version
+    """The torch release whose rules were followed."""
+
+    @property
+    def what_if(self) -> bool:
+        """Whether other settings or another GPU were tried."""
+        return self.alloc_conf is not None or self.gpu is not None
+
+    @property
+    def out_of_memory(self) -> Shortage | None:
+        """Where the program would run out of memory with what was tried."""
+        usages = [each.what_if for each in self.devices if each.what_if is not None]
+        return next((each.out_of_memory for each in usages if each.out_of_memory), None)
 
 
 def replay(
-    snapshot: Json | str | Path, alloc_conf: str | None = None, version: Version = (2, 13)
+    snapshot: Json | str | Path,
+    alloc_conf: str | None = None,
+    gpu: str | None = None,
+    *,
+    version: Version | None = None,
+    used_elsewhere: int = 0,
 ) -> ReplayResult:
     """Run the recorded allocations and frees through a simulated allocator.
 
+    The counts and ``first_mismatch`` compare the recording with its replay under the recorded
+    settings. ``alloc_conf`` and ``gpu`` ask what would have been instead: with other settings, what
+    was live when recording began is allocated anew.
+
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
-        alloc_conf: allocator settings to try instead of the recorded ones; what was live when
-            recording began is then allocated anew, and the result is not exact.
-        version: the torch release whose rules hold; a snapshot does not say which one made it.
+        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
+        gpu: a model of the catalogue, ``"A100-40GB"``, whose memory must suffice.
+        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
+            made it, so by default one that writes such snapshots.
+        used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its start cannot be restored.
         AllocatorError: the settings ask for something that is not simulated.
+        GpuError: ``gpu`` is not in the catalogue.
     """
-    data = load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot
-    traces = data.get("device_traces")
-    if not isinstance(traces, list) or not isinstance(data.get("segments"), list):
-        raise SnapshotError(
-            "This is not a memory snapshot: it has no segments and device_traces;"
-            " make one with torch.cuda.memory._dump_snapshot()."
-        )
-    conf = recorded_conf(data) if alloc_conf is None else alloc_conf
-    settings = AllocatorSettings.parse(conf, version)
-    results = [
-        _replay_device(data, device, settings, follow=alloc_conf is None)
-        for device, trace in enumerate(traces)
+    data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
+    rules = release_of(data) if version is None else version
+    question = _Question(
+        recorded=AllocatorSettings.parse(recorded_conf(data), rules),
+        tried=None if alloc_conf is None else AllocatorSettings.parse(alloc_conf, rules),
+        gpu=None if gpu is None else _model(gpu),
+        used_elsewhere=used_elsewhere,
+    )
+    devices = tuple(
+        _replay_device(data, device, question)
+        for device, trace in enumerate(data["device_traces"])
         if trace
-    ]
-    if not results:
-        raise SnapshotError(
-            "The snapshot holds no events: start recording with"
-            " torch.cuda.memory._record_memory_history() before the code of interest."
-        )
-    return _combined(results)
-
-
-def recorded_conf(snapshot: Json) -> str:
-    """The allocator settings that a snapshot was recorded with; old snapshots have none."""
-    return str((snapshot.get("allocator_settings") or {}).get("PYTORCH_CUDA_ALLOC_CONF", ""))
-
-
-def load_snapshot(path: str | Path) -> Json:
-    """Read a pickled snapshot, plain or xz-compressed, without running any code it may name.
-
-    Raises:
-        SnapshotError: the file cannot be read, or holds anything but plain values.
-    """
-    import lzma
-    import pickle
-    from io import BytesIO
-
-    class PlainUnpickler(pickle.Unpickler):
-        def find_class(self, module_name: str, global_name: str) -> Any:
-            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
-
-    try:
-        content = Path(path).read_bytes()
-        if content.startswith(_XZ_MAGIC):
-            content = lzma.decompress(content)
-        data = PlainUnpickler(BytesIO(content)).load()
-    except Exception as error:  # a damaged pickle raises errors of nearly every type
-        raise SnapshotError(f"Cannot read the memory snapshot {path}: {error}.") from error
-    if not isinstance(data, dict):
-        raise SnapshotError(f"{path} is not a memory snapshot: it holds a {type(data).__name__}.")
-    return data
-
-
-def starting_segments(
-    segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
-) -> list[dict[str, Any]]:
-    """The segments at the beginning of ``trace``, which ends with ``segments``; by address.
-
-    Each has ``address``, ``total_size``, ``stream``, ``segment_type`` and ``blocks``, as in a
-    snapshot. Of a block that was live at the beginning and freed later, only the requested size is
-    on record: its size follows from its neighbours, see :func:`_handed_out`.
-
-    Raises:
-        SnapshotError: an expandable segment had memory when recording began; its pages cannot be
-            told from the events.
-    """
-    segments = list(segments)
-    _check_expandable(segments, trace)
-    held, live = _undo(segments, trace)
-    divisions = settings.roundup_power2_divisions
-    start = []
-    for segment in sorted(held.values(), key=lambda each: int(each["address"])):
-        first, end = segment["address"], segment["address"] + segment["total_size"]
-        inside = sorted(address for address in live if first <= address < end)
-        blocks: list[dict[str, Any]] = []
-        position = first
-        for address, following in zip(inside, [*inside, end][1:], strict=True):
-            requested, size = live[address]
-            if size is None:
-                size = round_size(requested, divisions)
-                if segment["segment_type"] == "large":
-                    size = _handed_out(address, size, following, trace)
-            blocks += _gap(position, address)
-            blocks.append(_block(address, size, requested, "active_allocated"))
-            position = address + size
-        blocks += _gap(position, end)
-        start.append({**segment, "blocks": blocks})
-    return start
-
-
-def _check_expandable(segments: Sequence[Json], trace: Sequence[Json]) -> None:
-    changes = {"segment_map": 1, "segment_unmap": -1}
-    mapped = sum(changes.get(event["action"], 0) * event["size"] for event in trace)
-    held = sum(segment["total_size"] for segment in segments if segment.get("is_expandable"))
-    if mapped != held:
-        raise SnapshotError(
-            f"The recording began when expandable segments held {held - mapped} bytes;"
-            " to replay it, start recording before the first allocation."
-        )
-
-
-def _undo(
-    segments: Sequence[Json], trace: Sequence[Json]
-) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int | None]]]:
-    """Segments held, and (requested, size or None) of the blocks live, when recording began."""
-    held = {
-        segment["address"]: {key: segment[key] for key in _SEGMENT_KEYS}
-        for segment in segments
-        if not segment.get("is_expandable")
-    }
-    for event in reversed(trace):
-        if event["action"] == "segment_alloc":
-            held.pop(event["addr"], None)
-        elif event["action"] == "segment_free":
-            held[event["addr"]] = {
-                "address": event["addr"],
-                "total_size": event["size"],
-                "stream": event["stream"],
-                "segment_type": "small" if event["size"] == SMALL_SEGMENT else "large",
-            }
-    live: dict[int, tuple[int, int | None]] = {}
-    born: set[int] = set()
-    for event in trace:
-        if event["action"] == "alloc":
-            born.add(event["addr"])
-        elif event["action"] == "free_completed":
-            if event["addr"] in born:
-                born.remove(event["addr"])
-            else:
-                live[event["addr"]] = (event["size"], None)
-    for segment in segments:
-        for block in segment["blocks"]:
-            if block["state"] != "inactive" and block["address"] not in born:
-                live[block["address"]] = (block.get("requested_size", 0), block["size"])
-    return held, live
-
-
-_SEGMENT_KEYS = ("address", "total_size", "stream", "segment_type")
-
-
-def _handed_out(address: int, rounded: int, following: int, trace: Sequence[Json]) -> int:
-    """Bytes of a large block that was live from the beginning, until it was freed.
-
-    Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of the
-    large pool are never that small, so a small gap up to the ``following`` block belongs to this
-    one; in a larger gap, the lowest address allocated during its life is where it ends.
-    """
-    gap = following - address - rounded
-    if gap <= SMALL_SIZE:
-        return following - address
-    limit = address + rounded + SMALL_SIZE
-    for event in trace:
-        if event["action"] == "free_completed" and event["addr"] == address:
-            break
-        if event["action"] == "alloc" and address + rounded <= event["addr"] <= limit:
-            return int(event["addr"]) - address
-    return rounded
-
-
-def _gap(start: int, end: int) -> list[dict[str, Any]]:
-    return [_block(start, end - start, 0, "inactive")] if end > start else []
-
-
-def _block(address: int, size: int, requested: int, state: str) -> dict[str, Any]:
-    return {"address": address, "size": size, "requested_size": requested, "state": state}
-
-
-def _replay_device(
-    data: Json, device: int, settings: AllocatorSettings, *, follow: bool
-) -> ReplayResult:
-    trace = data["device_traces"][device]
-    final = [segment for segment in data["segments"] if segment["device"] == device]
-    run = _Run(settings, trace, follow=follow)
-    start = starting_segments(final, trace, settings)
-    if follow and start:
-        run.allocator.restore(start)
-    else:
-        run.allocate_anew(start)
-    run.feed(trace)
-    mismatch = run.first_mismatch(trace) or _layout_mismatch(final, run.allocator.segments())
+    )
+    mismatches = [f"device {each.device}: {each.mismatch}" for each in devices if each.mismatch]
+    answers = [each.what_if or each.recorded for each in devices]
     return ReplayResult(
-        exact=mismatch is None,
-        exact_addresses=run.exact,
-        total=run.total,
-        first_mismatch=None if mismatch is None else f"device {device}: {mismatch}",
-        peak_allocated=run.allocator.peak_allocated,
-        peak_reserved=run.allocator.peak_reserved,
+        exact=not mismatches,
+        exact_addresses=sum(each.exact_addresses for each in devices),
+        total=sum(each.total for each in devices),
+        first_mismatch=mismatches[0] if mismatches else None,
+        peak_allocated=max(each.peak_allocated for each in answers),
+        peak_reserved=max(each.peak_reserved for each in answers),
+        devices=devices,
+        recorded_conf=question.recorded.conf,
+        alloc_conf=alloc_conf,
+        gpu=question.gpu.name if question.gpu else None,
+        version=rules,
     )
 
 
-class _Run:
-    """One allocator that follows one trace."""
+@dataclass(frozen=True)
+class _Question:
+    """What is to be replayed how."""
 
-    def __init__(self, settings: AllocatorSettings, trace: Sequence[Json], *, follow: bool) -> None:
-        self.allocator = Allocator(
-            _UNBOUNDED, settings, settings.version, place_segment=self._place_segment
+    recorded: AllocatorSettings
+    tried: AllocatorSettings | None
+    gpu: GpuModel | None
+    used_elsewhere: int
+
+    @property
+    def is_asked(self) -> bool:
+        return self.tried is not None or self.gpu is not None
+
+    @property
+    def settings(self) -> AllocatorSettings:
+        return self.recorded if self.tried is None else self.tried
+
+    @property
+    def follows(self) -> bool:
+        """Whether the settings are the recorded ones, so that the recorded start holds."""
+        return replace(self.settings, conf=self.recorded.conf) == self.recorded
+
+
+def _model(name: str) -> GpuModel:
+    from pytest_gpumem.simulated.gpus import find_gpu
+
+    return find_gpu(name)
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """What a snapshot has of one device."""
+
+    start: Sequence[Json]
+    trace: Sequence[Json]
+    final: Sequence[Json]
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The frees that were complete at once: the indices of their second events."""
+        pairs = zip(self.trace, self.trace[1:], strict=False)
+        return frozenset(
+            index
+            for index, (event, following) in enumerate(pairs, start=1)
+            if (event["action"], following["action"]) == ("free_requested", "free_completed")
+            and event["addr"] == following["addr"]
         )
-        self.addresses: dict[int, int] = {}
-        self.total = self.exact = 0
+
+    def pool_of(self, event: Json) -> PoolId:
+        """The pool of an allocation; before 2.12 only the segments at the end say it."""
+        if "pool_id" in event:
+            first, second = event["pool_id"]
+            return first, second
+        index = bisect_right(self._private, (event["addr"], _UNBOUNDED, SHARED_POOL)) - 1
+        if index >= 0 and event["addr"] < self._private[index][1]:
+            return self._private[index][2]
+        return SHARED_POOL
+
+    @cached_property
+    def _private(self) -> list[tuple[int, int, PoolId]]:
+        """The segments of private pools: first address, end and pool."""
+        return sorted(
+            (each["address"], each["address"] + each["total_size"], tuple(each["segment_pool_id"]))
+            for each in self.final
+            if tuple(each.get("segment_pool_id", SHARED_POOL)) != SHARED_POOL
+        )
+
+
+def _replay_device(data: Json, device: int, question: _Question) -> DeviceReplay:
+    trace: Sequence[Json] = data["device_traces"][device]
+    final = [segment for segment in data["segments"] if segment["device"] == device]
+    start = starting_segments(final, trace, question.recorded)
+    tape = _Tape(start, trace, final)
+    recorded = _Run(question.recorded, tape)
+    recorded.feed()
+    mismatch = recorded.first_mismatch() or _layout_mismatch(final, recorded.allocator.segments())
+    capacity = question.gpu.total_memory if question.gpu else recorded.capacity
+    return DeviceReplay(
+        device=device,
+        events=len(trace),
+        exact=mismatch is None,
+        exact_addresses=recorded.exact,
+        total=recorded.total,
+        mismatch=mismatch,
+        recorded=recorded.usage(),
+        what_if=_what_if(question, tape, capacity) if question.is_asked else None,
+        capacity=capacity,
+        live_at_start=sum(
+            block["size"]
+            for segment in start
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ),
+    )
+
+
+def _what_if(question: _Question, tape: _Tape, capacity: int | None) -> Usage:
+    run = _Run(
+        question.settings,
+        tape,
+        follow=question.follows,
+        capacity=capacity,
+        used_elsewhere=question.used_elsewhere if question.gpu else 0,
+    )
+    run.feed()
+    return run.usage()
+
+
+class _Run:
+    """One allocator that follows one trace.
+
+    ``capacity`` is the device's memory in bytes. Without one everything fits that did so in the
+    recording, and what did not is left out.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        tape: _Tape,
+        *,
+        follow: bool = True,
+        capacity: int | None = None,
+        used_elsewhere: int = 0,
+    ) -> None:
+        self._settings = settings
+        self._tape = tape
         self._follow = follow
+        self._bounds = (capacity, used_elsewhere)
+        self.allocator = Allocator(
+            _UNBOUNDED if capacity is None else capacity,
+            settings,
+            settings.version,
+            used_elsewhere=used_elsewhere,
+            place_segment=self._place_segment,
+        )
+        self.total = self.exact = 0
+        self.capacity: int | None = None
+        """What the allocator could have had of the device, where the recording ran out of it."""
+        self.shortage: Shortage | None = None
+        self._addresses: dict[int, int] = {}
         self._recorded: list[tuple[int, int]] = []
         self._elsewhere = _ELSEWHERE
         self._released = 0
+        self._fullest = (0, 0)
+        self._fullest_event = START
 
-    def allocate_anew(self, segments: Iterable[Json]) -> None:
-        """What was live at the beginning, placed as these settings would have placed it."""
-        for segment in segments:
+    def feed(self, until: int | None = None) -> None:
+        """Repeat what the program did, up to and with the event ``until``, while memory lasts."""
+        index = START
+        try:
+            self._begin()
+            self._note_peak(START)
+            for index, event in enumerate(self._tape.trace[: None if until is None else until + 1]):
+                self._repeat(index, event)
+        except OutOfMemory as error:
+            self._note_peak(index)
+            event = {} if index == START else self._tape.trace[index]
+            self.shortage = Shortage(
+                event=index,
+                requested=event.get("size", error.fields.requested),
+                free=error.fields.free,
+                line=line_of(event),
+            )
+        except AllocatorError as error:
+            raise SnapshotError(f"Event {index} cannot be repeated: {error}") from error
+
+    def usage(self) -> Usage:
+        """What the run took; a second run finds the state at the peak."""
+        reserved, allocated = self._fullest
+        capacity, used_elsewhere = self._bounds
+        again = _Run(
+            self._settings,
+            self._tape,
+            follow=self._follow,
+            capacity=capacity,
+            used_elsewhere=used_elsewhere,
+        )
+        again.feed(until=self._fullest_event)
+        segments = again.allocator.segments(frames=False)
+        return Usage(
+            peak_allocated=self.allocator.peak_allocated,
+            peak_reserved=reserved,
+            allocated_then=allocated,
+            largest_split=max((_largest_split(segment) for segment in segments), default=0),
+            segments=len(segments),
+            retries=self.allocator.stats()["num_alloc_retries"],
+            out_of_memory=self.shortage,
+        )
+
+    def _begin(self) -> None:
+        """Bring the allocator to where the recording began, or to what it would have been."""
+        start = self._tape.start
+        restored = self._follow and bool(start) and self._start_fits()
+        if restored:
+            self.allocator.restore(start)
+        for segment in start:
             address = segment["address"]
             for block in segment["blocks"]:
                 if block["state"] != "inactive":
-                    self.addresses[address] = self.allocator.malloc(
-                        block["requested_size"], segment["stream"]
-                    )
+                    if not restored:
+                        size = block["requested_size"] or block["size"]
+                        stream, pool = segment["stream"], segment["segment_pool_id"]
+                        self._addresses[address] = self._malloc(size, stream, pool)
+                    if block["state"] == PENDING:
+                        self._request_free(address)
                 address += block["size"]
+        self.allocator.reset_peak_stats()
 
-    def feed(self, trace: Sequence[Json]) -> None:
-        """Repeat what the program did; what the allocator did by itself must follow."""
-        for event in trace:
-            action, address = event["action"], event.get("addr", 0)
-            if action == "alloc":
-                self._allocate(event["size"], event["stream"], address)
-            elif action == "free_completed":
-                self.allocator.free(self.addresses.pop(address, address))
-            elif action in ("segment_alloc", "segment_map") and self._follow:
-                self._recorded.append((event["size"], address))
-            elif action in ("segment_free", "segment_unmap"):
-                self._release()
+    def _start_fits(self) -> bool:
+        capacity, used_elsewhere = self._bounds
+        held = sum(segment["total_size"] for segment in self._tape.start)
+        return capacity is None or held <= capacity - used_elsewhere
 
-    def _allocate(self, size: int, stream: int, address: int) -> None:
-        simulated = self.allocator.malloc(size, stream)
-        self.addresses[address] = simulated
+    def _repeat(self, index: int, event: Json) -> None:
+        action, size = event["action"], event["size"]
+        if action == "alloc":
+            self._allocate(event)
+            self._note_peak(index)
+        elif action == "free_requested":
+            if index + 1 not in self._tape.ends:
+                self._request_free(event["addr"])
+        elif action == "free_completed":
+            address = self._addresses.pop(event["addr"], event["addr"])
+            if index in self._tape.ends:
+                self.allocator.free(address)
+            else:
+                self.allocator.complete_free(address)
+        elif action in ("segment_alloc", "segment_map"):
+            if self._follow:
+                self._recorded.append((size, event["addr"]))
+        elif action in ("segment_free", "segment_unmap"):
+            self._release(self._tape.pool_of(event))
+        elif action == "oom":
+            self._run_out(index, event)
+
+    def _allocate(self, event: Json) -> None:
+        address = event["addr"]
+        simulated = self._malloc(event["size"], event["stream"], self._tape.pool_of(event))
+        self._addresses[address] = simulated
         self._recorded.clear()
         self.total += 1
         self.exact += simulated == address
 
-    def _release(self) -> None:
+    def _request_free(self, address: int) -> None:
+        self.allocator.request_free(self._addresses.get(address, address))
+
+    def _malloc(self, size: int, stream: int, pool: PoolId) -> int:
+        if pool == SHARED_POOL:
+            return self.allocator.malloc(size, stream)
+        self.allocator.begin_allocate_to_pool(pool, lambda _: True)
+        try:
+            return self.allocator.malloc(size, stream)
+        finally:
+            self.allocator.end_allocate_to_pool(pool)
+
+    def _note_peak(self, index: int) -> None:
+        full = (self.allocator.reserved, self.allocator.allocated)
+        if full > self._fullest:
+            self._fullest = full
+            self._fullest_event = index
+
+    def _run_out(self, index: int, event: Json) -> None:
+        """The recorded program found no memory here: would it now?"""
+        if self._bounds[0] is None:
+            if self.capacity is None:
+                self.capacity = self.allocator.reserved + event["device_free"]
+                self.shortage = Shortage(index, event["size"], event["device_free"], line_of(event))
+            return
+        # What it would have done with the memory is not on record.
+        address = self.allocator.malloc(event["size"], event["stream"])
+        self._note_peak(index)
+        self.allocator.free(address)
+
+    def _release(self, pool: PoolId) -> None:
         """The recording returns memory: once for each run of these, the cache was emptied."""
         if self._released == 0:
+            if pool != SHARED_POOL:
+                self._give_up(pool)
             before = self.allocator.device_frees
             self.allocator.empty_cache()
             self._released = self.allocator.device_frees - before
         self._released = max(0, self._released - 1)
+
+    def _give_up(self, pool: PoolId) -> None:
+        """Nothing refers to a pool that gives its memory back."""
+        with suppress(AllocatorError):  # it has none left: the replay differs already
+            while self.allocator.pool_uses(pool):
+                self.allocator.release_pool(pool)
 
     def _place_segment(self, size: int) -> int:
         expandable = self.allocator.settings.expandable_segments
@@ -317,11 +511,11 @@ class _Run:
         self._elsewhere += size
         return address
 
-    def first_mismatch(self, trace: Sequence[Json]) -> str | None:
+    def first_mismatch(self) -> Mismatch | None:
         """Where the two sequences of events first differ."""
         recorded = [
-            (event["action"], event["addr"], event["size"], event["stream"])
-            for event in trace
+            (index, (event["action"], event["addr"], event["size"], event["stream"]))
+            for index, event in enumerate(self._tape.trace)
             if event["action"] not in _NOT_COMPARED
         ]
         simulated = [
@@ -329,11 +523,14 @@ class _Run:
             for entry in self.allocator.trace
             if entry.action not in _NOT_COMPARED
         ]
-        for index, (expected, actual) in enumerate(zip(recorded, simulated, strict=False)):
+        for (index, expected), actual in zip(recorded, simulated, strict=False):
             if expected != actual:
-                return f"event {index} is {_words(expected)}, simulated {_words(actual)}"
+                line = line_of(self._tape.trace[index])
+                return Mismatch(index, _words(expected), _words(actual), line)
         if len(recorded) != len(simulated):
-            return f"{len(recorded)} events are recorded, {len(simulated)} simulated"
+            return Mismatch(
+                None, f"{len(recorded)} events are recorded", f"{len(simulated)} simulated"
+            )
         return None
 
 
@@ -342,14 +539,20 @@ def _words(event: tuple[str, int, int, int]) -> str:
     return f"{action} of {size} B at {address:#x} on stream {stream}"
 
 
-def _layout_mismatch(recorded: Iterable[Json], simulated: Iterable[Json]) -> str | None:
+def _largest_split(segment: Mapping[str, Any]) -> int:
+    free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+    return max(free, default=0) if len(free) < len(segment["blocks"]) else 0
+
+
+def _layout_mismatch(recorded: Iterable[Json], simulated: Iterable[Json]) -> Mismatch | None:
     """The first difference between two layouts: segments, and size and state of their blocks."""
     expected, actual = _layout(recorded), _layout(simulated)
     for address in sorted(expected.keys() | actual.keys()):
         if expected.get(address) != actual.get(address):
-            return (
-                f"the final block at {address:#x} is {expected.get(address)},"
-                f" simulated {actual.get(address)}"
+            return Mismatch(
+                None,
+                f"the final block at {address:#x} is {expected.get(address)}",
+                f"simulated {actual.get(address)}",
             )
     return None
 
@@ -363,15 +566,3 @@ def _layout(segments: Iterable[Json]) -> dict[int, tuple[int, str, int]]:
             layout[address] = (block["size"], block["state"], segment["address"])
             address += block["size"]
     return layout
-
-
-def _combined(results: Sequence[ReplayResult]) -> ReplayResult:
-    mismatches = [result.first_mismatch for result in results if result.first_mismatch]
-    return ReplayResult(
-        exact=not mismatches,
-        exact_addresses=sum(result.exact_addresses for result in results),
-        total=sum(result.total for result in results),
-        first_mismatch=mismatches[0] if mismatches else None,
-        peak_allocated=max(result.peak_allocated for result in results),
-        peak_reserved=max(result.peak_reserved for result in results),
-    )

@@ -7,12 +7,13 @@ torch 2.6, 2.11 and 2.15 at run time.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytest_gpumem.simulated.allocator.constants import LARGE_SEGMENT, MIN_LARGE_ALLOC
-from pytest_gpumem.simulated.allocator.messages import MIB, AllocatorError
+from pytest_gpumem.simulated.allocator.messages import GIB, MIB, AllocatorError
 from pytest_gpumem.simulated.allocator.rounding import DIVISION_SLOTS
 
 Version = tuple[int, int]
@@ -27,6 +28,26 @@ GENERIC_CONFIG: Version = (2, 10)
 
 class SettingsError(AllocatorError):
     """An allocator configuration string that torch rejects, with torch's message."""
+
+    settings: AllocatorSettings | None = None
+    """What had been read when the error was found: torch keeps that much."""
+
+
+class Reserve(NamedTuple):
+    """``expandable_segments_reserve`` (2.15): addresses of a segment, in GiB or as a fraction."""
+
+    value: float
+    is_fraction: bool
+
+    def bytes_of(self, total_memory: int) -> int:
+        """Bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
+        exact = self.value * (total_memory if self.is_fraction else GIB)
+        return int(min(exact, float(full_reserve(total_memory))))
+
+
+def full_reserve(total_memory: int) -> int:
+    """Bytes of addresses that an expandable segment reserves by default."""
+    return total_memory + total_memory // 8
 
 
 @dataclass(frozen=True)
@@ -52,12 +73,19 @@ class AllocatorSettings:
     pinned_max_round_threshold: int | None = None
     pinned_max_cached_size: int | None = None
     backend: str = "native"
-    expandable_segments_reserve: str = ""
-    expandable_segments_reserve_by_class: str = ""
+    expandable_segments_reserve: Reserve | None = None
 
     @classmethod
-    def parse(cls, conf: str | None, version: Version = (2, 13)) -> AllocatorSettings:
+    def parse(
+        cls,
+        conf: str | None,
+        version: Version = (2, 13),
+        previous: AllocatorSettings | None = None,
+    ) -> AllocatorSettings:
         """Read a configuration string as that torch version does.
+
+        ``previous`` are the settings of a process that reads another string while it runs: some
+        keys go back to their defaults then, the rest stays as it was.
 
         Raises:
             SettingsError: an unknown key or a bad value, in that version's words.
@@ -67,36 +95,54 @@ class AllocatorSettings:
                 f"torch {version[0]}.{version[1]} is not known to the simulated allocator;"
                 f" known are {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
             )
-        return _Parser(conf or "", version).settings()
+        return _Parser(conf or "", version, previous).settings()
 
     def refused(self) -> str | None:
         """Why the simulated allocator cannot honour these settings, or None if it can."""
         if self.backend != "native":
             return f"backend:{self.backend} is not simulated; use backend:native."
-        for key in _NOT_SIMULATED:
-            if getattr(self, key):
-                return f"{key}:{getattr(self, key)} is not simulated; remove it from the settings."
         return None
 
-
-_NOT_SIMULATED = (
-    "graph_capture_record_stream_reuse",
-    "throw_on_cudamalloc_oom",
-    "expandable_segments_reserve",
-    "expandable_segments_reserve_by_class",
-)
+    def address_space(self, total_memory: int) -> int:
+        """Bytes of addresses that a new expandable segment reserves."""
+        reserve = self.expandable_segments_reserve
+        return full_reserve(total_memory) if reserve is None else reserve.bytes_of(total_memory)
 
 
 class _Parser:
     """Reads one string for one torch version."""
 
-    def __init__(self, conf: str, version: Version) -> None:
+    def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
         self.generic = version >= GENERIC_CONFIG
         self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
         self.index = 0
-        self.result = AllocatorSettings(conf=conf, version=version)
+        self.previous = previous
+        self.result = (
+            AllocatorSettings(conf=conf, version=version)
+            if previous is None
+            else self._again(previous, conf)
+        )
+
+    def _again(self, previous: AllocatorSettings, conf: str) -> AllocatorSettings:
+        """What parseArgs resets before it reads; up to 2.9 the rounding is not among it."""
+        rounding = previous.large_segment_size if self.generic else previous.max_non_split_rounding
+        return replace(
+            previous,
+            conf=conf,
+            max_split_size=None,
+            max_non_split_rounding=rounding,
+            garbage_collection_threshold=0.0,
+            roundup_power2_divisions=(0,) * DIVISION_SLOTS,
+        )
 
     def settings(self) -> AllocatorSettings:
+        try:
+            return self._read()
+        except SettingsError as error:
+            error.settings = self.result
+            raise
+
+    def _read(self) -> AllocatorSettings:
         self._read_large_segment()
         while self.index < len(self.tokens):
             key = self.tokens[self.index]
@@ -230,6 +276,11 @@ class _Parser:
         value = self._next()
         if value not in ("native", "cudaMallocAsync"):
             raise SettingsError("Unknown allocator backend, options are native and cudaMallocAsync")
+        if self.previous is not None and value != self.previous.backend:
+            raise SettingsError(
+                "Allocator backend parsed at runtime != allocator backend parsed at load time,"
+                f" {value} != {self.previous.backend}"
+            )
         self._set(backend=value)
 
     def read_threads(self, key: str) -> None:
@@ -244,13 +295,20 @@ class _Parser:
             )
         self._set(pinned_num_register_threads=threads)
 
-    def read_text(self, key: str) -> None:
-        """A value that is kept as it is written, brackets included."""
-        start, depth = self.index, 0
-        while self.index < len(self.tokens) and (depth or self.tokens[self.index] != ","):
-            depth += {"[": 1, "]": -1}.get(self.tokens[self.index], 0)
-            self.index += 1
-        self._set(**{key: "".join(self.tokens[start : self.index])})
+    def read_reserve(self, key: str) -> None:
+        """A fraction or ``40G``; what is neither is ignored with a warning, as torch does."""
+        reserve = _reserve(self._next())
+        if reserve is not None:
+            self._set(expandable_segments_reserve=reserve)
+
+    def check_reserves(self, key: str) -> None:
+        """``[class:value,...]``: only C++ code can put a stream into a class."""
+        self._expect("[")
+        while self._next() != "]":
+            self._expect(":")
+            _reserve(self._next())
+            if self.index < len(self.tokens) and self.tokens[self.index] == ",":
+                self.index += 1
 
     def read_divisions(self, key: str) -> None:
         if self.index < len(self.tokens) and self.tokens[self.index] == "[":
@@ -304,6 +362,20 @@ class _Parser:
         return min(megabytes.bit_length() - 1, DIVISION_SLOTS - 1)
 
 
+def _reserve(text: str) -> Reserve | None:
+    """``parseReserveSpec`` of c10/cuda/CUDAAllocatorConfig.cpp."""
+    found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)([Gg]?)", text)
+    if found is None or float(found[1]) <= 0:
+        warnings.warn(
+            f"Ignoring invalid expandable-segment reserve value '{text}' in"
+            " PYTORCH_CUDA_ALLOC_CONF (expected a positive, finite fraction like 0.5 or an"
+            " absolute size like 40G); using default.",
+            stacklevel=2,
+        )
+        return None
+    return Reserve(float(found[1]), is_fraction=not found[2])
+
+
 def _is_power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -327,7 +399,7 @@ _KEYS: dict[str, tuple[Version, Callable[[_Parser, str], None]]] = {
     "pinned_free_catch_all": ((2, 12), _Parser.check_flag),
     "pinned_max_round_threshold_mb": ((2, 13), _Parser.read_size),
     "pinned_max_cached_size_mb": ((2, 13), _Parser.read_size),
-    "expandable_segments_reserve": ((2, 15), _Parser.read_text),
-    "expandable_segments_reserve_by_class": ((2, 15), _Parser.read_text),
+    "expandable_segments_reserve": ((2, 15), _Parser.read_reserve),
+    "expandable_segments_reserve_by_class": ((2, 15), _Parser.check_reserves),
 }
 """Key -> the first release that has it, and how its value is read."""

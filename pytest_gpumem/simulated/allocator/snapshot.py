@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.simulated.allocator.blocks import Block
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, Block, PoolId
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.simulated.allocator.trace import TraceEntry
 
@@ -21,12 +21,19 @@ def frames_of(context: Any) -> list[Any]:
     return list(frames) if frames is not None else []
 
 
-def snapshot(allocators: Sequence[Allocator]) -> Json:
-    """One snapshot of the allocators of all devices; the settings are those of the first."""
+def snapshot(
+    allocators: Sequence[Allocator], pool: PoolId = SHARED_POOL, *, traces: bool = True
+) -> Json:
+    """One snapshot of the allocators of all devices; the settings are those of the first.
+
+    With the id of a private ``pool``, the segments are only those of that pool.
+    """
     settings = allocators[0].settings
     result: Json = {
-        "segments": [segment for allocator in allocators for segment in segments(allocator)],
-        "device_traces": [trace_dicts(each.trace, each.version) for each in allocators],
+        "segments": [segment for each in allocators for segment in segments(each, pool)],
+        "device_traces": [trace_dicts(each.trace, each.version) for each in allocators]
+        if traces
+        else [],
         "allocator_settings": settings_dict(settings, allocators[0].version),
         "external_annotations": [],
     }
@@ -35,10 +42,16 @@ def snapshot(allocators: Sequence[Allocator]) -> Json:
     return result
 
 
-def segments(allocator: Allocator, *, frames: bool = True) -> list[Json]:
+def segments(
+    allocator: Allocator, pool: PoolId = SHARED_POOL, *, frames: bool = True
+) -> list[Json]:
     """The segments of one allocator by address, each with its blocks; looking frames up is slow."""
     heads = sorted(
-        (block for block in allocator.every_block() if _is_head(block)),
+        (
+            block
+            for block in allocator.every_block()
+            if _is_head(block) and pool in (SHARED_POOL, block.free_list.pool.identity)
+        ),
         key=lambda block: block.address,
     )
     return [_segment(allocator, head, frames=frames) for head in heads]
@@ -51,25 +64,26 @@ def _is_head(block: Block) -> bool:
 
 def _segment(allocator: Allocator, head: Block, *, frames: bool) -> Json:
     blocks = list(_chain(head))
-    live = [block for block in blocks if not block.key]
+    active = [block for block in blocks if not block.key]
     pool = head.free_list.pool
-    active = sum(block.size for block in live)
+    pending = sum(block.size for block in active if allocator.is_pending(block))
+    active_size = sum(block.size for block in active)
     context = allocator.segment_context(head.address) if frames else None
     result: Json = {
         "device": allocator.device,
         "address": head.address,
         "total_size": sum(block.size for block in blocks),
-        "allocated_size": active,
-        "active_size": active,
-        "requested_size": sum(block.requested for block in live),
-        "stream": head.free_list.stream,
+        "allocated_size": active_size - pending,
+        "active_size": active_size,
+        "requested_size": sum(block.requested for block in active),
+        "stream": int(head.free_list.stream),
         "segment_type": "small" if pool.small else "large",
         "segment_pool_id": pool.identity,
-        "is_expandable": allocator.settings.expandable_segments,
+        "is_expandable": head.free_list.is_expandable,
     }
     if context is None:
         result["frames"] = []
-    result["blocks"] = [_block(block, frames=frames) for block in blocks]
+    result["blocks"] = [_block(allocator, block, frames=frames) for block in blocks]
     if context is not None:
         result["frames"] = frames_of(context)
     return result
@@ -82,14 +96,20 @@ def _chain(head: Block) -> Iterable[Block]:
         block = block.next
 
 
-def _block(block: Block, *, frames: bool) -> Json:
+def _block(allocator: Allocator, block: Block, *, frames: bool) -> Json:
     return {
         "address": block.address,
         "size": block.size,
         "requested_size": block.requested,
-        "state": "inactive" if block.key else "active_allocated",
+        "state": _state(allocator, block),
         "frames": frames_of(block.context) if frames else [],
     }
+
+
+def _state(allocator: Allocator, block: Block) -> str:
+    if block.key:
+        return "inactive"
+    return "active_pending_free" if allocator.is_pending(block) else "active_allocated"
 
 
 def trace_dicts(entries: Iterable[TraceEntry], version: Version) -> list[Json]:
@@ -102,21 +122,22 @@ def trace_dicts(entries: Iterable[TraceEntry], version: Version) -> list[Json]:
         extra["compile_context"] = "N/A"
     if version >= (2, 10):
         extra["user_metadata"] = ""
-    if version >= (2, 12):
-        extra["pool_id"] = (0, 0)
-    return [_trace_dict(index, entry, extra) for index, entry in enumerate(entries)]
+    pools = version >= (2, 12)
+    return [_trace_dict(index, entry, extra, pools) for index, entry in enumerate(entries)]
 
 
-def _trace_dict(index: int, entry: TraceEntry, extra: Json) -> Json:
+def _trace_dict(index: int, entry: TraceEntry, extra: Json, pools: bool) -> Json:
     address = "device_free" if entry.action == "oom" else "addr"
     result: Json = {
         "action": entry.action,
         address: entry.addr,
         "size": entry.size,
-        "stream": entry.stream,
+        "stream": int(entry.stream),
         "time_us": index,
         **extra,
     }
+    if pools:
+        result["pool_id"] = entry.pool_id
     if entry.context is not None:
         result["frames"] = frames_of(entry.context)
     return result

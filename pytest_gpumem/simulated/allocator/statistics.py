@@ -4,10 +4,15 @@ torch keeps current, peak, allocated and freed for nine quantities in three scop
 large pool): 108 numbers. Here a pool keeps what only ever grows (``*_in`` and ``*_out``) and its
 peaks, the device keeps current values and peaks; the rest follows when it is read. The allocator
 updates the attributes in place, because a method call for each would halve its speed.
+
+Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
+so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
+follow from the highest allocated value since pending last changed (:meth:`_Peaks.settle`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 _FIELDS: Final = {
@@ -21,14 +26,70 @@ _FIELDS: Final = {
     "inactive_split_bytes": "split_bytes",
     "requested_bytes": "requested",
 }
-"""torch's quantities and what they are called here.
+"""torch's quantities and what they are called here."""
 
-Active is allocated, and blocks that were freed while another stream used them: there are none here.
-"""
+_ACTIVE: Final = frozenset({"active", "active_bytes"})
+_ALLOCATED: Final = frozenset({"allocation", "allocated_bytes"})
+_SPLITS: Final = ("splits", "split_bytes")
+"""What is not counted of expandable segments."""
 
 
-class DeviceTally:
-    """Current values and peaks over both pools (scope ``all``)."""
+class _Peaks:
+    """What both scopes know of blocks that were freed while another stream used them."""
+
+    __slots__ = ("active_peaks", "earlier_peaks", "pending")
+
+    def __init__(self) -> None:
+        self.pending = {"blocks": 0, "bytes": 0}
+        """Blocks, and their bytes, that are no longer allocated and still active."""
+        self.earlier_peaks = {"blocks": 0, "bytes": 0}
+        """Highest allocated before pending last changed."""
+        self.active_peaks = {"blocks": 0, "bytes": 0}
+        """Highest active before pending last changed."""
+
+    def current(self, field: str) -> int:
+        """Current value of one of the fields above."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Take over the peaks since the last call: pending is about to change.
+
+        To be called when the current values are those after the change and ``pending`` is not.
+        """
+        for field, pending in self.pending.items():
+            peak = getattr(self, f"{field}_peak")
+            self.earlier_peaks[field] = max(self.earlier_peaks[field], peak)
+            self.active_peaks[field] = max(self.active_peaks[field], peak + pending)
+            setattr(self, f"{field}_peak", self.current(field))
+
+    def change_pending(self, blocks: int, size: int) -> None:
+        """Add to what is pending, or take away."""
+        self.settle()
+        self.pending["blocks"] += blocks
+        self.pending["bytes"] += size
+
+    def current_and_peak(self, quantity: str) -> tuple[int, int]:
+        """Current value and peak of one of torch's quantities."""
+        field = _FIELDS[quantity]
+        current, peak = self.current(field), getattr(self, f"{field}_peak")
+        if quantity in _ACTIVE:
+            pending = self.pending[field]
+            return current + pending, max(self.active_peaks[field], peak + pending)
+        if quantity in _ALLOCATED:
+            peak = max(self.earlier_peaks[field], peak)
+        return current, peak
+
+    def reset_peaks(self) -> None:
+        """Set every peak to the current value."""
+        for field in _FIELDS.values():
+            setattr(self, f"{field}_peak", self.current(field))
+        for field, pending in self.pending.items():
+            self.earlier_peaks[field] = self.current(field)
+            self.active_peaks[field] = self.current(field) + pending
+
+
+class DeviceTally(_Peaks):
+    """Current values and peaks over all pools (scope ``all``)."""
 
     __slots__ = (
         "blocks",
@@ -48,6 +109,7 @@ class DeviceTally:
     )
 
     def __init__(self) -> None:
+        super().__init__()
         self.blocks = self.blocks_peak = 0
         self.bytes = self.bytes_peak = 0
         self.requested = self.requested_peak = 0
@@ -56,19 +118,19 @@ class DeviceTally:
         self.segments = self.segments_peak = 0
         self.reserved = self.reserved_peak = 0
 
-    def current_and_peak(self, quantity: str) -> tuple[int, int]:
-        """Current value and peak of one of torch's quantities."""
-        field = _FIELDS[quantity]
-        return getattr(self, field), getattr(self, f"{field}_peak")
+    def current(self, field: str) -> int:
+        """Current value of a field."""
+        return int(getattr(self, field))
 
-    def reset_peaks(self) -> None:
-        """Set every peak to the current value."""
-        for field in _FIELDS.values():
-            setattr(self, f"{field}_peak", getattr(self, field))
+    def change(self, field: str, amount: int) -> None:
+        """Add to a field, or take away."""
+        value = self.current(field) + amount
+        setattr(self, field, value)
+        setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), value))
 
 
-class PoolTally:
-    """What went in and out of one pool since it was made, and its peaks."""
+class PoolTally(_Peaks):
+    """What went in and out of a small or large pool since it was made, and its peaks."""
 
     __slots__ = (
         "_zero",
@@ -96,6 +158,7 @@ class PoolTally:
     )
 
     def __init__(self) -> None:
+        super().__init__()
         self.blocks_in = self.blocks_out = self.blocks_peak = 0
         self.bytes_in = self.bytes_out = self.bytes_peak = 0
         self.requested_in = self.requested_out = self.requested_peak = 0
@@ -105,10 +168,15 @@ class PoolTally:
         self.reserved_in = self.reserved_out = self.reserved_peak = 0
         self._zero: dict[str, tuple[int, int]] = {}
 
-    def current_and_peak(self, quantity: str) -> tuple[int, int]:
-        """Current value and peak of one of torch's quantities."""
-        went_in, went_out = self._totals(quantity)
-        return went_in - went_out, getattr(self, f"{_FIELDS[quantity]}_peak")
+    def current(self, field: str) -> int:
+        """Current value of a field."""
+        return int(getattr(self, f"{field}_in") - getattr(self, f"{field}_out"))
+
+    def change(self, field: str, amount: int) -> None:
+        """Add to a field, or take away."""
+        side = f"{field}_in" if amount > 0 else f"{field}_out"
+        setattr(self, side, getattr(self, side) + abs(amount))
+        setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), self.current(field)))
 
     def allocated_and_freed(self, quantity: str) -> tuple[int, int]:
         """All that was added to, and taken from, a quantity since the last reset of the totals."""
@@ -116,18 +184,51 @@ class PoolTally:
         zero_in, zero_out = self._zero.get(quantity, (0, 0))
         return went_in - zero_in, went_out - zero_out
 
-    def reset_peaks(self) -> None:
-        """Set every peak to the current value."""
-        for quantity, field in _FIELDS.items():
-            setattr(self, f"{field}_peak", self.current_and_peak(quantity)[0])
-
     def reset_totals(self) -> None:
         """Start ``allocated`` and ``freed`` again at 0."""
         self._zero = {quantity: self._totals(quantity) for quantity in _FIELDS}
 
     def _totals(self, quantity: str) -> tuple[int, int]:
         field = _FIELDS[quantity]
-        return getattr(self, f"{field}_in"), getattr(self, f"{field}_out")
+        pending = self.pending[field] if quantity in _ACTIVE else 0
+        return getattr(self, f"{field}_in"), getattr(self, f"{field}_out") - pending
+
+
+class UnsplitDeviceTally(DeviceTally):
+    """Counts into another tally all but free parts of segments, which nobody reads."""
+
+    __slots__ = ("_counted",)
+
+    def __init__(self, counted: DeviceTally) -> None:
+        self._counted = counted
+        self.splits = self.splits_peak = self.split_bytes = self.split_bytes_peak = 0
+
+
+class UnsplitPoolTally(PoolTally):
+    """Counts into another tally all but free parts of segments, which nobody reads."""
+
+    __slots__ = ("_counted",)
+
+    def __init__(self, counted: PoolTally) -> None:
+        self._counted = counted
+        self.splits_in = self.splits_out = self.splits_peak = 0
+        self.split_bytes_in = self.split_bytes_out = self.split_bytes_peak = 0
+
+
+def _passed_on(name: str) -> property:
+    def read(tally: Any) -> Any:
+        return getattr(tally._counted, name)
+
+    def write(tally: Any, value: Any) -> None:
+        setattr(tally._counted, name, value)
+
+    return property(read, write)
+
+
+for _unsplit, _counted in ((UnsplitDeviceTally, DeviceTally), (UnsplitPoolTally, PoolTally)):
+    for _name in (*_counted.__slots__, *_Peaks.__slots__):
+        if not _name.startswith(_SPLITS):
+            setattr(_unsplit, _name, _passed_on(_name))
 
 
 class Stat:
@@ -196,14 +297,14 @@ def memory_stats(
     counters: Counters,
     *,
     max_split_size: int,
-    expandable: bool,
+    private: Mapping[tuple[int, int], Mapping[str, Stat]],
     version: tuple[int, int],
 ) -> dict[str, Any]:
     """The nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
 
     ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
-    ``max_split_size`` is -1 where it is not set. torch does not count the free parts of
-    ``expandable`` segments as inactive split: they can be unmapped.
+    ``max_split_size`` is -1 where it is not set; ``private`` are the reserved bytes of each private
+    pool that ever had any, by scope.
     """
     result: dict[str, Any] = {
         "num_alloc_retries": counters.num_alloc_retries,
@@ -217,11 +318,11 @@ def memory_stats(
         result["num_oom_rejections"] = counters.num_oom_rejections
     for quantity in _FIELDS:
         result[quantity] = _three_scopes(quantity, every, small, large)
-    if expandable:
-        for quantity in ("inactive_split", "inactive_split_bytes"):
-            result[quantity] = {scope: _stat(0, 0, 0, 0) for scope in result[quantity]}
     if version >= (2, 13):
-        result["reserved_bytes_by_private_pools"] = {}
+        result["reserved_bytes_by_private_pools"] = {
+            pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
+            for pool_id, scopes in private.items()
+        }
     result["oversize_allocations"] = counters.oversize_allocations.to_dict()
     result["oversize_segments"] = counters.oversize_segments.to_dict()
     return result

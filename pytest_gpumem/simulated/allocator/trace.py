@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 FREE = "free"
@@ -30,6 +30,12 @@ class TraceEntry(NamedTuple):
     stream: int
     context: Any = None
 
+    @property
+    def pool_id(self) -> tuple[int, int]:
+        """The private pool that the memory belongs to; (0, 0) for the one that all share."""
+        pool_id: tuple[int, int] = getattr(self.stream, "pool_id", (0, 0))
+        return pool_id
+
 
 class Trace(Sequence[TraceEntry]):
     """A view of the recorded events; it follows the allocator while more are recorded."""
@@ -50,6 +56,16 @@ class Trace(Sequence[TraceEntry]):
 
     def __getitem__(self, index: int | slice) -> TraceEntry | list[TraceEntry]:
         return self._current()[index]
+
+    @property
+    def position(self) -> int:
+        """How many events :meth:`raw` would yield from the beginning."""
+        return len(self._raw) // 5
+
+    def raw(self, position: int) -> Iterator[RawEntry]:
+        """Yield the events from ``position`` on as they were recorded, :data:`FREE` as one."""
+        items = iter(self._raw[position * 5 :])
+        return zip(*[items] * 5, strict=True)
 
     def clear(self) -> None:
         """Forget the events so far."""

@@ -1,21 +1,182 @@
-"""Streams and events: one queue, in which everything is done at once."""
+"""Streams and events: which stream memory belongs to, and what waits for what.
+
+Work is done when it is issued, as far as anybody can see: queries say yes. But what the *host*
+knows to be finished decides when memory that another stream used may be used again; the
+:class:`~pytest_gpumem.simulated.allocator.timeline.Timeline` keeps that.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import threading
 import time
-from typing import TYPE_CHECKING, Any
+import warnings
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+
+from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey, Timeline
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.surface.graphs import Capture
+
+STREAMS_PER_POOL = 32
+"""kStreamsPerPool of c10/cuda/CUDAStream.cpp: then the first stream is handed out again."""
+HIGHEST_PRIORITY = -3
+"""torch compiles four priorities, 0 to -3; GPUs since Volta have six."""
+_TYPE_BITS = 4
+_WARN, _ERROR = 1, 2
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
+"""warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
+_NO_SEQUENCE = 2**64 - 1
+"""Sequence number of the nodes that accumulate gradients into leaves."""
+
+
+class _ThreadStreams(threading.local):
+    """The current stream of each device, which every thread has for itself."""
+
+    def __init__(self) -> None:
+        self.current: dict[int, int] = {}
+        self.in_node: dict[int, tuple[int, int, int]] = {}
+        """By device: graph task, node and stream, where a backward hook chose another stream."""
+        self.of_last_node: dict[int, int] = {}
+
+
+class Streams:
+    """The streams of a machine: current ones, captures, and the order between them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.used = False
+        """Whether there ever was any stream but the default one."""
+        self.sync_debug_mode = 0
+        """What ``torch.cuda.set_sync_debug_mode`` was told."""
+        self.captures: dict[StreamKey, Capture] = {}
+        """The capture under way on each stream."""
+        self._here = _ThreadStreams()
+        self._made: dict[tuple[int, int], int] = {}
+        self._chosen: dict[int, tuple[list[int], list[int]]] = {}
+        """By device: from which autograd sequence number on which stream was the current one."""
+
+    def current(self, device: int) -> int:
+        """Handle of the stream that work on ``device`` goes to now; 0 is the default stream.
+
+        Autograd runs a node on the stream on which its forward ran.
+        """
+        if not self.used:
+            return 0
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            return self._of_node(device, task)
+        return self._here.current.get(device, 0)
+
+    def choose(self, device: int, stream: int) -> None:
+        """Make ``stream`` the current one of ``device``, for this thread."""
+        if not self.used and stream == 0:
+            return
+        self.used = True
+        self.timeline.note((device, stream))
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._here.in_node[device] = (task, _node_sequence(), stream)
+            return
+        self._here.current[device] = stream
+        numbers, streams = self._chosen.setdefault(device, ([], []))
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        streams.append(stream)
+
+    def abandon_captures(self) -> None:
+        """End the captures that a test left open."""
+        for capture in set(self.captures.values()):
+            capture.abandon()
+        self.captures.clear()
+
+    def reset(self, *, keep: bool) -> None:
+        """Forget what a test has set and, unless ``keep``, that streams were ever used."""
+        self.sync_debug_mode = 0
+        if not keep:
+            self.used = False
+            self._here = _ThreadStreams()
+            self._made.clear()
+            self._chosen.clear()
+
+    def make(self, device: int, priority: int) -> int:
+        """Handle of a stream out of the pool of its device and priority, in turn."""
+        level = min(max(-priority, 0), -HIGHEST_PRIORITY)
+        made = self._made.get((device, level), 0)
+        self._made[device, level] = made + 1
+        # makeStreamId: the index, the kind (1 and up: pools), and a bit for torch's own streams.
+        return (made % STREAMS_PER_POOL) << (_TYPE_BITS + 1) | (level + 1) << 1 | 1
+
+    def is_capturing(self, device: int) -> bool:
+        """Whether the current stream of ``device`` is being captured."""
+        return bool(self.captures) and (device, self.current(device)) in self.captures
+
+    def host_waits(self, device: int) -> None:
+        """The host waits for the current stream: it reads or writes memory of ``device``."""
+        if self.sync_debug_mode == _WARN:
+            warnings.warn(_SYNCHRONIZES, stacklevel=3)
+        elif self.sync_debug_mode == _ERROR:
+            raise RuntimeError(_SYNCHRONIZES)
+        if self.used:
+            key = (device, self.current(device))
+            self.refuse_in_capture(key)
+            self.timeline.finish_stream(key)
+
+    def synchronize(self, device: int) -> None:
+        """The host waits for every stream of ``device``."""
+        for key in self.captures:
+            self.refuse_in_capture(key)
+        if self.used:
+            self.timeline.finish_device(device)
+
+    def refuse_in_capture(self, key: StreamKey) -> None:
+        """Raise what CUDA raises for a wait during a capture, which then is worth nothing."""
+        capture = self.captures.get(key)
+        if capture is not None:
+            capture.valid = False
+            raise cuda_error("operation not permitted when stream is capturing")
+
+    def waits(self, key: StreamKey, marks: Marks, capture: Capture | None) -> None:
+        """Later work of a stream comes after ``marks``; with them it joins a capture."""
+        self.timeline.wait(key, marks)
+        if capture is not None and capture.under_way:
+            self.captures.setdefault(key, capture)
+
+    def _of_node(self, device: int, task: int) -> int:
+        here = self._here
+        number = _node_sequence()
+        chosen = here.in_node.get(device)
+        if chosen is not None and chosen[:2] == (task, number):
+            return chosen[2]
+        if number == _NO_SEQUENCE:
+            # Leaves take their gradient on the stream that used them: the node before this one.
+            return here.of_last_node.get(device, 0)
+        numbers, streams = self._chosen.get(device, ((), ()))
+        position = bisect_right(numbers, number)
+        stream = streams[position - 1] if position else 0
+        here.of_last_node[device] = stream
+        return stream
+
+
+def _node_sequence() -> int:
+    node = torch._C._current_autograd_node()
+    return _NO_SEQUENCE if node is None else int(node._sequence_nr())
+
+
+def cuda_error(text: str) -> RuntimeError:
+    """An error of the CUDA runtime as torch raises it; a class of its own since 2.8."""
+    error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+    return error(f"CUDA error: {text}")
 
 
 class SimulatedStream:
-    """``torch.cuda.Stream`` of a simulated GPU: work on it is finished when it is issued."""
+    """``torch.cuda.Stream`` of a simulated GPU."""
 
-    _made = 0
+    _simulation: ClassVar[Simulation]
 
     def __init__(
         self,
@@ -23,17 +184,33 @@ class SimulatedStream:
         priority: int = 0,
         *,
         stream_id: int | None = None,
-        device_index: int = 0,
+        device_index: int | None = None,
         device_type: int = 1,
+        stream_ptr: int | None = None,
         **_: Any,
     ) -> None:
-        if stream_id is None:
-            SimulatedStream._made += 1
-            stream_id = SimulatedStream._made
-        self.stream_id = stream_id
-        self.device_index = device_index
+        if device is not None:
+            device_index = device if isinstance(device, int) else torch.device(device).index
+        self.device_index = self._simulation.device(device_index).index
         self.device_type = device_type
-        self.priority = priority
+        if stream_id is None:
+            stream_id = stream_ptr
+        if stream_id is None:
+            stream_id = self._simulation.streams.make(self.device_index, priority)
+        self.stream_id = stream_id
+        if stream_id != 0:
+            self._simulation.streams.used = True
+        self.priority = _priority(stream_id)
+        self._before: list[tuple[int, int]] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Lowest and highest priority."""
+        return 0, HIGHEST_PRIORITY
+
+    @property
+    def _key(self) -> StreamKey:
+        return self.device_index, self.stream_id
 
     @property
     def device(self) -> torch.device:
@@ -45,69 +222,257 @@ class SimulatedStream:
         """The raw handle."""
         return self.stream_id
 
+    @property
+    def native_handle(self) -> int:
+        """The raw handle."""
+        return self.stream_id
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.stream_id)
+
     def query(self) -> bool:
-        """Whether all work is done."""
+        """Whether all work is done; the host then knows."""
+        self.synchronize()
         return True
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
-        return False
+        return self._key in self._simulation.streams.captures
 
     def synchronize(self) -> None:
         """Wait for all work."""
+        self._simulation.streams.refuse_in_capture(self._key)
+        self._simulation.streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
-        """Wait for another stream's work."""
+        """Let later work come after what ``stream`` has so far."""
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Wait for an event."""
+        """Let later work come after an event."""
+        event.wait(self)
 
     def record_event(self, event: Any = None) -> SimulatedEvent:
         """Record an event, by default a new one."""
-        event = SimulatedEvent() if event is None else event
+        event = self._simulation.event_type() if event is None else event
         event.record(self)
         return event  # type: ignore[no-any-return]  # the caller's own event
 
+    def __enter__(self) -> SimulatedStream:
+        simulation = self._simulation
+        self._before.append(
+            (simulation.current_index, simulation.streams.current(self.device_index))
+        )
+        simulation.current_index = self.device_index
+        simulation.streams.choose(*self._key)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        simulation = self._simulation
+        index, stream = self._before.pop()
+        simulation.streams.choose(self.device_index, stream)
+        simulation.current_index = index
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SimulatedStream) and other.stream_id == self.stream_id
+        return isinstance(other, SimulatedStream) and other._key == self._key
 
     def __hash__(self) -> int:
-        return hash((self.stream_id, self.device_index))
+        return hash(self._key)
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
+def _priority(stream: int) -> int:
+    """The priority that a handle of :meth:`Streams.make` has; 0 for handles from elsewhere."""
+    kind = stream >> 1 & (1 << _TYPE_BITS) - 1
+    return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0
+
+
 class SimulatedEvent:
     """``torch.cuda.Event``: complete as soon as it is recorded; times are the host's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._recorded = 0.0
+    _simulation: ClassVar[Simulation]
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self._times = enable_timing
+        self._recorded: float | None = None
+        self._device: int | None = None
+        self._marks: Marks = {}
+        self._capture: Capture | None = None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device it was recorded on."""
+        return None if self._device is None else torch.device("cuda", self._device)
+
+    @property
+    def cuda_event(self) -> int:
+        """The raw handle; 0 before the event is recorded."""
+        return 0 if self._recorded is None else id(self)
+
+    event_id = cuda_event
 
     def record(self, stream: Any = None) -> None:
         """Record the event."""
+        streams = self._simulation.streams
+        key = self._key(stream)
+        if self._device not in (None, key[0]):
+            raise RuntimeError(
+                f"Event device {self._device} does not match recording stream's device {key[0]}."
+            )
+        self._device = key[0]
+        self._marks = streams.timeline.mark(key)
+        self._capture = streams.captures.get(key)
         self._recorded = time.perf_counter()
 
     def query(self) -> bool:
-        """Whether the event is complete."""
+        """Whether the event is complete; the host then knows."""
+        self.synchronize()
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Make a stream wait."""
+        """Let later work of a stream come after the event."""
+        if self._recorded is not None:
+            self._simulation.streams.waits(self._key(stream), self._marks, self._capture)
 
     def synchronize(self) -> None:
         """Wait for the event."""
+        streams = self._simulation.streams
+        if self._capture is not None and self._capture.under_way:
+            self._capture.valid = False
+            raise cuda_error("operation not permitted when stream is capturing")
+        streams.timeline.finish(self._marks)
 
     def elapsed_time(self, end_event: SimulatedEvent) -> float:
         """Milliseconds between two events, on the host's clock."""
+        if not (self._times and end_event._times):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self._recorded is None or end_event._recorded is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end_event._recorded - self._recorded) * 1000
+
+    def ipc_handle(self) -> bytes:
+        """A handle for other processes: they cannot see a simulated GPU."""
+        raise cuda_error("operation not supported")
+
+    def _key(self, stream: Any) -> StreamKey:
+        if stream is not None:
+            return stream.device_index, stream.stream_id
+        index = self._simulation.current_index
+        return index, self._simulation.streams.current(index)
+
+    def __repr__(self) -> str:
+        if self._recorded is None:
+            return "<torch.cuda.Event uninitialized>"
+        return f"<torch.cuda.Event {self.cuda_event:#x}>"
+
+
+class _Api:
+    """The functions of ``torch._C`` about streams."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def _cuda_getCurrentStream(self, index: int) -> tuple[int, int, int]:
+        return self._simulation.streams.current(index), index, 1
+
+    def _cuda_getDefaultStream(self, index: int) -> tuple[int, int, int]:
+        return 0, index, 1
+
+    def _cuda_getCurrentRawStream(self, index: int) -> int:
+        return self._simulation.streams.current(index)
+
+    def _cuda_getStreamFromExternal(self, handle: int, index: int) -> tuple[int, int, int]:
+        return handle, index, 1
+
+    def _cuda_setStream(
+        self, stream_id: int = 0, device_index: int = 0, device_type: int = 1
+    ) -> None:
+        self._simulation.current_index = self._simulation.device(device_index).index
+        self._simulation.streams.choose(device_index, stream_id)
+
+    def _cuda_isCurrentStreamCapturing(self) -> bool:
+        return self._simulation.streams.is_capturing(self._simulation.current_index)
+
+    def _cuda_synchronize(self) -> None:
+        self._simulation.streams.synchronize(self._simulation.current_index)
+
+    def _cuda_get_sync_debug_mode(self) -> int:
+        return self._simulation.streams.sync_debug_mode
+
+    def _cuda_set_sync_debug_mode(self, mode: int) -> None:
+        self._simulation.streams.sync_debug_mode = mode
+
+    def _accelerator_getStream(self, index: int) -> SimulatedStream:
+        stream = self._simulation.streams.current(index)
+        return self._simulation.stream_type(stream_id=stream, device_index=index)
+
+    def _accelerator_setStream(self, stream: SimulatedStream) -> None:
+        self._cuda_setStream(stream.stream_id, stream.device_index)
+
+    def _accelerator_synchronizeDevice(self, index: int) -> None:
+        self._simulation.streams.synchronize(self._simulation.device(index).index)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """``Tensor.record_stream``: its memory is not used again before ``stream`` is done."""
+        record = self._simulation.storages.of(tensor)
+        if record is None:
+            raise RuntimeError("record_stream is not implemented for tensors on the CPU")
+        if record.address:
+            record.allocator.record_stream(record.address, stream.stream_id, stream.device_index)
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
-    """Replace the stream and event classes wherever torch names them."""
+    """Replace the stream and event classes wherever torch names them, and what is below them."""
+    bound = {"_simulation": simulation}
+    stream = simulation.stream_type = type("Stream", (SimulatedStream,), bound)
+    event = simulation.event_type = type("Event", (SimulatedEvent,), bound)
     for module in (torch.cuda, torch.cuda.streams):
-        patches.plan(module, "Stream", SimulatedStream)
-        patches.plan(module, "ExternalStream", SimulatedStream)
-        patches.plan(module, "Event", SimulatedEvent)
-    patches.plan(torch, "Stream", SimulatedStream)
-    patches.plan(torch, "Event", SimulatedEvent)
+        patches.plan(module, "Stream", stream)
+        patches.plan(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
+        patches.plan(module, "Event", event)
+    patches.plan(torch, "Stream", stream)
+    patches.plan(torch, "Event", type("Event", (_AnyEvent, event), {}))
+    plan_functions(_Api(simulation), patches)
+    api = _Api(simulation)
+    patches.plan(
+        torch.Tensor, "record_stream", lambda tensor, stream: api.record_stream(tensor, stream)
+    )
+
+
+class _External(SimulatedStream):
+    """``torch.cuda.ExternalStream``: a stream that another library made, by its address."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
+        super().__init__(device, stream_ptr=stream_ptr)
+
+
+class _AnyEvent(SimulatedEvent):
+    """``torch.Event``, whose first argument is the device."""
+
+    def __init__(self, device: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+
+
+def plan_functions(api: Any, patches: Patches) -> None:
+    """Replace the functions of ``torch._C`` that ``api`` has, and the copies of their names.
+
+    A build without CUDA has none of the ``_cuda_`` ones.
+    """
+    for name in dir(api):
+        if name.startswith(("_cuda_", "_host_", "_graph_")) or (
+            name.startswith("_accelerator_") and hasattr(torch._C, name)
+        ):
+            function = getattr(api, name)
+            patches.plan(torch._C, name, function)
+            for module in (torch.cuda.graphs, torch.cuda.memory):
+                if name in vars(module):
+                    patches.plan(module, name, function)

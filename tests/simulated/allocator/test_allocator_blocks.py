@@ -242,3 +242,37 @@ def test_large_segment_size_mb_changes_the_middle_segments() -> None:
     allocator.malloc(2 * MIB)
 
     assert allocator.reserved == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("version", "older_first"),
+    [((2, 6), False), ((2, 12), False), ((2, 13), True), ((2, 15), True)],
+)
+def test_of_free_blocks_of_one_size_the_older_segment_is_used_since_2_13(
+    version: tuple[int, int], older_first: bool
+) -> None:
+    addresses = iter([40 * MIB, 60 * MIB, 10 * MIB])
+    allocator = Allocator(
+        1 << 30,
+        AllocatorSettings(version=version),
+        version,
+        place_segment=lambda _: next(addresses),
+    )
+    older = allocator.malloc(12 * MIB)
+    allocator.malloc(12 * MIB)
+    newer = allocator.malloc(12 * MIB)
+    allocator.free(newer)
+    allocator.free(older)
+
+    assert (older, newer) == (40 * MIB, 10 * MIB)
+    assert allocator.malloc(12 * MIB) == (older if older_first else newer)
+
+
+def test_within_a_segment_the_lowest_address_is_used_in_every_release() -> None:
+    for version in ((2, 6), (2, 15)):
+        allocator = Allocator(1 << 30, AllocatorSettings(version=version), version)
+        blocks = [allocator.malloc(4 * MIB) for _ in range(5)]
+        allocator.free(blocks[3])
+        allocator.free(blocks[1])
+
+        assert allocator.malloc(4 * MIB) == blocks[1]

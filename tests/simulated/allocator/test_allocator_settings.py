@@ -7,7 +7,7 @@ import pytest
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, SettingsError
 from pytest_gpumem.simulated.allocator.messages import AllocatorError
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 Version = tuple[int, int]
 
 
@@ -256,27 +256,95 @@ def test_unknown_releases_are_refused(version: Version) -> None:
         AllocatorSettings.parse("", version)
 
 
+def test_another_backend_is_refused_never_ignored() -> None:
+    with pytest.raises(AllocatorError) as error:
+        Allocator(1 << 30, AllocatorSettings.parse("backend:cudaMallocAsync", (2, 15)), (2, 15))
+    assert str(error.value) == ("backend:cudaMallocAsync is not simulated; use backend:native.")
+
+
 @pytest.mark.parametrize(
-    ("conf", "sentence"),
+    ("text", "reserved"),
     [
-        (
-            "backend:cudaMallocAsync",
-            "backend:cudaMallocAsync is not simulated; use backend:native.",
-        ),
-        (
-            "graph_capture_record_stream_reuse:True",
-            "graph_capture_record_stream_reuse:True is not simulated; remove it from the settings.",
-        ),
-        (
-            "expandable_segments_reserve:40G",
-            "expandable_segments_reserve:40G is not simulated; remove it from the settings.",
-        ),
+        ("40G", 40 * GIB),
+        ("0.5", 50 * GIB),
+        ("1.125", 100 * GIB + 100 * GIB // 8),
+        # More than the default makes no sense: no allocation can be larger than the device.
+        ("200G", 100 * GIB + 100 * GIB // 8),
+        ("1e20G", 100 * GIB + 100 * GIB // 8),
     ],
 )
-def test_what_is_not_simulated_is_refused_never_ignored(conf: str, sentence: str) -> None:
-    with pytest.raises(AllocatorError) as error:
-        Allocator(1 << 30, AllocatorSettings.parse(conf, (2, 15)), (2, 15))
-    assert str(error.value) == sentence
+def test_addresses_of_an_expandable_segment_are_a_fraction_or_gibibytes(
+    text: str, reserved: int
+) -> None:
+    settings = AllocatorSettings.parse(f"expandable_segments_reserve:{text}", (2, 15))
+
+    assert settings.address_space(100 * GIB) == reserved
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "-1", "inf", "1GB"])
+def test_a_bad_reserve_is_ignored_with_torchs_warning(text: str) -> None:
+    with pytest.warns(UserWarning, match=f"Ignoring invalid .* reserve value '{text}'"):
+        settings = AllocatorSettings.parse(f"expandable_segments_reserve:{text}", (2, 15))
+
+    assert settings.expandable_segments_reserve is None
+
+
+def test_reserves_by_class_are_read_and_change_nothing_without_classes() -> None:
+    conf = "expandable_segments_reserve_by_class:[serving:0.25,sparse:8G],expandable_segments:True"
+
+    settings = AllocatorSettings.parse(conf, (2, 15))
+
+    assert settings.expandable_segments
+    assert settings.address_space(8 * GIB) == 9 * GIB
+
+
+class TestReadAgain:
+    """A process that reads another string while it runs (``setAllocatorSettings``)."""
+
+    def again(
+        self, first: str, second: str, version: tuple[int, int] = (2, 13)
+    ) -> AllocatorSettings:
+        return AllocatorSettings.parse(second, version, AllocatorSettings.parse(first, version))
+
+    def test_some_keys_go_back_to_their_defaults(self) -> None:
+        first = (
+            "max_split_size_mb:64,roundup_power2_divisions:4,garbage_collection_threshold:0.5,"
+            "max_non_split_rounding_mb:100"
+        )
+
+        settings = self.again(first, "")
+
+        assert settings.max_split_size is None
+        assert settings.roundup_power2_divisions == (0,) * 16
+        assert settings.garbage_collection_threshold == 0.0
+        assert settings.max_non_split_rounding == 20 * MIB
+        assert settings.conf == ""
+
+    def test_the_others_stay(self) -> None:
+        first = "expandable_segments:True,large_segment_size_mb:32,per_process_memory_fraction:0.5"
+
+        settings = self.again(first, "max_split_size_mb:40")
+
+        assert settings.expandable_segments
+        assert settings.large_segment_size == settings.max_non_split_rounding == 32 * MIB
+        assert settings.per_process_memory_fraction == 0.5
+        assert settings.max_split_size == 40 * MIB
+
+    def test_up_to_2_9_the_rounding_of_unsplit_blocks_stays_too(self) -> None:
+        settings = self.again("max_non_split_rounding_mb:100", "", (2, 9))
+
+        assert settings.max_non_split_rounding == 100 * MIB
+
+    def test_what_stands_before_an_error_holds(self) -> None:
+        with pytest.raises(SettingsError, match="too small, must be >= 32") as error:
+            self.again("", "large_segment_size_mb:32,max_split_size_mb:31")
+
+        assert error.value.settings is not None
+        assert error.value.settings.large_segment_size == 32 * MIB
+
+    def test_the_backend_cannot_change(self) -> None:
+        with pytest.raises(SettingsError, match="parsed at load time, cudaMallocAsync != native"):
+            self.again("", "backend:cudaMallocAsync")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,265 @@
+"""``gpumem replay SNAPSHOT``: a recorded memory snapshot, replayed; or with other settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.sizes import SizeError, format_size, parse_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.allocator.replay import (
+        DeviceReplay,
+        ReplayResult,
+        Shortage,
+        Usage,
+    )
+
+DISAGREEMENT = 1
+UNKNOWN = "?"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "replay",
+        help="replay a torch memory snapshot; with other allocator settings, or on another GPU",
+        description="Run the allocations and frees of a recorded torch memory snapshot through the "
+        "simulated caching allocator, and compare every address. With --alloc-conf or --gpu, say "
+        "what would have been instead. Exit code 1 where the replay differs from the recording, or "
+        "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
+    )
+    parser.add_argument(
+        "snapshot",
+        metavar="SNAPSHOT",
+        type=Path,
+        help="what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, bzip2)",
+    )
+    parser.add_argument(
+        "--alloc-conf",
+        metavar="CONF",
+        help="allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
+    )
+    parser.add_argument("--gpu", metavar="MODEL", help="GPU whose memory must suffice: A100-40GB")
+    parser.add_argument(
+        "--used-elsewhere",
+        metavar="SIZE",
+        default="0",
+        help="memory of the GPU outside the allocator, its CUDA context and other processes, like "
+        "500MiB (default: 0)",
+    )
+    parser.add_argument(
+        "--torch",
+        metavar="RELEASE",
+        help="torch release whose rules hold, like 2.6 (default: as the snapshot's form suggests)",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the replay and return the exit code; raises ``ValueError`` for bad input."""
+    from pytest_gpumem.simulated.allocator.replay import replay
+
+    elsewhere = _size(arguments.used_elsewhere)
+    if elsewhere and arguments.gpu is None:
+        raise ValueError("--used-elsewhere says what a GPU has less; give its model with --gpu")
+    result = replay(
+        arguments.snapshot,
+        arguments.alloc_conf,
+        arguments.gpu,
+        version=_release(arguments.torch),
+        used_elsewhere=elsewhere,
+    )
+    if arguments.json:
+        print(json.dumps(to_dict(result, arguments.snapshot), indent=2))
+    else:
+        for line in lines(result, arguments.snapshot, elsewhere):
+            print(line.rstrip())
+    return 0 if result.exact and result.out_of_memory is None else DISAGREEMENT
+
+
+def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
+    """The JSON form: the fields of :class:`ReplayResult`, sizes in bytes."""
+    devices = []
+    for device in result.devices:
+        entry = asdict(device)
+        for name in ("recorded", "what_if"):
+            usage: Usage | None = getattr(device, name)
+            if usage is not None:
+                entry[name]["fragmentation"] = usage.fragmentation
+        devices.append(entry)
+    return {
+        "snapshot": str(path),
+        **asdict(result),
+        "version": _dotted(result),
+        "out_of_memory": result.out_of_memory is not None,
+        "devices": devices,
+    }
+
+
+def lines(result: ReplayResult, path: Path, used_elsewhere: int = 0) -> Iterator[str]:
+    """Yield what the command prints."""
+    names = ", ".join(f"cuda:{device.device}" for device in result.devices)
+    events = sum(device.events for device in result.devices)
+    yield f"{path.name}: {events:,} events on {names}, recorded with {_conf(result.recorded_conf)}"
+    yield f"replayed by the rules of torch {_dotted(result)}: {_agreement(result)}"
+    for device in result.devices:
+        if device.mismatch is not None:
+            yield from _mismatch(device)
+    if result.what_if:
+        yield ""
+        yield f"what if: {_question(result, used_elsewhere)}"
+    for device in result.devices:
+        yield ""
+        yield from _table(device)
+    notes = [note for device in result.devices for note in _notes(device, result, used_elsewhere)]
+    if any(device.what_if and device.capacity is None for device in result.devices):
+        notes.append(
+            "Whether it fits depends on the memory of the GPU, which is not on record; give --gpu."
+        )
+    if any(_placed_anew(device, result) for device in result.devices):
+        notes.append(
+            "What was allocated before recording began is placed anew, without the gaps it had."
+        )
+    if notes:
+        yield ""
+        yield from notes
+
+
+def _agreement(result: ReplayResult) -> str:
+    total = f"{result.total:,} address{'es' if result.total != 1 else ''}"
+    if result.exact:
+        return f"all {total} agree, and so does the final layout"
+    return f"{result.exact_addresses:,} of {total} agree"
+
+
+def _mismatch(device: DeviceReplay) -> Iterator[str]:
+    found = device.mismatch
+    assert found is not None
+    place = "at the end" if found.event is None else f"at event {found.event:,}"
+    yield f"  cuda:{device.device} differs first {place}{f' ({found.line})' if found.line else ''}"
+    yield f"    recorded   {found.expected}"
+    yield f"    simulated  {found.got}"
+
+
+def _question(result: ReplayResult, used_elsewhere: int) -> str:
+    parts = []
+    if result.alloc_conf is not None:
+        parts.append(_conf(result.alloc_conf))
+    if result.gpu is not None:
+        capacity = format_size(result.devices[0].capacity or 0)
+        taken = f", {format_size(used_elsewhere)} of it used elsewhere" if used_elsewhere else ""
+        parts.append(f"on {result.gpu} ({capacity}{taken})")
+    return " ".join(parts)
+
+
+def _table(device: DeviceReplay) -> Iterator[str]:
+    rows = [[f"cuda:{device.device}", "recorded"]]
+    rows += [[label, *_cell(label, device.recorded)] for label in _ROWS]
+    if device.what_if is not None:
+        rows[0] += ["what if", "change"]
+        for row in rows[1:]:
+            row += _cell(row[0], device.what_if, known=device.capacity is not None)
+            sizes = _SIZES.get(row[0])
+            row.append(_change(sizes(device.recorded), sizes(device.what_if)) if sizes else "")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for label, *cells in rows:
+        right = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join((f"  {label.ljust(widths[0])}", *right))
+
+
+_ROWS = (
+    "peak allocated",
+    "peak reserved",
+    "fragmentation at the peak",
+    "share of peak reserved",
+    "largest inactive split",
+    "segments",
+    "out of memory",
+)
+_SIZES: dict[str, Callable[[Usage], int]] = {
+    "peak allocated": lambda usage: usage.peak_allocated,
+    "peak reserved": lambda usage: usage.peak_reserved,
+    "fragmentation at the peak": lambda usage: usage.fragmentation,
+    "largest inactive split": lambda usage: usage.largest_split,
+}
+
+
+def _cell(label: str, usage: Usage, *, known: bool = True) -> list[str]:
+    if label in _SIZES:
+        return [format_size(_SIZES[label](usage))]
+    if label == "segments":
+        return [f"{usage.segments:,}"]
+    if label == "out of memory":
+        return ["yes" if usage.out_of_memory else "no" if known else UNKNOWN]
+    share = 100 * usage.fragmentation / usage.peak_reserved if usage.peak_reserved else 0
+    return [f"{share:.1f} %"]
+
+
+def _change(before: int, after: int) -> str:
+    if before == after:
+        return ""
+    sign = "+" if after > before else "-"
+    return f"{sign}{format_size(abs(after - before))}"
+
+
+def _notes(device: DeviceReplay, result: ReplayResult, used_elsewhere: int) -> Iterator[str]:
+    name = f"cuda:{device.device}"
+    then = device.recorded.out_of_memory
+    now = device.what_if.out_of_memory if device.what_if else None
+    if then is not None:
+        yield f"{name} ran out of memory in the recording: {_shortage(then, 'asked')}"
+    if now is not None:
+        yield f"{name} would run out of memory: {_shortage(now, 'asks')}"
+        yield "  what comes after it is left out, so the peaks are those up to there"
+    elif then is not None and device.what_if is not None:
+        yield f"{name} would not run out of memory there"
+    if device.what_if and device.capacity and now is None and result.gpu is not None:
+        left = device.capacity - used_elsewhere - device.what_if.peak_reserved
+        beside = "" if used_elsewhere else " for the CUDA context and others"
+        yield f"{name} fits on {result.gpu}: {format_size(left)} are left{beside}"
+        if retries := device.what_if.retries:
+            times = "once" if retries == 1 else f"{retries:,} times"
+            yield f"  the device was full {times} on the way, and the cache had to be emptied"
+
+
+def _placed_anew(device: DeviceReplay, result: ReplayResult) -> bool:
+    return bool(device.live_at_start) and result.alloc_conf is not None
+
+
+def _shortage(shortage: Shortage, asks: str) -> str:
+    wanted = f"{format_size(shortage.requested)} with {format_size(shortage.free)} free"
+    if shortage.event < 0:
+        return f"what was allocated before recording began {asks} for {wanted}"
+    at = f", at {shortage.line}" if shortage.line else ""
+    return f"event {shortage.event:,} {asks} for {wanted}{at}"
+
+
+def _conf(conf: str) -> str:
+    return f"PYTORCH_CUDA_ALLOC_CONF={conf}" if conf else "the allocator's default settings"
+
+
+def _dotted(result: ReplayResult) -> str:
+    return ".".join(map(str, result.version))
+
+
+def _release(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.match(r"(\d+)\.(\d+)", text)
+    if found is None:
+        raise ValueError(f"--torch: {text!r} is not a release; write one like 2.6")
+    return int(found[1]), int(found[2])
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except SizeError as error:
+        raise ValueError(f"--used-elsewhere: {error}") from None

@@ -1,0 +1,262 @@
+"""Memory snapshots as files: read without running anything, and checked before use."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
+from pytest_gpumem.simulated.allocator.constants import SMALL_SEGMENT
+from pytest_gpumem.simulated.allocator.messages import AllocatorError
+from pytest_gpumem.simulated.allocator.settings import Version
+
+Json = Mapping[str, Any]
+
+MOST_UNPACKED = 1 << 30
+"""Bytes that a compressed snapshot may unpack to; a recording of 200,000 events takes 20 MB."""
+
+_UNPACKING_MEMORY = 128 << 20
+"""Bytes that the decompressor of xz may take; its highest preset needs 65 MiB."""
+_MEMORY_PER_BYTE = 16
+"""Unpickled, the recorded snapshots take up to 7 bytes of memory per byte of their file."""
+_MEMORY_BASE = 1 << 30
+
+_EVENT = (("action", str), ("size", int), ("stream", int))
+_SEGMENT = (("device", int), ("address", int), ("total_size", int), ("stream", int))
+_BLOCK = (("size", int), ("state", str))
+_LARGEST = 1 << 63
+_LARGEST_SIZE = 1 << 44
+"""More memory than any device has."""
+
+_RELEASES: tuple[tuple[str, Version], ...] = (
+    # What the events of a snapshot began to have, and a release that has it.
+    ("pool_id", (2, 13)),
+    ("user_metadata", (2, 11)),
+    ("compile_context", (2, 9)),
+)
+_OLDEST_RULES: Version = (2, 6)
+
+
+class SnapshotError(AllocatorError):
+    """The file or object is not a memory snapshot that can be replayed."""
+
+
+def load_snapshot(path: str | Path) -> Json:
+    """Read a pickled snapshot, plain or compressed (xz, gzip, bzip2).
+
+    No code that the file may name is run, and it cannot take more memory than a snapshot of its
+    size would.
+
+    Raises:
+        SnapshotError: the file cannot be read, or holds anything but plain values.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise SnapshotError(f"{path} is not a file; give a memory snapshot.")
+        content = _unpacked(path.read_bytes())
+        data = _unpickled(content)
+    except SnapshotError:
+        raise
+    except OSError as error:
+        raise SnapshotError(
+            f"Cannot read the memory snapshot {path}: {error.strerror or error}."
+        ) from error
+    except Exception as error:  # a damaged pickle raises errors of nearly every type
+        reason = _one_line(error) or type(error).__name__
+        raise SnapshotError(f"Cannot read the memory snapshot {path}: {reason}.") from error
+    if isinstance(data, list):
+        raise SnapshotError(
+            f"{path} is not a memory snapshot: it holds a list, as torch.cuda.memory_snapshot() "
+            "returns it; make one with torch.cuda.memory._dump_snapshot()."
+        )
+    if not isinstance(data, dict):
+        raise SnapshotError(f"{path} is not a memory snapshot: it holds a {type(data).__name__}.")
+    return data
+
+
+def checked(snapshot: Json) -> Json:
+    """Return ``snapshot`` if it has the parts of one that a replay needs.
+
+    Raises:
+        SnapshotError: it does not; the sentence names the part.
+    """
+    traces, segments = snapshot.get("device_traces"), snapshot.get("segments")
+    if not isinstance(traces, list) or not isinstance(segments, list):
+        raise SnapshotError(
+            "This is not a memory snapshot: it has no segments and device_traces;"
+            " make one with torch.cuda.memory._dump_snapshot()."
+        )
+    for device, trace in enumerate(traces):
+        if not isinstance(trace, list):
+            raise SnapshotError(f"The trace of device {device} is not a list of events.")
+        for index, event in enumerate(trace):
+            what = f"event {index} of device {device}"
+            _check(event, _EVENT, what)
+            if event["action"] not in ("oom", "snapshot"):
+                _check(event, (("addr", int),), what)
+            _check_pool(event.get("pool_id", SHARED_POOL), what)
+            if event["action"] == "oom":
+                _check(event, (("device_free", int),), what)
+    for index, segment in enumerate(segments):
+        _check(segment, _SEGMENT, f"segment {index}")
+        _check_pool(segment.get("segment_pool_id", SHARED_POOL), f"segment {index}")
+        if segment.get("segment_type") not in ("small", "large"):
+            raise SnapshotError(f"The type of segment {index} is neither small nor large.")
+        blocks = segment.get("blocks")
+        if not isinstance(blocks, list):
+            raise SnapshotError(f"The blocks of segment {index} are not a list.")
+        for block in blocks:
+            _check(block, _BLOCK, f"a block of segment {index}")
+        if sum(block["size"] for block in blocks) != segment["total_size"]:
+            raise SnapshotError(f"The blocks of segment {index} do not add up to its size.")
+    if not any(traces):
+        raise SnapshotError(
+            "The snapshot holds no events: start recording with"
+            " torch.cuda.memory._record_memory_history() before the code of interest."
+        )
+    return snapshot
+
+
+def recorded_conf(snapshot: Json) -> str:
+    """The allocator settings that a snapshot was recorded with; old snapshots have none."""
+    settings = snapshot.get("allocator_settings")
+    conf = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, Mapping) else None
+    return conf if isinstance(conf, str) else ""
+
+
+def release_of(snapshot: Json) -> Version:
+    """A torch release whose rules a snapshot follows, by what its events have.
+
+    No snapshot says which release made it. ``compile_context`` came with 2.8, ``user_metadata``
+    with 2.10 and ``pool_id`` with 2.12 (torch/csrc/cuda/Module.cpp).
+    """
+    events = (event for trace in snapshot["device_traces"] for event in trace)
+    first: Json = next(events, {})
+    return next((version for key, version in _RELEASES if key in first), _OLDEST_RULES)
+
+
+def line_of(event: Json) -> str:
+    """``file:line, function`` of the code that caused an event, or nothing if it is not recorded.
+
+    The innermost Python frame outside torch; recordings may have frames of C++ as well.
+    """
+    frames = [each for each in event.get("frames") or () if isinstance(each, Mapping)]
+    python = [each for each in frames if str(each.get("filename", "")).endswith(".py")]
+    users = [each for each in python if not _is_torchs(str(each["filename"]))]
+    for frame in (*users[:1], *python[:1]):
+        return f"{frame['filename']}:{frame.get('line', 0)}, {frame.get('name', '?')}"
+    return ""
+
+
+def default_segment_type(size: int) -> str:
+    """The pool of a segment that was returned before the snapshot was taken."""
+    return "small" if size == SMALL_SEGMENT else "large"
+
+
+def _is_torchs(filename: str) -> bool:
+    return filename.startswith("torch/") or "/torch/" in filename
+
+
+def _check(value: Any, fields: Sequence[tuple[str, type]], what: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SnapshotError(f"The {what} is a {type(value).__name__}, not a dict.")
+    for name, kind in fields:
+        found = value.get(name)
+        if type(found) is not kind:
+            raise SnapshotError(f"The {name} of {what} is missing or no {kind.__name__}.")
+        limit = _LARGEST_SIZE if name in ("size", "total_size") else _LARGEST
+        if isinstance(found, int) and not 0 <= found < limit:
+            raise SnapshotError(f"The {name} of {what} is out of range.")
+
+
+def _check_pool(pool: Any, what: str) -> None:
+    if (
+        not isinstance(pool, (tuple, list))
+        or len(pool) != 2
+        or not all(type(part) is int and 0 <= part < _LARGEST for part in pool)
+    ):
+        raise SnapshotError(f"The pool of {what} is not a pair of numbers.")
+
+
+def _unpacked(content: bytes) -> bytes:
+    import bz2
+    import gzip
+    import lzma
+    from io import BytesIO
+
+    if content.startswith(b"\xfd7zXZ\x00"):
+        xz = lzma.LZMADecompressor(memlimit=_UNPACKING_MEMORY)
+        content = xz.decompress(content, max_length=MOST_UNPACKED + 1)
+        complete = xz.eof or len(content) > MOST_UNPACKED
+    elif content.startswith(b"\x1f\x8b"):
+        content, complete = gzip.GzipFile(fileobj=BytesIO(content)).read(MOST_UNPACKED + 1), True
+    elif content.startswith(b"BZh"):
+        content, complete = bz2.BZ2File(BytesIO(content)).read(MOST_UNPACKED + 1), True
+    else:
+        return content
+    if not complete:
+        raise EOFError("the compressed file is cut off")
+    if len(content) > MOST_UNPACKED:
+        raise ValueError("it unpacks to more than 1 GiB; if it is yours, unpack it yourself")
+    return content
+
+
+def _unpickled(content: bytes) -> Any:
+    import pickle
+    from io import BytesIO
+
+    class PlainUnpickler(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str) -> Any:
+            raise pickle.UnpicklingError(
+                f"it refers to {module_name}.{global_name}, and a snapshot holds plain values alone"
+            )
+
+    if not content:
+        raise EOFError("it is empty")
+    with _memory_for(len(content)), _without_garbage_collection():
+        return PlainUnpickler(BytesIO(content)).load()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Unpickling makes nothing but new objects: looking through them takes half of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _memory_for(nbytes: int) -> Iterator[None]:
+    """Limit what the process may allocate while a file of ``nbytes`` is unpickled.
+
+    A pickle of a few bytes can ask for gigabytes; with a limit that is a ``MemoryError``. Only
+    Linux tells how much the process has already.
+    """
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        yield
+        return
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + _MEMORY_BASE + _MEMORY_PER_BYTE * nbytes
+    limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *limits]), most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join("".join(c if c.isprintable() else "?" for c in str(error)).split())
+    return (text if len(text) <= 200 else f"{text[:200]}...").rstrip(".")

@@ -1,0 +1,167 @@
+"""Where a recording began: undo its events from the state in which it ended."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
+from pytest_gpumem.simulated.allocator.constants import SMALL_SIZE
+from pytest_gpumem.simulated.allocator.recording import (
+    Json,
+    SnapshotError,
+    default_segment_type,
+)
+from pytest_gpumem.simulated.allocator.rounding import round_size
+from pytest_gpumem.simulated.allocator.settings import AllocatorSettings
+
+_LIVE = "active_allocated"
+PENDING = "active_pending_free"
+"""Freed by the program, and still in use by a stream."""
+
+
+class _Held(NamedTuple):
+    """A block that was in use when recording began."""
+
+    requested: int
+    size: int | None
+    """``None`` where only the requested size is on record."""
+    state: str
+
+
+def starting_segments(
+    segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
+) -> list[dict[str, Any]]:
+    """The segments at the beginning of ``trace``, which ends with ``segments``; by address.
+
+    Each has ``address``, ``total_size``, ``stream``, ``segment_type``, ``segment_pool_id`` and
+    ``blocks``, as in a snapshot. Of a block that was live at the beginning and freed later, only
+    the requested size is on record: its size follows from its neighbours, see :func:`_handed_out`.
+
+    Raises:
+        SnapshotError: an expandable segment had memory when recording began; its pages cannot be
+            told from the events.
+    """
+    segments = list(segments)
+    _check_expandable(segments, trace)
+    held, blocks = _segments_held(segments, trace), _blocks_held(segments, trace)
+    addresses = sorted(blocks)
+    start = []
+    for segment in sorted(held.values(), key=lambda each: int(each["address"])):
+        first, end = segment["address"], segment["address"] + segment["total_size"]
+        inside = addresses[bisect_left(addresses, first) : bisect_left(addresses, end)]
+        row: list[dict[str, Any]] = []
+        position = first
+        for address, following in zip(inside, [*inside, end][1:], strict=True):
+            block = blocks[address]
+            size = block.size
+            if size is None:
+                size = round_size(block.requested, settings.roundup_power2_divisions)
+                if segment["segment_type"] == "large":
+                    size = _handed_out(address, size, following, trace)
+            row += _gap(position, address)
+            row.append(_block(address, size, block.requested, block.state))
+            position = address + size
+        start.append({**segment, "blocks": row + _gap(position, end)})
+    return start
+
+
+def _check_expandable(segments: Sequence[Json], trace: Sequence[Json]) -> None:
+    changes = {"segment_map": 1, "segment_unmap": -1}
+    mapped = sum(changes.get(event["action"], 0) * event["size"] for event in trace)
+    held = sum(segment["total_size"] for segment in segments if segment.get("is_expandable"))
+    if mapped != held:
+        raise SnapshotError(
+            f"The recording began when expandable segments held {held - mapped} bytes;"
+            " to replay it, start recording before the first allocation."
+        )
+
+
+def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:
+    """The segments held when recording began, by address."""
+    held = {
+        segment["address"]: _segment(
+            segment["address"],
+            segment["total_size"],
+            segment["stream"],
+            segment["segment_type"],
+            segment.get("segment_pool_id", SHARED_POOL),
+        )
+        for segment in segments
+        if not segment.get("is_expandable")
+    }
+    for event in reversed(trace):
+        address, size = event.get("addr", 0), event["size"]
+        if event["action"] == "segment_alloc":
+            held.pop(address, None)
+        elif event["action"] == "segment_free":
+            pool = event.get("pool_id", SHARED_POOL)
+            held[address] = _segment(
+                address, size, event["stream"], default_segment_type(size), pool
+            )
+    return held
+
+
+def _blocks_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, _Held]:
+    """The blocks in use when recording began, by address."""
+    held: dict[int, _Held] = {}
+    born: set[int] = set()
+    asked: set[int] = set()
+    for event in trace:
+        action, address = event["action"], event.get("addr", 0)
+        if action == "alloc":
+            born.add(address)
+        elif action == "free_requested":
+            asked.add(address)
+        elif action == "free_completed":
+            if address in born:
+                born.remove(address)
+            else:
+                held[address] = _Held(event["size"], None, _LIVE if address in asked else PENDING)
+            asked.discard(address)
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive" and address not in born:
+                state = _LIVE if address in asked else block["state"]
+                held[address] = _Held(block.get("requested_size", 0), block["size"], state)
+            address += block["size"]
+    return held
+
+
+def _segment(address: int, size: int, stream: int, kind: str, pool: Any) -> dict[str, Any]:
+    return {
+        "address": address,
+        "total_size": size,
+        "stream": stream,
+        "segment_type": kind,
+        "segment_pool_id": tuple(pool),
+    }
+
+
+def _handed_out(address: int, rounded: int, following: int, trace: Sequence[Json]) -> int:
+    """Bytes of a large block that was live from the beginning, until it was freed.
+
+    Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of the
+    large pool are never that small, so a small gap up to the ``following`` block belongs to this
+    one; in a larger gap, the lowest address allocated during its life is where it ends.
+    """
+    gap = following - address - rounded
+    if gap <= SMALL_SIZE:
+        return following - address
+    limit = address + rounded + SMALL_SIZE
+    for event in trace:
+        if event["action"] == "free_completed" and event["addr"] == address:
+            break
+        if event["action"] == "alloc" and address + rounded <= event["addr"] <= limit:
+            return int(event["addr"]) - address
+    return rounded
+
+
+def _gap(start: int, end: int) -> list[dict[str, Any]]:
+    return [_block(start, end - start, 0, "inactive")] if end > start else []
+
+
+def _block(address: int, size: int, requested: int, state: str) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": requested, "state": state}

@@ -1,0 +1,296 @@
+"""CUDA graphs: the body runs once, when it is captured, and keeps its memory for replays.
+
+Sources: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_gpumem.simulated.allocator import AllocatorError
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.timeline import StreamKey
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.surface.streams import cuda_error, plan_functions
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import Memory, SimulatedGPU
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+RNG_BYTES = 8
+"""A seed, and an offset: one int64 each."""
+CLEARS_WORKSPACES = (2, 12)
+"""From this release on a graph that is given up frees the cuBLAS workspaces of its stream."""
+LAZY_RNG = (2, 13)
+"""From this release on a capture allocates them at its first random operator."""
+
+
+class PoolIds:
+    """Numbers of private pools: (0, n) of those that users ask for, (n, 0) of graphs' own."""
+
+    def __init__(self) -> None:
+        self._users = self._graphs = 0
+
+    def of_user(self) -> PoolId:
+        """A new id for a pool object or handle."""
+        self._users += 1
+        return 0, self._users
+
+    def of_graph(self) -> PoolId:
+        """A new id for a graph that shares no pool."""
+        self._graphs += 1
+        return self._graphs, 0
+
+
+class Capture:
+    """One capture under way, on the stream it began on and those that wait for it."""
+
+    def __init__(self, graph: SimulatedGraph, gpu: SimulatedGPU, pool: PoolId) -> None:
+        self.graph: SimulatedGraph | None = graph
+        """The graph, until the capture ends: then the graph knows the capture."""
+        self.gpu = gpu
+        self.pool = pool
+        self.stream = gpu.stream
+        self.memory = gpu.allocator
+        self.under_way = True
+        self.valid = True
+        """False once something was done that a capture does not allow."""
+
+    def abandon(self) -> None:
+        """End a capture that nobody will end: its test is over."""
+        self.under_way, self.graph = False, None
+        self.memory.mark_capture_end()
+        self.memory.end_allocate_to_pool(self.pool)
+        self.memory.release_pool(self.pool)
+
+    @property
+    def key(self) -> StreamKey:
+        """The stream it began on."""
+        return self.gpu.index, self.stream
+
+
+class RandomState:
+    """Where graphs find the seed and offset of random operators: two small tensors.
+
+    Up to 2.12 a generator has them from the first graph that it is registered with to the last,
+    allocated on the stream of that capture; since 2.13 a capture has its own, from the first random
+    operator in it, on the default stream.
+    """
+
+    def __init__(self) -> None:
+        self._shared: dict[object, tuple[set[int], Memory, list[int]]] = {}
+
+    def register(self, graph: SimulatedGraph, generator: object, gpu: SimulatedGPU) -> None:
+        """``register_graph`` of a generator, up to 2.12."""
+        graphs, _, _ = self._shared.setdefault(generator, (set(), gpu.allocator, []))
+        if not graphs:
+            self._shared[generator] = (graphs, gpu.allocator, _tensors(gpu, gpu.stream))
+        graphs.add(id(graph))
+
+    def unregister(self, graph: SimulatedGraph) -> None:
+        """``unregister_graph``: the graph is gone."""
+        for graphs, memory, addresses in self._shared.values():
+            graphs.discard(id(graph))
+            if not graphs:
+                _free(memory, addresses)
+
+
+def _tensors(gpu: SimulatedGPU, stream: int) -> list[int]:
+    return [gpu.allocator.malloc(RNG_BYTES, stream) for _ in range(2)]
+
+
+def _free(memory: Memory, addresses: list[int]) -> None:
+    while addresses:
+        memory.free(addresses.pop())
+
+
+class SimulatedGraph:
+    """``torch.cuda.CUDAGraph`` of a simulated GPU; a replay does nothing to memory."""
+
+    _simulation: ClassVar[Simulation]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._keeps = keep_graph
+        self._capture: Capture | None = None
+        self._captured: Capture | None = None
+        self._memory: Memory | None = None
+        self._random: list[int] = []
+        self._generators: list[object] = ["default"]
+
+    def capture_begin(
+        self,
+        pool: PoolId | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
+        """Capture the work of the current stream from here on."""
+        simulation = self._simulation
+        gpu = simulation.current
+        if self._captured is not None:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, "
+                "create a new instance."
+            )
+        if gpu.version < LAZY_RNG:
+            self._register(gpu)
+        if gpu.stream == 0:
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, "
+                "it's ok to replay them on the default stream.)"
+            )
+        if simulation.streams.is_capturing(gpu.index):
+            raise cuda_error("the operation cannot be performed in the present state")
+        chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
+        identity = simulation.pool_ids.of_graph() if chosen == SHARED_POOL else chosen
+        capture = Capture(self, gpu, identity)
+        captures = simulation.streams.captures
+        try:
+            gpu.allocator.begin_allocate_to_pool(
+                identity, lambda stream: captures.get((gpu.index, stream)) is capture
+            )
+        except AllocatorError as error:
+            raise RuntimeError(str(error)) from None
+        gpu.allocator.is_capturing = lambda: simulation.streams.is_capturing(gpu.index)
+        gpu.allocator.mark_capture_begin()
+        captures[capture.key] = capture
+        self._capture, self._memory = capture, gpu.allocator
+
+    def capture_end(self) -> None:
+        """End the capture; what it allocated stays with the graph."""
+        capture = self._capture
+        if capture is None:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        streams = self._simulation.streams
+        if streams.current(capture.gpu.index) != capture.stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._capture, capture.graph, capture.under_way = None, None, False
+        for key in [key for key, other in streams.captures.items() if other is capture]:
+            del streams.captures[key]
+        capture.memory.mark_capture_end()
+        capture.memory.end_allocate_to_pool(capture.pool)
+        if not capture.valid:
+            capture.memory.release_pool(capture.pool)
+            raise cuda_error("operation failed due to a previous error during capture")
+        self._captured = capture
+
+    def instantiate(self) -> None:
+        """Make the graph ready to run; ``capture_end`` does it unless the graph is kept."""
+        if self._captured is None:
+            raise RuntimeError("capture_end() must have been called before calling instantiate")
+        if not self._keeps:
+            raise RuntimeError(
+                "instantiate() is intended to be called by the user only when keep_graph=true"
+            )
+
+    def replay(self) -> None:
+        """Run the captured work again: nothing is allocated, and no value is known afterwards."""
+        if self._captured is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        for key in list(self._simulation.storages.by_key):
+            self._simulation.values.forget(key)
+
+    def reset(self) -> None:
+        """Give the graph up: its memory can be released once no tensor needs it."""
+        captured, self._captured = self._captured, None
+        if self._memory is not None:
+            _free(self._memory, self._random)
+        if captured is not None:
+            if captured.gpu.version >= CLEARS_WORKSPACES:
+                captured.gpu.workspaces.clear_stream(captured.stream)
+            captured.memory.release_pool(captured.pool)
+
+    def pool(self) -> PoolId:
+        """The id of the pool, for other graphs to share."""
+        if self._captured is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._captured.pool
+
+    def register_generator_state(self, generator: Any) -> None:
+        """Let random operators of another generator be captured."""
+        if self._simulation.current.version < LAZY_RNG:
+            self._generators.append(generator)
+            self._simulation.random_state.register(self, generator, self._simulation.current)
+
+    def enable_debug_mode(self) -> None:
+        """Keep what ``debug_dump`` needs: nothing here."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Write the graph to a file: there are no kernels to write."""
+        raise _unsupported("torch.cuda.CUDAGraph.debug_dump")
+
+    def raw_cuda_graph(self) -> int:
+        """The driver's graph: there is none."""
+        raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph")
+
+    def raw_cuda_graph_exec(self) -> int:
+        """The driver's graph: there is none."""
+        raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph_exec")
+
+    def get_graph_data(self) -> dict[str, Any]:
+        """The nodes of the graph: there are none."""
+        raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
+
+    def use_random_operator(self, gpu: SimulatedGPU) -> None:
+        """A random operator is captured: from 2.13 on it needs the capture's own state."""
+        if gpu.version >= LAZY_RNG and not self._random:
+            self._random = _tensors(gpu, 0)
+
+    def _register(self, gpu: SimulatedGPU) -> None:
+        if self._simulation.streams.is_capturing(gpu.index):
+            raise RuntimeError(
+                "Cannot register the state during capturing stage. during CUDA graph capture. If "
+                "you need this call to be captured, please file an issue. Current "
+                "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+            )
+        for generator in self._generators:
+            self._simulation.random_state.register(self, (gpu.index, generator), gpu)
+
+    def __del__(self) -> None:
+        self.reset()
+        self._simulation.random_state.unregister(self)
+
+
+def _unsupported(name: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{name} at {user_line()} needs the driver's graph, so it cannot run on a simulated GPU"
+    )
+
+
+def noting_randomness(simulation: Simulation, handler: Handler) -> Handler:
+    """Wrap a random operator: in a capture it may need memory for its state."""
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        streams = simulation.streams
+        if streams.captures:
+            gpu = simulation.current
+            capture = streams.captures.get((gpu.index, gpu.stream))
+            if capture is not None and capture.graph is not None:
+                capture.graph.use_random_operator(gpu)
+        return handler(args, kwargs)
+
+    return handle
+
+
+class _Api:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def _graph_pool_handle(self) -> PoolId:
+        return self._simulation.pool_ids.of_user()
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace the graph class; ``torch.cuda.graph`` and what is built on it is torch's own."""
+    graph = type("CUDAGraph", (SimulatedGraph,), {"_simulation": simulation})
+    for module in (torch.cuda, torch.cuda.graphs):
+        patches.plan(module, "CUDAGraph", graph)
+    # torch keeps one capture stream for the whole process.
+    patches.plan(torch.cuda.graphs.graph, "default_capture_stream", None)
+    plan_functions(_Api(simulation), patches)

@@ -1,0 +1,202 @@
+"""``torch.cuda.MemPool``, and what else user code may do to the caching allocator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+
+from pytest_gpumem.simulated.allocator import AllocatorError, SettingsError
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.snapshot import snapshot
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.surface.streams import plan_functions
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import Memory
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+THREAD_POOLS = (2, 8)
+"""From this release on ``use_mem_pool`` routes only the thread that opened it."""
+
+
+class SimulatedMemPool:
+    """``torch.cuda.MemPool`` of a simulated GPU."""
+
+    _simulation: ClassVar[Simulation]
+
+    def __init__(
+        self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **_: Any
+    ) -> None:
+        if allocator is not None:
+            raise _needs_a_driver("torch.cuda.MemPool with an allocator of its own")
+        gpu = self._simulation.current
+        self.id: PoolId = self._simulation.pool_ids.of_user()
+        self.allocator = None
+        self.device = gpu.index
+        self._memory: Memory = gpu.allocator
+        self._memory.create_pool(self.id, use_on_oom=use_on_oom, no_split=no_split)
+
+    def use_count(self) -> int:
+        """How many pool objects, scopes and graphs refer to the memory."""
+        return self._memory.pool_uses(self.id)
+
+    def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
+        """The pool's segments."""
+        return self._memory.segments(self.id)
+
+    def __del__(self) -> None:
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            memory.lend_pool(self.id, use_on_oom=False)
+            memory.release_pool(self.id)
+            memory.empty_cache(self.id)
+
+
+class _Api:
+    """The functions of ``torch._C`` about pools and settings of the allocator."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def _cuda_beginAllocateToPool(self, device: int, pool: PoolId) -> None:
+        self._begin(device, pool, lambda _: True)
+
+    def _cuda_beginAllocateCurrentThreadToPool(self, device: int, pool: PoolId) -> None:
+        if self._simulation.device(device).version < THREAD_POOLS:
+            self._cuda_beginAllocateToPool(device, pool)
+            return
+        thread = threading.get_ident()
+        # Autograd's thread is another one on a GPU, though it is this one here.
+        self._begin(
+            device,
+            pool,
+            lambda _: threading.get_ident() == thread and torch._C._current_graph_task_id() == -1,
+        )
+
+    def _cuda_beginAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
+        chosen = self._simulation.device(device).stream
+        self._begin(device, pool, lambda stream: stream == chosen)
+
+    def _cuda_endAllocateToPool(self, device: int, pool: PoolId) -> None:
+        with _torch_errors():
+            self._memory(device).end_allocate_to_pool((pool[0], pool[1]))
+
+    def _cuda_endAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
+        self._cuda_endAllocateToPool(device, pool)
+
+    def _cuda_releasePool(self, device: int, pool: PoolId) -> None:
+        with _torch_errors():
+            self._memory(device).release_pool((pool[0], pool[1]))
+
+    def _cuda_emptyCache(self, pool: PoolId = SHARED_POOL) -> None:
+        for gpu in self._simulation.gpus:
+            gpu.allocator.empty_cache((pool[0], pool[1]))
+
+    def _accelerator_emptyCache(self) -> None:
+        self._cuda_emptyCache()
+
+    def _cuda_memorySnapshot(self, chosen: Any = None, *_: Any) -> dict[str, Any]:
+        """``chosen`` is a pool's id, since 2.11 with whether to include traces."""
+        first, second, *traces = chosen or SHARED_POOL
+        memories = [gpu.allocator for gpu in self._simulation.gpus]
+        return snapshot(memories, (first, second), traces=traces != [False])
+
+    def _cuda_cudaCachingAllocator_enable(self, enabled: bool) -> None:
+        for gpu in self._simulation.gpus:
+            gpu.allocator.enable_caching(enabled and not gpu.uncached)
+
+    def _cuda_cudaCachingAllocator_set_allocator_settings(self, settings: str) -> None:
+        for gpu in self._simulation.gpus:
+            try:
+                gpu.allocator.set_settings(settings)
+            except SettingsError as error:
+                # ValueError since the generic configuration class.
+                kind = ValueError if gpu.version >= (2, 10) else RuntimeError
+                raise kind(str(error)) from None
+
+    def _accelerator_setAllocatorSettings(self, settings: str) -> None:
+        self._cuda_cudaCachingAllocator_set_allocator_settings(settings)
+
+    def _accelerator_getAllocatorSettings(self) -> str:
+        return self._simulation.current.allocator.settings.conf
+
+    def _cuda_getMemoryFraction(self, device: Any) -> float:
+        index = device.index if isinstance(device, torch.device) else device
+        return self._memory(index).memory_fraction
+
+    def _cuda_getCheckpointState(self, *_: Any) -> NoReturn:
+        raise _needs_a_driver("torch._C._cuda_getCheckpointState")
+
+    # Page-locked host memory.
+
+    def _cuda_hostMemoryStats(self) -> dict[str, Any]:
+        # The quantities were renamed; what torch's own function says of them tells which it has.
+        described = torch.cuda.host_memory_stats.__doc__ or ""
+        return self._simulation.pinned.memory.stats(by_blocks="active_requests" in described)
+
+    def _cuda_resetPeakHostMemoryStats(self) -> None:
+        self._simulation.pinned.memory.reset_peak_stats()
+
+    def _cuda_resetAccumulatedHostMemoryStats(self) -> None:
+        self._simulation.pinned.memory.reset_accumulated_stats()
+
+    def _host_emptyCache(self) -> None:
+        self._simulation.pinned.memory.empty_cache()
+
+    def _accelerator_emptyHostCache(self) -> None:
+        self._simulation.pinned.memory.empty_cache()
+
+    def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
+        every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+        return {"supported_dtypes": every}
+
+    def _begin(self, device: int, pool: PoolId, accepts: Any) -> None:
+        with _torch_errors():
+            self._memory(device).begin_allocate_to_pool((pool[0], pool[1]), accepts)
+
+    def _memory(self, device: int | None) -> Memory:
+        return self._simulation.device(device).allocator
+
+
+class _PluggableAllocator:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise _needs_a_driver("torch.cuda.memory.CUDAPluggableAllocator")
+
+
+def _change_current_allocator(*_: Any, **__: Any) -> NoReturn:
+    raise _needs_a_driver("torch.cuda.memory.change_current_allocator")
+
+
+@contextmanager
+def _torch_errors() -> Iterator[None]:
+    try:
+        yield
+    except AllocatorError as error:
+        raise RuntimeError(str(error)) from None
+
+
+def _needs_a_driver(name: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{name} at {user_line()} takes memory past the simulated allocator, so it cannot run on a "
+        f"simulated GPU"
+    )
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace the pool class and the functions below ``torch.cuda.memory``."""
+    api = _Api(simulation)
+    pool = type("MemPool", (SimulatedMemPool,), {"_simulation": simulation})
+    for module in (torch.cuda, torch.cuda.memory):
+        for name, value in {
+            "MemPool": pool,
+            "CUDAPluggableAllocator": _PluggableAllocator,
+            "change_current_allocator": _change_current_allocator,
+        }.items():
+            patches.plan(module, name, value)
+    plan_functions(api, patches)

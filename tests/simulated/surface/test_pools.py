@@ -1,0 +1,250 @@
+"""``torch.cuda.MemPool``, settings that change at run time, and pinned memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+
+MIB = 1 << 20
+
+
+def mebibytes(count: int) -> torch.Tensor:
+    return torch.empty(count * MIB, dtype=torch.uint8, device="cuda")
+
+
+def pools() -> list[tuple[Any, int]]:
+    return sorted(
+        (each["segment_pool_id"], each["total_size"] // MIB)
+        for each in torch.cuda.memory_snapshot()
+    )
+
+
+class TestMemPool:
+    def test_a_scope_allocates_from_the_pool(self) -> None:
+        with simulate("T4"):
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                inside = mebibytes(30)
+                assert pool.use_count() == 2
+            outside = mebibytes(30)
+            assert pools() == [((0, 0), 30), (pool.id, 30)]
+            assert pool.id == (0, 1)
+            assert pool.use_count() == 1
+            assert [each["total_size"] for each in pool.snapshot()] == [30 * MIB]
+            assert len(torch.cuda.memory_snapshot(pool.id)) == 1
+            assert inside.is_cuda
+            assert outside.is_cuda
+
+    def test_the_memory_goes_with_the_object(self) -> None:
+        with simulate("T4"):
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                x = mebibytes(30)
+            del x
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 30 * MIB
+            del pool
+            assert torch.cuda.memory_reserved() == 0
+
+    def test_tensors_outlive_it(self) -> None:
+        with simulate("T4"):
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                x = mebibytes(30)
+            del pool
+            assert torch.cuda.memory_reserved() == 30 * MIB
+            del x
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 0
+
+    @pytest.mark.parametrize(
+        ("version", "pool"), [("2.6", (0, 1)), ("2.7", (0, 1)), ("2.8", (0, 0)), ("2.13", (0, 0))]
+    )
+    def test_backward_goes_along_up_to_2_7(self, version: str, pool: Any) -> None:
+        with simulate("T4", torch_version=version) as gpu:
+            x = torch.ones(1 << 18, device="cuda", requires_grad=True)
+            kept = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(kept):
+                y = x.exp()
+                loss = y.sum()
+                before = len(gpu.trace)
+                loss.backward()
+            allocated = [e for e in gpu.trace[before:] if e.action == "alloc" and e.size == MIB]
+            assert {event.pool_id for event in allocated} == {pool}
+
+    @pytest.mark.parametrize(("version", "pool"), [("2.7", (0, 1)), ("2.8", (0, 0))])
+    def test_other_threads_go_along_up_to_2_7(self, version: str, pool: Any) -> None:
+        with simulate("T4", torch_version=version):
+            kept = torch.cuda.MemPool()
+            made: list[torch.Tensor] = []
+            with torch.cuda.use_mem_pool(kept):
+                thread = threading.Thread(target=lambda: made.append(mebibytes(30)))
+                thread.start()
+                thread.join()
+            assert pools() == [(pool, 30)]
+
+    def test_a_pool_that_does_not_split(self) -> None:
+        with simulate("T4"):
+            pool = torch.cuda.MemPool(no_split=True)
+            with torch.cuda.use_mem_pool(pool):
+                x = mebibytes(4)
+            assert torch.cuda.memory_allocated() == 20 * MIB
+            assert x.is_cuda
+
+    def test_a_pool_that_helps_out(self) -> None:
+        with simulate("T4"):
+            pool = torch.cuda.MemPool(use_on_oom=True)
+            with torch.cuda.use_mem_pool(pool):
+                mebibytes(12 << 10)
+            x = mebibytes(10 << 10)
+            assert [event["segment_pool_id"] for event in torch.cuda.memory_snapshot()] == [pool.id]
+            assert x.is_cuda
+
+    def test_a_graph_may_use_it(self) -> None:
+        with simulate("T4"):
+            pool = torch.cuda.MemPool()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=torch.cuda._POOL_HANDLE(pool.id)):
+                mebibytes(30)
+            assert pool.use_count() == 2
+            del graph
+            assert pool.use_count() == 1
+            assert pools() == [(pool.id, 30)]
+
+    def test_statistics_of_each_pool_since_2_13(self) -> None:
+        with simulate("T4", torch_version="2.13"):
+            pool = torch.cuda.MemPool()
+            with torch.cuda.use_mem_pool(pool):
+                mebibytes(30)
+            stats = torch.cuda.memory_stats()
+            key = "reserved_bytes_by_private_pools.0_1.large_pool.current"
+            assert stats[key] == 30 * MIB
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda: torch.cuda.MemPool(object()),  # type: ignore[arg-type]  # any allocator
+            lambda: torch.cuda.memory.CUDAPluggableAllocator("a.so", "malloc", "free"),
+            lambda: torch.cuda.memory.change_current_allocator(None),  # type: ignore[arg-type]
+        ],
+        ids=["pool", "pluggable", "current"],
+    )
+    def test_allocators_of_the_users_own_are_skipped(self, use: Callable[[], object]) -> None:
+        with (
+            simulate("T4"),
+            pytest.raises(UnsupportedOperatorError, match="past the simulated allocator"),
+        ):
+            use()
+
+
+def set_settings(conf: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(conf)
+
+
+class TestSettings:
+    def test_expandable_segments_turned_on_and_off(self) -> None:
+        with simulate("T4") as gpu:
+            set_settings("expandable_segments:True")
+            x = mebibytes(4)
+            set_settings("expandable_segments:False")
+            y = mebibytes(4)
+            assert [event.action for event in gpu.trace] == [
+                "segment_map",
+                "alloc",
+                "segment_alloc",
+                "alloc",
+            ]
+            assert (
+                torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"] is False
+            )
+            assert x.is_cuda
+            assert y.is_cuda
+
+    @pytest.mark.parametrize(
+        ("version", "error", "words"),
+        [
+            ("2.9", RuntimeError, "Unrecognized CachingAllocator option: foo"),
+            ("2.10", ValueError, "Unrecognized key 'foo' in Accelerator allocator config."),
+        ],
+    )
+    def test_bad_ones_are_rejected_in_torchs_words(
+        self, version: str, error: type[Exception], words: str
+    ) -> None:
+        with simulate("T4", torch_version=version), pytest.raises(error, match=words):
+            set_settings("foo:1")
+
+    def test_the_next_simulation_knows_nothing_of_them(self) -> None:
+        with simulate("T4"):
+            set_settings("expandable_segments:True")
+        with simulate("T4") as gpu:
+            mebibytes(4)
+            assert gpu.trace[0].action == "segment_alloc"
+
+
+class TestWithoutCaching:
+    def test_turned_off_by_a_call(self) -> None:
+        with simulate("T4") as gpu:
+            torch.cuda.caching_allocator_enable(False)
+            free, _ = torch.cuda.mem_get_info()
+            x = mebibytes(4)
+            assert torch.cuda.memory_allocated() == 0
+            assert torch.cuda.mem_get_info()[0] == free - 4 * MIB
+            torch.cuda.caching_allocator_enable(True)
+            del x
+            assert torch.cuda.mem_get_info()[0] == free
+            assert len(gpu.trace) == 0
+
+    def test_turned_off_by_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+        with simulate("T4"):
+            torch.cuda.caching_allocator_enable(True)
+            x = mebibytes(4)
+            assert torch.cuda.memory_reserved() == 0
+            assert x.is_cuda
+
+
+class TestPinnedMemory:
+    """``host_memory_stats``: powers of two, kept for the next request of their size."""
+
+    def stats(self) -> dict[str, int]:
+        stats = torch.cuda.host_memory_stats()
+        in_use = "active_bytes" if "active_bytes.current" in stats else "allocated_bytes"
+        held = "allocated_bytes" if in_use == "active_bytes" else "reserved_bytes"
+        return {
+            "in_use": stats[f"{in_use}.current"],
+            "held": stats[f"{held}.current"],
+            "peak": stats[f"{in_use}.peak"],
+            "allocations": stats["num_host_alloc"],
+            "frees": stats["num_host_free"],
+        }
+
+    def test_blocks(self) -> None:
+        with simulate("T4"):
+            x = torch.empty(1000, dtype=torch.uint8, pin_memory=True)
+            y = torch.empty(300, dtype=torch.uint8).pin_memory()
+            assert self.stats() == {
+                "in_use": 1024 + 512,
+                "held": 1024 + 512,
+                "peak": 1024 + 512,
+                "allocations": 2,
+                "frees": 0,
+            }
+            del x, y
+            z = torch.empty(600, dtype=torch.uint8, pin_memory=True)
+            assert self.stats()["in_use"] == 1024
+            assert self.stats()["allocations"] == 2
+            torch._C._host_emptyCache()
+            assert self.stats()["held"] == 1024
+            assert self.stats()["frees"] == 1
+            torch.cuda.reset_peak_host_memory_stats()
+            assert self.stats()["peak"] == 1024
+            torch.cuda.reset_accumulated_host_memory_stats()
+            assert self.stats()["allocations"] == 0
+            assert z.is_pinned()

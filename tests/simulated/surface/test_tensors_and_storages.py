@@ -1,0 +1,177 @@
+"""Storages, subclasses, sparse and pinned tensors of a simulated GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._pytree import tree_map
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+
+
+def test_storages_say_where_they_are() -> None:
+    with simulate("T4"):
+        x = torch.ones(4, device="cuda")
+        storage = x.untyped_storage()
+        assert (storage.device, storage.is_cuda, storage.size()) == (x.device, True, 16)
+        assert storage.data_ptr() == x.data_ptr()
+        assert not torch.ones(4).untyped_storage().is_cuda
+        assert x.share_memory_() is x
+        assert x.is_shared()
+
+
+def test_resizing_a_storage_frees_and_reallocates() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(1024, device="cuda")
+        storage = x.untyped_storage()
+        storage.resize_(0)
+        assert gpu.allocated == 0
+        storage.resize_(4096)
+        assert (gpu.allocated, storage.size()) == (4096, 4096)
+        # A resize to the same size allocates before it frees.
+        storage.resize_(4096)
+        assert (gpu.allocated, gpu.peak_allocated) == (4096, 8192)
+        on_cpu = torch.ones(4).untyped_storage()
+        assert on_cpu.resize_(32).size() == 32
+
+
+def test_storages_are_made_on_the_device_as_torch_load_does(tmp_path: Path) -> None:
+    with simulate("T4") as gpu:
+        made = torch.UntypedStorage(1024, device="cuda")
+        assert (made.device.type, gpu.allocated) == ("cuda", 1024)
+        assert made.clone().is_cuda
+        torch.save(torch.arange(256.0), tmp_path / "tensor.pt")
+        loaded = torch.load(tmp_path / "tensor.pt", map_location="cuda")
+        assert (loaded.is_cuda, gpu.allocated) == (True, 2048)
+    assert len(torch.UntypedStorage(4)) == 4
+
+
+@pytest.mark.parametrize(
+    "hand_over",
+    [
+        lambda x: x.untyped_storage()._share_cuda_(),
+        lambda x: x.untyped_storage()[0],
+        lambda x: x.__dlpack__(),
+        lambda x: vars(torch.utils.dlpack)["to_dlpack"](x),
+        lambda x: x.__cuda_array_interface__,
+    ],
+)
+def test_memory_that_is_not_there_is_not_handed_over(hand_over: Any) -> None:
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=r" at tests/simulated/surf"):
+        hand_over(torch.rand(3, device="cuda"))
+
+
+def test_cpu_tensors_are_handed_over_as_ever() -> None:
+    with simulate("T4"):
+        x = torch.arange(3.0)
+        assert torch.utils.dlpack.from_dlpack(x).tolist() == [0.0, 1.0, 2.0]
+        assert x.untyped_storage()[0] == 0
+        assert not hasattr(x, "__cuda_array_interface__")
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that holds another one, as quantised weights do."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device, strides=inner.stride()
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.held = inner
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        unwrapped = tree_map(
+            lambda v: v.held if isinstance(v, Wrapper) else v, (args, kwargs or {})
+        )
+        result = func(*unwrapped[0], **unwrapped[1])
+        return tree_map(lambda v: Wrapper(v) if isinstance(v, torch.Tensor) else v, result)
+
+
+def test_subclasses_of_tensors_keep_their_class() -> None:
+    with simulate("T4") as gpu:
+        x = Tagged(torch.ones(256)).cuda()
+        assert (type(x), x.device.type, gpu.allocated) == (Tagged, "cuda", 1024)
+        assert type(x * 2) is Tagged
+        assert type(x.cpu()) is Tagged
+        assert (type(Tagged(x)), Tagged(x).data_ptr()) == (Tagged, x.data_ptr())
+    assert type(Tagged(torch.ones(3)) * 2) is Tagged
+
+
+def test_what_a_wrapper_computes_inside_is_allocated() -> None:
+    with simulate("T4") as gpu:
+        wrapped = Wrapper(torch.ones(256, device="cuda"))
+        doubled: Any = wrapped * 2
+        assert (type(doubled), doubled.is_cuda, doubled.device.type) == (Wrapper, True, "cuda")
+        assert doubled.held.is_cuda
+        assert gpu.allocated == 2048
+
+
+def test_jagged_tensors_and_attention_biases_are_wrappers_too() -> None:
+    with simulate("A100-40GB"):
+        parts = [torch.ones(2, 3), torch.ones(4, 3)]
+        nested = torch.nested.nested_tensor(parts, device="cuda", layout=torch.jagged)
+        assert (nested * 2).sin().is_cuda
+        q = torch.ones(1, 2, 32, 64, device="cuda", dtype=torch.float16)
+        bias = causal_lower_right(32, 32)
+        assert nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias).is_cuda
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_and_tensors_are_on_the_device() -> None:
+    with simulate("T4") as gpu:
+        table = nn.Embedding(1000, 4, sparse=True).cuda()
+        table(torch.tensor([1, 2], device="cuda")).sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        assert table.weight.grad.is_cuda
+        # 1000 x 4 weights, the two indices twice, 2 x 4 values.
+        assert gpu.allocated <= 16384 + 4 * 512
+        eye = torch.eye(3).to_sparse().cuda()
+        assert (eye.is_cuda, eye.device.type) == (True, "cuda")
+
+
+def test_pinned_memory_is_remembered() -> None:
+    with simulate("T4") as gpu:
+        x = torch.arange(3.0)
+        pinned = x.pin_memory()
+        assert (x.is_pinned(), pinned.is_pinned(), pinned.device.type) == (False, True, "cpu")
+        assert pinned.pin_memory() is pinned
+        assert pinned.data_ptr() != x.data_ptr()
+        assert pinned.untyped_storage().is_pinned()
+        assert pinned[1:].is_pinned()
+        assert torch.empty(3, pin_memory=True).is_pinned()
+        assert not torch.empty(3).is_pinned()
+        assert gpu.peak_allocated == 0
+        with pytest.raises(
+            RuntimeError, match=r"cannot pin 'torch.cuda.FloatTensor' only dense CPU"
+        ):
+            torch.ones(3, device="cuda").pin_memory()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_moved_under_a_profiler_that_watches_shapes_is_refused_in_one_sentence() -> None:
+    with (
+        simulate("T4"),
+        pytest.raises(UnsupportedOperatorError, match="move the model before the profiler starts"),
+        torch.profiler.profile(record_shapes=True, profile_memory=True),
+    ):
+        layer = nn.Linear(3, 3)
+        layer(torch.ones(2, 3))
+        layer.cuda()
