@@ -9,19 +9,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.operators import (
+    activations,
     attention,
+    convolution,
+    ctc,
     dropout,
+    embeddings,
+    engine,
     foreach,
     indexing,
+    libraries,
     losses,
     matmul,
     normalization,
     reductions,
     rnn,
+    shapes_only,
     slices,
+    sorting,
+    spatial,
 )
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
-from pytest_gpumem.simulated.operators.rules import Rule
+from pytest_gpumem.simulated.operators.indexing import is_masked_fill
+from pytest_gpumem.simulated.operators.rules import Rule, ShapesOf
 from pytest_gpumem.simulated.patching import Patches
 
 if TYPE_CHECKING:
@@ -34,30 +44,48 @@ __all__ = [
     "RULES",
     "InPlace",
     "Rule",
+    "ShapesOf",
     "in_formula",
     "installed",
+    "is_masked_fill",
 ]
 
 RULES: dict[str, Rule] = {
     **attention.RULES,
+    **ctc.RULES,
+    **embeddings.RULES,
     **foreach.RULES,
     **indexing.RULES,
+    **libraries.RULES,
     **losses.RULES,
     **matmul.RULES,
+    **normalization.RULES,
     **reductions.RULES,
+    **rnn.RULES,
+    **sorting.RULES,
+    **spatial.RULES,
 }
 """By operator name: hidden allocations."""
 
 COMPOSITES: dict[str, Callable[..., Any]] = {
+    **activations.COMPOSITES,
     **attention.COMPOSITES,
+    **ctc.COMPOSITES,
     **dropout.COMPOSITES,
+    **engine.COMPOSITES,
     **matmul.COMPOSITES,
     **normalization.COMPOSITES,
     **rnn.COMPOSITES,
 }
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
 
-IN_VIEW: dict[str, Callable[..., Any]] = {**losses.IN_VIEW, **rnn.IN_VIEW}
+IN_VIEW: dict[str, Callable[..., Any]] = {
+    **convolution.IN_VIEW,
+    **ctc.IN_VIEW,
+    **indexing.IN_VIEW,
+    **losses.IN_VIEW,
+    **rnn.IN_VIEW,
+}
 """By overload: operators that autograd sees whole and that CUDA builds from others."""
 
 
@@ -72,8 +100,18 @@ def installed(simulation: Simulation) -> Iterator[None]:
         for name, implementation in COMPOSITES.items():
             operator = name.removeprefix("aten.").removesuffix(".default")
             library.impl(operator, implementation, "AutogradMeta")
+        for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
+            if _lacks_shapes(name):
+                library.impl(name, kernel, "Meta")
         with simulation.autocast.reachable(), slices.made(simulation.current.version):
             yield
     finally:
         patches.undo()
         library._destroy()
+
+
+def _lacks_shapes(name: str) -> bool:
+    """Whether this torch has the operator, but no kernel for ``meta``."""
+    packet, _, overload = name.partition(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.shapes import META
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -80,6 +82,13 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 }
 
 
+def usable_kernels(gpu: SimulatedGPU, *params: Any) -> set[str]:
+    """Which of the fused kernels can run a call of these ``SDPAParams``, in their order."""
+    call = _Call(gpu, *params)
+    usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
+    return {kernel for kernel, can_run in usable.items() if can_run()}
+
+
 class _Call:
     """One call: sdp_params and the checks on them."""
 
@@ -116,16 +125,20 @@ class _Call:
             order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
         return order
 
-    def _fits(self, heads_may_differ: bool = False) -> bool:
+    def _fits(self, *, grouped: bool = True, kv_heads_may_differ: bool = False) -> bool:
+        # check_batch_size_and_num_heads_dense; ``grouped``: whether a kernel takes fewer heads of
+        # keys than of queries.
         q, k, v = self.query, self.key, self.value
         if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
             return False
         if not q.shape[-2] or not k.shape[-2]:
             return False
-        if self.gqa or heads_may_differ:
+        if self.gqa and grouped:
             divides = not q.shape[1] % k.shape[1] and not q.shape[1] % v.shape[1]
-            return divides and (heads_may_differ or k.shape[1] == v.shape[1])
-        return q.shape[1] == k.shape[1] == v.shape[1]
+            return divides and (kv_heads_may_differ or k.shape[1] == v.shape[1])
+        # One head for all queries needs no enable_gqa since 2.14.
+        one_for_all = grouped and self.gpu.version >= (2, 14) and k.shape[1] == v.shape[1] == 1
+        return one_for_all or q.shape[1] == k.shape[1] == v.shape[1]
 
     def _last_stride_is_one(self, ignore_single: bool) -> bool:
         return (ignore_single and self.query.shape[-1] == 1) or all(
@@ -171,8 +184,7 @@ class _Call:
             dtypes.add(torch.bfloat16)
         return (
             torch.backends.cuda.mem_efficient_sdp_enabled()
-            and self._fits()
-            and (self.gpu.version >= (2, 13) or not self.gqa)
+            and self._fits(grouped=self.gpu.version >= (2, 14))
             and size == self.key.shape[-1]
             and size > 0
             and value_size > 0
@@ -187,7 +199,7 @@ class _Call:
         mask = self.mask
         return (
             torch.backends.cuda.cudnn_sdp_enabled()
-            and self._fits(heads_may_differ=self.gqa)
+            and self._fits(kv_heads_may_differ=True)
             and self._low_precision()
             and self.capability >= (8, 0)
             and not torch.are_deterministic_algorithms_enabled()
@@ -295,6 +307,16 @@ def _efficient_outputs(
     yield result[1]
 
 
+def _cudnn_outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
+    keeps = args[4] if len(args) > 4 else kwargs["compute_log_sumexp"]
+    yield from (result[6], result[7], result[0])
+    if keeps:
+        yield result[1]
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -392,6 +414,12 @@ def _efficient_backward(
     block, keys_block = _backward_blocks(gpu, half, max(size, value.shape[-1]))
     in_registers = half and max(size, value.shape[-1]) <= block
     scratch = Scratch(gpu)
+    grouped = heads != key.shape[1]
+    if grouped:
+        # grad_k_expanded, grad_v_expanded: one for each head of queries.
+        for tensor in (key, value):
+            per_head = batch * tensor.shape[2] * heads * tensor.shape[3]
+            scratch.take(per_head * tensor.element_size())
     if half and (in_registers or gpu.model.compute_capability != (7, 0)):
         delta = scratch.take(rows * 4)
     else:
@@ -415,7 +443,44 @@ def _efficient_backward(
         )
     )
     scratch.drop(delta)
+    if grouped:
+        for tensor in (key, value):
+            _sum_groups(gpu, tensor, heads)
     scratch.free()
+
+
+def _sum_groups(gpu: SimulatedGPU, tensor: Tensor, heads: int) -> None:
+    """``at::sum_out`` of gradients per head of queries: one for each head of ``tensor``."""
+    batch, own_heads, length, size = tensor.shape
+    groups = heads // own_heads
+    shape = batch, length, own_heads, groups, size
+    strides = length * heads * size, heads * size, groups * size, size, 1
+    reductions.reduce(gpu, shape, strides, tensor.dtype, 3, reductions.SUMS, tensor.dtype)
+
+
+def _gradients_by_length(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Shapes of the efficient kernel's gradients: torch's own, up to 2.13, know equal heads only."""
+    query, key, value, bias = args[1:5]
+    mask = args[10] if len(args) > 10 else kwargs["grad_input_mask"]
+    by_query, by_key, by_value = (
+        torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype, device=META)
+        for tensor in (query, key, value)
+    )
+    if bias is None or not mask[3]:
+        return by_query, by_key, by_value, None
+    *sizes, last = bias.shape
+    rows = _round_up(last, _MASK_ALIGNMENT)
+    by_bias = torch.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
+    return by_query, by_key, by_value, by_bias
+
+
+def _copy_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+    copy = Scratch(gpu)
+    if not _is_contiguous_by_length(args[0]):
+        copy.take(args[0].numel() * args[0].element_size())
+    return copy
 
 
 def _backward_blocks(gpu: SimulatedGPU, half: bool, size: int) -> tuple[int, int]:
@@ -472,6 +537,9 @@ RULES = {
     "aten::_scaled_dot_product_efficient_attention": Rule(
         after=_efficient_forward, placed=_efficient_outputs
     ),
-    "aten::_scaled_dot_product_efficient_attention_backward": Rule(after=_efficient_backward),
+    "aten::_scaled_dot_product_efficient_attention_backward": Rule(
+        before=_copy_by_length, after=_efficient_backward, shapes=_gradients_by_length
+    ),
+    "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
     "aten::_safe_softmax": Rule(after=_safe_softmax),
 }

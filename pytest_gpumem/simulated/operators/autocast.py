@@ -93,8 +93,7 @@ class CastCache:
     @contextmanager
     def reachable(self) -> Iterator[None]:
         """Let meta tensors reach the casting kernels wherever autocast for CUDA is on."""
-        with torch._C._IncludeDispatchKeyGuard(_KEY):
-            # Included for every tensor, so excluded until autocast itself lifts the exclusion.
+        with self.reachable_here():
             try:
                 yield
             finally:
@@ -102,6 +101,13 @@ class CastCache:
                 if self._library is not None:
                     self._library._destroy()
                     self._library = None
+
+    @contextmanager
+    def reachable_here(self) -> Iterator[None]:
+        """The same on one more thread of a simulation."""
+        # Included for every tensor, so excluded until autocast itself lifts the exclusion.
+        with torch._C._IncludeDispatchKeyGuard(_KEY):
+            yield
 
     # Casting.
 
@@ -130,22 +136,32 @@ class CastCache:
             found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
         return found[1]
 
+    def _run(
+        self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> Any:
+        given = self._cast(args, dtype)
+        try:
+            return overload(*given, **self._cast_items(kwargs, dtype))
+        finally:
+            # A vector of C++ frees its tensors first to last, a list of Python's last to first.
+            for value in given:
+                while isinstance(value, list) and value:
+                    del value[0]
+
     # Policies: each makes the kernel of one operator.
 
     def _lower_precision(self, overload: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             dtype = torch.get_autocast_dtype("cuda")
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                return overload(*self._cast(args, dtype), **self._cast_items(kwargs, dtype))
+                return self._run(overload, args, kwargs, dtype)
 
         return kernel
 
     def _float32(self, overload: Any) -> Callable[..., Any]:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-                return overload(
-                    *self._cast(args, torch.float32), **self._cast_items(kwargs, torch.float32)
-                )
+                return self._run(overload, args, kwargs, torch.float32)
 
         return kernel
 
@@ -191,7 +207,7 @@ class CastCache:
                 tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
                 if any(t.dtype == torch.float32 for t in tensors if _eligible(t)):
                     dtype = torch.float32
-                return overload(*self._cast(args, dtype), **self._cast_items(kwargs, dtype))
+                return self._run(overload, args, kwargs, dtype)
 
         return kernel
 

@@ -1,24 +1,93 @@
 """Indexing that accumulates, and numbers that become CUDA tensors.
 
 Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel, computeLinearIndex),
-native/TensorAdvancedIndexing.cpp (_index_put_impl_), native/cuda/Embedding.cu and
-EmbeddingBackwardKernel.cu, native/TensorCompare.cpp (where with a number).
+Nonzero.cu (nonzero_cuda_out_impl),
+native/TensorAdvancedIndexing.cpp (_index_put_impl_, make_info), native/TensorCompare.cpp (where),
+native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp (indexing_tensor_from_data).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.simulated import raw
 from pytest_gpumem.simulated.operators import cub
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.storages import Storages
 
 _INDEX_BYTES = 8
 _FLAGS = frozenset({torch.bool, torch.uint8})
+
+
+def _converted(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+    scratch = Scratch(gpu)
+    _convert(gpu, scratch, _given(gpu, args[1]))
+    return scratch
+
+
+def _convert(gpu: SimulatedGPU, scratch: Scratch, given: list[torch.Tensor]) -> None:
+    """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
+    if not given or any(index.dtype in _FLAGS for index in given):
+        return
+    count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
+    for index in given:
+        if _on_cpu(gpu, index):
+            scratch.take(count * index.element_size())
+    for index in given:
+        if index.dtype == torch.int32:
+            scratch.take(count * _INDEX_BYTES)
+
+
+def _given(gpu: SimulatedGPU, indices: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    given = [index for index in indices if index is not None]
+    for index in given:
+        # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
+        if not _on_cpu(gpu, index):
+            gpu.simulation.storages.adopt(index, gpu)
+    return given
+
+
+def _on_cpu(gpu: SimulatedGPU, index: torch.Tensor) -> bool:
+    return not raw.is_meta(index) or gpu.simulation.storages.is_on_host(index)
+
+
+def _before_index_put(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scratch | None:
+    indices, values = args[1:3]
+    if is_masked_fill(gpu.simulation.storages, args, kwargs):
+        return None
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    given = _given(gpu, indices)
+    is_number = _is_number(gpu.simulation.storages, values)
+    scratch = Scratch(gpu)
+    scratch.take(values.element_size() if is_number else 0)
+    if not _is_sorted(values, accumulate):
+        _convert(gpu, scratch, given)
+    return scratch
+
+
+def _is_number(storages: Storages, values: torch.Tensor) -> bool:
+    # A number, as in x[i] = 1.0, is a tensor that holds no CUDA memory.
+    return not values.dim() and storages.of(values) is None
+
+
+def is_masked_fill(storages: Storages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an index_put fills where one mask is set, by a number: canDispatchToMaskedFill."""
+    if len(args) < 3 or (args[3] if len(args) > 3 else kwargs.get("accumulate", False)):
+        return False
+    given = [index for index in args[1] if index is not None]
+    return len(given) == 1 and given[0].dtype in _FLAGS and _is_number(storages, args[2])
+
+
+def _is_sorted(values: torch.Tensor, accumulate: bool) -> bool:
+    return accumulate or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1)
 
 
 def _index_put(
@@ -26,11 +95,11 @@ def _index_put(
 ) -> None:
     tensor, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    given = [index for index in indices if index is not None]
+    given = _given(gpu, indices)
     # Which elements a mask selects is not known, nor then how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
         return
-    if not accumulate and (not torch.are_deterministic_algorithms_enabled() or values.numel() <= 1):
+    if not _is_sorted(values, accumulate):
         return
     with _Sorted(gpu, tensor, indices, given, values):
         pass
@@ -47,6 +116,7 @@ class _Sorted:
         given: list[torch.Tensor],
         values: torch.Tensor,
     ) -> None:
+        self._gpu = gpu
         self._scratch = scratch = Scratch(gpu)
         element = tensor.element_size()
         if not tensor.is_contiguous():
@@ -77,7 +147,9 @@ class _Sorted:
         scratch = self._scratch
         first = 0
         for index in given:
-            wrapped = scratch.take(index.numel() * _INDEX_BYTES)
+            # An index on the CPU is wrapped and scaled there, and comes to the device after.
+            on_cpu = _on_cpu(self._gpu, index)
+            wrapped = 0 if on_cpu else scratch.take(index.numel() * _INDEX_BYTES)
             scaled = scratch.take(count * _INDEX_BYTES)
             scratch.drop(wrapped)
             if first:
@@ -99,43 +171,66 @@ class _Sorted:
 
 
 def _where(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    # A number given to where() has become a tensor of no dimensions on the condition's device.
     storages = gpu.simulation.storages
-    for tensor in args[1:]:
-        if not tensor.dim() and tensor.is_meta and not storages.is_on_host(tensor):
-            storages.adopt(tensor, gpu)
-    return None
-
-
-_EMBEDDINGS_WITHOUT_SORT = 3072
-
-
-def _embedding_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
-    gradient, indices = args[:2]
-    by_frequency = args[4] if len(args) > 4 else kwargs.get("scale_grad_by_freq", False)
-    count = indices.numel()
-    if count <= _EMBEDDINGS_WITHOUT_SORT and not by_frequency:
-        return
     scratch = Scratch(gpu)
-    if not gradient.is_contiguous():
-        scratch.take(gradient.numel() * gradient.element_size())
-    element = indices.element_size()
-    for _ in ("sorted", "original", "range"):
-        scratch.take(count * element)
-    bits = cub.bits_of(result.shape[0] - 1)
-    storage = scratch.take(
-        cub.radix_sort_pairs_bytes(count, element, element, bits, gpu.model.compute_capability)
-    )
-    scratch.drop(storage)
-    scratch.free()
+    tensors = args[1:]
+    result = torch.result_type(*tensors)
+    for tensor in tensors:
+        if not tensor.dim() and raw.is_meta(tensor) and not storages.is_on_host(tensor):
+            # A number has become a tensor of no dimensions on the condition's device.
+            storages.adopt(tensor, gpu)
+        elif not tensor.dim() and tensor.dtype == result:
+            scratch.take(tensor.element_size())
+        if tensor.dtype != result:
+            scratch.take(tensor.numel() * result.itemsize)
+    return scratch
 
 
+def _power(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    base = args[0]
+    if not isinstance(base, torch.Tensor) and base != 1:
+        # The base becomes a tensor of its own type: 64-bit, or complex.
+        passing(gpu, 16 if isinstance(base, complex) else 8)
+
+
+def _count_set(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+    tensor, model = args[0], gpu.model
+    scratch = Scratch(gpu)
+    if not tensor.is_contiguous():
+        scratch.take(tensor.numel() * tensor.element_size())
+    if tensor.numel():
+        scratch.take(4)
+        storage = cub.count_bytes(tensor.numel(), model.sm_count, model.max_threads_per_sm)
+        scratch.drop(scratch.take(storage))
+    return scratch
+
+
+def _place_set(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    tensor = args[0]
+    if tensor.dim() and tensor.numel():
+        capability = gpu.model.compute_capability
+        passing(gpu, cub.flagged_bytes(tensor.numel(), capability, gpu.version))
+
+
+def _masked_fill(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """With a tensor of no dimensions: CUDA reads its number, wherever it lives."""
+    return torch.ops.aten.masked_fill.Scalar(tensor, mask, 0)  # type: ignore[no-any-return]  # an operator
+
+
+IN_VIEW: dict[str, Callable[..., Any]] = {"aten.masked_fill.Tensor": _masked_fill}
+"""Operators that CUDA builds from others."""
+
+_PUT = Rule(before=_before_index_put, after=_index_put)
 RULES = {
-    "aten::index_put_": Rule(after=_index_put),
-    "aten::index_put": Rule(after=_index_put),
-    "aten::_index_put_impl_": Rule(after=_index_put),
+    "aten::index": Rule(before=_converted),
+    "aten::index_put_": _PUT,
+    "aten::index_put": _PUT,
+    "aten::_index_put_impl_": _PUT,
+    "aten::nonzero": Rule(before=_count_set, after=_place_set),
     "aten::where": Rule(before=_where),
-    "aten::embedding_dense_backward": Rule(after=_embedding_backward),
+    "aten::pow": Rule(after=_power),
 }

@@ -1,21 +1,34 @@
-"""Batch norm: cuDNN's kernel where CUDA takes it.
+"""Normalisation: batch, layer, group and root mean square, and the temporaries of their kernels.
 
-Source: aten/src/ATen/native/Normalization.cpp (_batch_norm_impl_index and its use_cudnn condition),
-native/cudnn/BatchNorm.cpp. cuDNN needs no workspace and no reserve in the modes of contiguous
-tensors; of channels-last training it does, in sizes that only cuDNN knows.
+Source: aten/src/ATen/native/Normalization.cpp (_select_batch_norm_backend,
+_batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.cu and .cuh
+(batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates), native/group_norm.cpp
+and cuda/group_norm_kernel.cu, native/layer_norm.cpp (rms_norm_symint) and
+cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15. cuDNN needs no workspace and no reserve for batch
+norm of contiguous tensors; of channels-last training it does, in sizes that only cuDNN knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-_LARGEST_BATCH = {True: 131_070, False: 262_136}
-"""Rows of a two-dimensional input that cuDNN takes, by whether it trains."""
-_LARGEST_SPATIAL_BATCH = {True: 880_801, False: 65_535}
+from pytest_gpumem.simulated import real_kernels
+from pytest_gpumem.simulated.operators import reductions
+from pytest_gpumem.simulated.operators.layout import suggested_format
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, current_gpu, passing
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_INDEXABLE = 2**31 - 1
+_LARGEST_BATCH = {True: 880_801, False: 65_535}
+"""Samples that cuDNN normalises, by whether it trains."""
 
 
 def batch_norm(
@@ -33,34 +46,373 @@ def batch_norm(
     if (
         weight is not None
         and bias is not None
-        and cudnn_enabled
+        and torch.backends.cudnn.enabled
         and input.numel()
         and input.is_cuda
         and torch.bfloat16 not in (input.dtype, weight.dtype)
+        and (input.dtype != torch.float16 or weight.dtype == torch.float32)
         and (running_mean is None) == (running_var is None)
         and (running_mean is not None or training)
-        and _batch_fits(input, training)
+        and input.dim() >= 3
+        and input.shape[0] <= _LARGEST_BATCH[training]
+        and (input.numel() < _INDEXABLE or current_gpu().version < (2, 14))
     ):
-        kept = [input.contiguous(memory_format=_format(input)), weight.contiguous()]
+        kept = [
+            input.contiguous(memory_format=suggested_format(input)),
+            weight.contiguous(),
+            bias.contiguous(),
+        ]
         return torch.ops.aten.cudnn_batch_norm(  # type: ignore[no-any-return]  # an operator
-            *kept, bias.contiguous(), running_mean, running_var, training, momentum, eps
+            *kept, running_mean, running_var, training, momentum, eps
         )[0]
-    return _decomposed(  # type: ignore[no-any-return]  # an operator
+    return _batch_norm(  # type: ignore[no-any-return]  # an operator
         input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
     )
 
 
-_decomposed = torch.ops.aten.batch_norm.default.decompose
+_batch_norm = torch.ops.aten.batch_norm.default.decompose
 
 
-def _batch_fits(input: Tensor, training: bool) -> bool:
-    if input.dim() == 2:
-        return input.shape[0] <= _LARGEST_BATCH[training]
-    return input.dim() >= 3 and input.shape[0] <= _LARGEST_SPATIAL_BATCH[training]
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
+    if (
+        input.is_cuda
+        and current_gpu().version >= (2, 9)
+        and suggested_format(input) is torch.contiguous_format
+        and not input.is_complex()
+        and (weight is None or weight.dtype == input.dtype)
+    ):
+        return _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+    return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 
 
-def _format(input: Tensor) -> torch.memory_format:
-    return torch._prims_common.suggest_memory_format(input)
+_rms_norm = torch.ops.aten.rms_norm.default.decompose
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {"aten.batch_norm.default": batch_norm}
+class _FusedRmsNorm(torch.autograd.Function):
+    """_fused_rms_norm_cuda and _fused_rms_norm_backward_cuda."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        normalized_shape: list[int],
+        weight: Tensor | None,
+        eps: float | None,
+    ) -> Tensor:
+        kept = [input.contiguous(), None if weight is None else weight.contiguous()]
+        rows = input.dim() - len(normalized_shape)
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+        rstd = input.new_empty(
+            (*input.shape[:rows], *[1] * len(normalized_shape)), dtype=_accumulated(input)
+        )
+        del kept
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.rows = math.prod(input.shape[:rows])
+        ctx.settings = normalized_shape, eps
+        values = current_gpu().simulation.values
+        values.assign(output, torch.rms_norm, input, normalized_shape, weight, eps)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        input, weight, _ = ctx.saved_tensors
+        kept = [input.contiguous(), None if weight is None else weight.contiguous()]
+        grad_input = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
+        if ctx.needs_input_grad[2]:
+            grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        copied = gradients[0].contiguous()
+        if grad_weight is not None and _sums_by_blocks(
+            current_gpu(), ctx.rows, grad_weight.numel()
+        ):
+            blocks = _blocks(ctx.rows, grad_weight.numel())
+            partial = grad_weight.new_empty((blocks, grad_weight.numel()))
+            grad_weight = partial.sum(0).view(grad_weight.shape)
+            del partial
+        del copied, kept
+        current_gpu().simulation.values.assign(
+            (grad_input, grad_weight),
+            real_kernels.rms_norm_backward,
+            gradients[0],
+            input,
+            weight,
+            *ctx.settings,
+        )
+        return grad_input, None, grad_weight, None
+
+
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "aten.batch_norm.default": batch_norm,
+    "aten.rms_norm.default": rms_norm,
+}
+
+
+def _accumulated(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in _HALVES else tensor.dtype
+
+
+def _accumulated_bytes(tensor: Tensor) -> int:
+    return _accumulated(tensor).itemsize
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name)
+
+
+# Batch norm's own kernels.
+
+_CONTIGUOUS, _CHANNELS_LAST, _GENERAL = "contiguous", "channels last", "general"
+
+
+def _implementation(input: Tensor, *others: Tensor) -> str:
+    """batch_norm_choose_impl."""
+    found = _implementation_of(input)
+    return found if all(_implementation_of(other) == found for other in others) else _GENERAL
+
+
+def _implementation_of(tensor: Tensor) -> str:
+    if tensor.numel() > _INDEXABLE:
+        return _GENERAL
+    if tensor.is_contiguous():
+        return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
+    return _CHANNELS_LAST if _is_channels_last(tensor) else _GENERAL
+
+
+def _reads_channels_last(tensor: Tensor) -> bool:
+    """batch_norm_use_channels_last_kernels."""
+    return _is_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
+
+
+_LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
+
+
+def _staging(channels: int, per_channel: int) -> tuple[int, int]:
+    """flexible_launch_configs: blocks over channels, and over what is reduced."""
+    width = min(_power_below(channels), _TILE)
+    height = min(_power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
+    if width * height != _LARGEST_BLOCK:
+        width = min(_power_below(channels), _LARGEST_BLOCK // height)
+    rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
+    return -(-channels // width), 1 if rows < 8 else rows
+
+
+def _power_below(value: int) -> int:
+    return 1 << (max(value, 1).bit_length() - 1)
+
+
+def _stage(gpu: SimulatedGPU, input: Tensor, values: int) -> None:
+    """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
+    channels = input.shape[1]
+    columns, rows = _staging(channels, input.numel() // channels)
+    if rows > 1:
+        passing(gpu, values * channels * rows * _accumulated_bytes(input), 4 * columns)
+
+
+def _batch_norm_forward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    input, weight, bias = args[:3]
+    training = _argument(args, kwargs, 5, "training")
+    implementation = _implementation(input)
+    if training and implementation == _CHANNELS_LAST:
+        _stage(gpu, input, 4)
+    elif training and implementation == _GENERAL:
+        kept = [dim for dim in range(input.dim()) if dim != 1]
+        reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS, input.dtype)
+    if implementation == _GENERAL:
+        missing = [tensor for tensor in (weight, bias) if tensor is None]
+        passing(gpu, *[_accumulated_bytes(input)] * len(missing))
+
+
+def _batch_norm_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    gradient, input = args[:2]
+    training, mask = args[7], args[9]
+    adopt = gpu.simulation.storages.adopt
+    reduces = training or mask[1] or mask[2]
+    scratch = Scratch(gpu)
+    if reduces and mask[0] and not _reads_channels_last(input) and input.numel() <= _INDEXABLE:
+        if not _merges(gradient):
+            scratch.take(_nbytes(gradient))
+        yield from (tensor for tensor, wanted in zip(result, mask, strict=True) if wanted)
+        scratch.free()
+        return
+    if reduces:
+        sums = input.shape[1] * _accumulated_bytes(input)
+        if not args[5].numel() if args[5] is not None else False:
+            scratch.take(sums)
+        scratch.take(sums)
+        scratch.take(sums)
+        for tensor in (result[1], result[2]):
+            if tensor is not None:
+                adopt(tensor, gpu)
+        if _reads_channels_last(gradient) and _reads_channels_last(input):
+            _stage(gpu, input, 2)
+    if mask[0]:
+        adopt(result[0], gpu)
+    scratch.free()
+
+
+def _merges(gradient: Tensor) -> bool:
+    """Whether reshaping to (batch, channels, rest) is a view."""
+    size = stride = None
+    for at in range(gradient.dim() - 1, 1, -1):
+        if gradient.shape[at] == 1:
+            continue
+        if size is not None and gradient.stride(at) != size * stride:  # type: ignore[operator]
+            return False
+        size, stride = gradient.shape[at], gradient.stride(at)
+    return True
+
+
+# Layer norm and root mean square norm.
+
+_WARP = 32
+_MANY_ROWS = 64 * 1024
+_LARGEST_GRID = 64 * 1024 // 2
+
+
+def _sums_by_blocks(gpu: SimulatedGPU, rows: int, columns: int) -> bool:
+    """LaunchGammaBetaBackwardCUDAKernel, since 2.8: many short rows are summed in two passes."""
+    return (
+        gpu.version >= (2, 8) and rows > _MANY_ROWS and columns // _WARP < gpu.model.sm_count // 2
+    )
+
+
+def _blocks(rows: int, columns: int) -> int:
+    return min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
+
+
+def _contiguous_copies(
+    gpu: SimulatedGPU, tensors: Sequence[Tensor | None], scratch: Scratch | None = None
+) -> Scratch | None:
+    """Copies of those of ``tensors`` that are not contiguous."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            scratch = scratch or Scratch(gpu)
+            scratch.take(_nbytes(tensor))
+    return scratch
+
+
+def _layer_norm_before(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scratch | None:
+    return _contiguous_copies(gpu, (args[0], *args[2:4]))
+
+
+def _layer_norm_backward_before(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scratch | None:
+    return _contiguous_copies(gpu, (args[1], *args[5:7]))
+
+
+def _layer_norm_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    gradient, input, normalized_shape = args[:3]
+    adopt = gpu.simulation.storages.adopt
+    columns = math.prod(normalized_shape)
+    rows = input.numel() // max(columns, 1)
+    grad_weight, grad_bias = result[1], result[2]
+    if (grad_weight is None and grad_bias is None) or not _sums_by_blocks(gpu, rows, columns):
+        yield from (tensor for tensor in result if tensor is not None)
+        return
+    scratch = Scratch(gpu)
+    if result[0] is not None:
+        adopt(result[0], gpu)
+    given = [tensor for tensor in (grad_weight, grad_bias) if tensor is not None]
+    first = [scratch.take(_nbytes(tensor)) for tensor in given]
+    if not gradient.is_contiguous():
+        scratch.take(_nbytes(gradient))
+    blocks = _blocks(rows, columns)
+    for _ in given:
+        scratch.take(blocks * columns * input.element_size())
+    for tensor, earlier in zip(given, first, strict=True):
+        # The sum of the partial results takes the place of what was allocated for it.
+        adopt(tensor, gpu)
+        shape, dtype = (blocks, columns), input.dtype
+        reductions.reduce(gpu, shape, (columns, 1), dtype, 0, reductions.SUMS, dtype)
+        scratch.drop(earlier)
+    scratch.free()
+
+
+def _layer_norm_gradient(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    gradient, input, normalized_shape = args[:3]
+    columns = math.prod(normalized_shape)
+    rows = input.numel() // max(columns, 1)
+    if not gradient.is_contiguous() and not _sums_by_blocks(gpu, rows, columns):
+        passing(gpu, _nbytes(gradient))
+
+
+# Group norm.
+
+_FLOAT_STATISTICS: tuple[int, int] = (2, 14)
+"""Since this release group norm of halves computes its statistics in float32 first."""
+
+
+def _group_norm(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    input, weight, bias, batch, channels, pixels, groups = args[:7]
+    scratch = Scratch(gpu)
+    accumulated = _accumulated_bytes(input)
+    if input.dtype in _HALVES and gpu.version >= _FLOAT_STATISTICS:
+        scratch.take(batch * groups * accumulated)
+        scratch.take(batch * groups * accumulated)
+    if pixels > 1 and (weight is not None or bias is not None):
+        scratch.take(batch * channels * accumulated)
+        scratch.take(batch * channels * accumulated)
+    scratch.free()
+
+
+def _group_norm_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    input, weight, batch, channels, pixels, groups = args[1], *args[4:9]
+    if not batch:
+        return
+    accumulated = _accumulated_bytes(input)
+    scratch = Scratch(gpu)
+    if pixels > 1:
+        scratch.take(batch * channels * accumulated)
+        scratch.take(batch * channels * accumulated)
+    if result[0] is not None:
+        scratch.take(batch * groups * accumulated)
+        scratch.take(batch * groups * accumulated)
+        if pixels > 1 and weight is not None:
+            scratch.take(batch * channels * accumulated)
+    scratch.free()
+
+
+RULES = {
+    "aten::native_batch_norm": Rule(after=_batch_norm_forward),
+    "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
+    "aten::native_layer_norm": Rule(before=_layer_norm_before),
+    "aten::native_layer_norm_backward": Rule(
+        before=_layer_norm_backward_before,
+        placed=_layer_norm_backward,
+        after=_layer_norm_gradient,
+    ),
+    "aten::native_group_norm": Rule(after=_group_norm),
+    "aten::native_group_norm_backward": Rule(after=_group_norm_backward),
+}

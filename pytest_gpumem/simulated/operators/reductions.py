@@ -1,20 +1,23 @@
 """Reductions over many elements: partial results of several blocks, and their semaphores.
 
-Source: aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, ReduceConfig, gpu_reduce_kernel) of
-torch 2.6 and 2.15, TensorIterator.cpp (reorder_dimensions, coalesce_dimensions), and for the type a
-kernel accumulates in ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu,
+Source: aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, gpu_reduce_kernel) of torch 2.6 and
+2.15, TensorIterator.cpp (reorder_dimensions, coalesce_dimensions, get_dim_to_split), ReduceOps.cpp
+and ReduceOpsUtils.h (make_reduction_from_out_ty, count_nonzero_cuda, argmax_argmin_impl), and for
+the type a kernel accumulates in ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu,
 ReduceLogicKernel.cu, ReduceArgMaxKernel.cu, ReduceMaxValuesKernel.cu, ReduceAMinMaxKernel.cu.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.operators.rules import Rule, passing
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -26,7 +29,6 @@ MIN_VALUES, MAX_VALUES = 16, 256
 _INDEXABLE = 2**31 - 1
 
 
-@lru_cache(maxsize=4096)
 def global_reduction_bytes(
     shape: Dims,
     strides: Dims,
@@ -35,37 +37,51 @@ def global_reduction_bytes(
     accumulated_bytes: int,
     sm_count: int,
     threads_per_sm: int,
-    values_per_load: int = 4,
-    old_vectors: bool = False,
 ) -> tuple[int, int] | None:
     """Bytes of the buffer and of the semaphores; ``None`` if each output has its own block.
 
-    ``strides`` are in elements; ``values_per_load`` is the kernel's ``vt0``; ``old_vectors`` is the
-    condition for vectorised loads up to torch 2.6.
+    ``strides`` are in elements; the input is below 2 GiB. How many values a thread loads at once
+    (input_vec_size, by kernel and release) does not enter: a sum that several blocks share has
+    at least 8192 addends, and its blocks are as wide as they can be for any vector.
     """
     dims = _coalesced(shape, strides, frozenset(reduced))
-    elements = 1
-    for size in shape:
-        elements *= size
-    outputs = 1
+    return _configured(dims, element_bytes, accumulated_bytes, sm_count, threads_per_sm)
+
+
+_Dim = tuple[int, int, bool]
+"""Size, stride of the input in elements, whether it is reduced."""
+
+
+def _extents(dims: Sequence[_Dim]) -> tuple[int, int]:
+    outputs = per_output = 1
     for size, _, is_reduced in dims:
-        outputs *= 1 if is_reduced else size
-    per_output = elements // outputs
+        if is_reduced:
+            per_output *= size
+        else:
+            outputs *= size
+    return outputs, per_output
+
+
+def _configured(
+    dims: Sequence[_Dim],
+    element_bytes: int,
+    accumulated_bytes: int,
+    sm_count: int,
+    threads_per_sm: int,
+) -> tuple[int, int] | None:
+    """setReduceConfig of coalesced ``dims``, the reduced ones first."""
+    outputs, per_output = _extents(dims)
     reduced_dims = sum(1 for _, _, is_reduced in dims if is_reduced)
-    if not dims or not reduced_dims:
+    if not reduced_dims:
         return None
 
     first_kept = dims[reduced_dims][1] if reduced_dims < len(dims) else None
     fast = first_kept is None or dims[0][1] < first_kept
     dim0, dim1 = (per_output, outputs) if fast else (outputs, per_output)
     output_vector = 1
-    if (dims[0][1] if fast else first_kept) == 1:
-        enough = dim0 > 128 and values_per_load >= 4 if old_vectors else dim0 >= 128
-        if fast and enough and reduced_dims == 1:
-            dim0 //= 4 if old_vectors else values_per_load
-        elif not fast:
-            output_vector = _output_vector(dims, reduced_dims)
-            dim0 //= output_vector
+    if not fast and first_kept == 1:
+        output_vector = _output_vector(dims, reduced_dims)
+        dim0 //= output_vector
 
     limit = (256 if element_bytes == 16 else 512) // output_vector
     width0, height0 = _power_below(dim0, limit), _power_below(dim1, limit)
@@ -94,10 +110,6 @@ def global_reduction_bytes(
 
 def _power_below(value: int, limit: int) -> int:
     return limit if value >= limit else 1 << (max(value, 1).bit_length() - 1)
-
-
-_Dim = tuple[int, int, bool]
-"""Size, stride of the input in elements, whether it is reduced."""
 
 
 def _coalesced(shape: Dims, strides: Dims, reduced: frozenset[int]) -> list[_Dim]:
@@ -149,111 +161,222 @@ def _output_vector(dims: Sequence[_Dim], reduced_dims: int) -> int:
     return vector
 
 
+def _indexable_parts(dims: list[_Dim], element_bytes: int) -> Iterator[list[_Dim]]:
+    """TensorIterator::with_32bit_indexing: halves of the dim with the largest extent in bytes."""
+    extents = [(size - 1) * abs(stride) * element_bytes for size, stride, _ in dims]
+    if math.prod(size for size, _, _ in dims) <= _INDEXABLE and 1 + sum(extents) <= _INDEXABLE:
+        yield dims
+        return
+    # The last of equal extents is found first.
+    at = max(range(len(dims)), key=lambda dim: (extents[dim], dim))
+    size, stride, is_reduced = dims[at]
+    for part in (size // 2, size - size // 2):
+        halves = [*dims[:at], (part, stride, is_reduced), *dims[at + 1 :]]
+        yield from _indexable_parts(halves, element_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _launches(
+    shape: Dims,
+    strides: Dims,
+    reduced: Dims,
+    element_bytes: int,
+    accumulated_bytes: int,
+    sm_count: int,
+    threads_per_sm: int,
+) -> tuple[tuple[int, int] | None, ...]:
+    """Buffer and semaphores of each launch: one for every part that 32 bits can index."""
+    dims = _coalesced(shape, strides, frozenset(reduced))
+    return tuple(
+        _configured(part, element_bytes, accumulated_bytes, sm_count, threads_per_sm)
+        for part in _indexable_parts(dims, element_bytes)
+    )
+
+
 # The rules, operator by operator.
 
-_Bytes = Callable[[torch.Tensor, torch.dtype], int]
-"""Input and the type it is computed in -> bytes of what is accumulated."""
-
 _HALVES = frozenset({torch.float16, torch.bfloat16})
-_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-def _sums(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    if dtype in _INTEGERS:
-        return 8
+@dataclass(frozen=True)
+class Accumulator:
+    """What a kernel accumulates in."""
+
+    nbytes: Callable[[torch.dtype], int]
+    """Type of the input as the kernel reads it -> bytes of one partial result."""
+    in_output: bool = True
+    """Whether it converts to the output's type (16-bit sums do not: they would lose digits)."""
+
+
+def _sum_bytes(dtype: torch.dtype) -> int:
     return 4 if dtype in _HALVES else dtype.itemsize
 
 
-def _values(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return dtype.itemsize
+def _norm_bytes(dtype: torch.dtype) -> int:
+    return dtype.to_real().itemsize if dtype.is_complex else _sum_bytes(dtype)
 
 
-def _moments(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return 32 if dtype == torch.float64 else 16  # WelfordData: mean, m2, n, nf
-
-
-def _value_and_index(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return 16
-
-
-def _truth(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return 1
-
-
-def _two_values(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return 2 * dtype.itemsize
+SUMS = Accumulator(_sum_bytes)
+_NORMS = Accumulator(_norm_bytes)
+_VALUES = Accumulator(lambda dtype: dtype.itemsize)
+_TRUTH = Accumulator(lambda dtype: 1)
+TWO_VALUES = Accumulator(lambda dtype: 2 * dtype.itemsize, in_output=False)
+VALUE_AND_INDEX = Accumulator(lambda dtype: 16, in_output=False)
+# WelfordData: mean, m2, n, nf.
+MOMENTS = Accumulator(lambda dtype: 32 if dtype == torch.float64 else 16, in_output=False)
 
 
 def reduce(
     gpu: SimulatedGPU,
-    tensor: torch.Tensor,
+    shape: Dims,
+    strides: Dims,
+    dtype: torch.dtype,
     dims: Sequence[int] | int | None,
-    accumulated: _Bytes,
-    dtype: torch.dtype | None = None,
-    values_per_load: int = 4,
+    accumulator: Accumulator,
+    result: torch.dtype,
 ) -> None:
-    """Allocate and free what reducing ``tensor`` over ``dims`` (all: ``None``) takes."""
-    if tensor.numel() < MAX_VALUES * 32:
+    """Allocate and free what reducing a tensor over ``dims`` (all: ``None``) takes.
+
+    ``dtype`` is what the kernel reads, ``result`` what it writes.
+    """
+    elements = math.prod(shape)
+    if elements < MAX_VALUES * 32:
         return
-    rank = tensor.dim()
+    rank = len(shape)
     if isinstance(dims, int):
         dims = (dims,)
-    reduced = tuple(d % rank for d in dims) if dims else tuple(range(rank))
-    computed = dtype or tensor.dtype
-    if tensor.numel() * tensor.element_size() > _INDEXABLE:
+    reduced = tuple([d % rank for d in dims]) if dims else tuple(range(rank))
+    accumulated = accumulator.nbytes(dtype)
+    model = gpu.model
+    processors = model.sm_count, model.max_threads_per_sm
+    launches = _launches(shape, strides, reduced, dtype.itemsize, accumulated, *processors)
+    if launches == _NOTHING:
         return
-    sizes = global_reduction_bytes(
-        tuple(tensor.shape),
-        tensor.stride(),
-        reduced,
-        tensor.element_size(),
-        accumulated(tensor, computed),
-        gpu.model.sm_count,
-        gpu.model.max_threads_per_sm,
-        values_per_load,
-        gpu.version < (2, 7),
-    )
-    if sizes is not None:
-        passing(gpu, *sizes)
+    scratch = Scratch(gpu)
+    if len(launches) > 1:
+        # Parts of one output are added up in a buffer where the output's type would lose digits.
+        apart = not accumulator.in_output or (result == dtype and dtype in _HALVES)
+        if apart and result.itemsize < accumulated:
+            outputs = elements // math.prod(shape[d] for d in reduced)
+            scratch.take(outputs * accumulated)
+    for sizes in launches:
+        if sizes is not None:
+            buffer, semaphores = map(scratch.take, sizes)
+            scratch.drop(semaphores)
+            scratch.drop(buffer)
+    scratch.free()
 
 
-def _over(
-    accumulated: _Bytes, at: int | None = None, dtype_at: str | None = None, vt0: int = 4
-) -> Rule:
-    """A rule for an operator whose dims are its argument ``at``."""
+_NOTHING = (None,)
+
+
+def sum_of_all(gpu: SimulatedGPU, tensor: torch.Tensor) -> None:
+    """Allocate and free what reducing all of ``tensor`` to one number, as a norm does, takes."""
+    dtype = tensor.dtype
+    reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, None, _NORMS, dtype)
+
+
+def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("dim")
+
+
+def _over(accumulator: Accumulator, at: int = 1) -> Rule:
+    """A rule for an operator that reads its input as it is; its dims are argument ``at``."""
 
     def after(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        tensor = args[0]
-        if not isinstance(tensor, torch.Tensor) or tensor.numel() < MAX_VALUES * 32:
-            return
-        dims = None
-        if at is not None:
-            dims = args[at] if len(args) > at else kwargs.get("dim")
-        dtype = kwargs.get(dtype_at) if dtype_at else None
-        reduce(gpu, tensor, dims, accumulated, dtype, vt0)
+        dims = args[at] if len(args) > at else kwargs.get("dim")
+        first = out if isinstance(out, torch.Tensor) else out[0]
+        reduce_tensor(gpu, args[0], dims, accumulator, first.dtype)
 
     return Rule(after=after)
 
 
+def reduce_tensor(
+    gpu: SimulatedGPU,
+    tensor: torch.Tensor,
+    dims: Sequence[int] | int | None,
+    accumulator: Accumulator,
+    result: torch.dtype,
+) -> None:
+    """:func:`reduce` of ``tensor`` as it is."""
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    reduce(gpu, shape, strides, tensor.dtype, dims, accumulator, result)
+
+
+def _sum(gpu: SimulatedGPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
+    """A sum: other than from 16 bits to 32, the input is first converted to the result's type."""
+    if tensor.dtype == result or (tensor.dtype in _HALVES and result == torch.float32):
+        reduce_tensor(gpu, tensor, dims, SUMS, result)
+    else:
+        _converted_sum(gpu, tensor, dims, result)
+
+
+def _converted_sum(gpu: SimulatedGPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
+    scratch = Scratch(gpu)
+    scratch.take(tensor.numel() * result.itemsize)
+    reduce(gpu, tuple(tensor.shape), tensor.stride(), result, dims, SUMS, result)
+    scratch.free()
+
+
+def _summed(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    _sum(gpu, args[0], _dims(args, kwargs), result.dtype)
+
+
+def _highest(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    dims = _dims(args, kwargs)
+    if not isinstance(dims, torch.Tensor):
+        accumulator = _VALUES if dims is None else VALUE_AND_INDEX
+        reduce_tensor(gpu, args[0], dims, accumulator, args[0].dtype)
+
+
+def _position(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    tensor, dim = args[0], _dims(args, kwargs)
+    if dim is not None:
+        reduce_tensor(gpu, tensor, dim, VALUE_AND_INDEX, result.dtype)
+        return
+    scratch = Scratch(gpu)
+    if not tensor.is_contiguous():
+        scratch.take(tensor.numel() * tensor.element_size())
+    reduce(gpu, (tensor.numel(),), (1,), tensor.dtype, 0, VALUE_AND_INDEX, result.dtype)
+    scratch.free()
+
+
+def _truth_values(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+    # count_nonzero is (self != 0).sum(dim).
+    scratch = Scratch(gpu)
+    scratch.take(args[0].numel())
+    return scratch
+
+
+def _count(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    _converted_sum(gpu, args[0], _dims(args, kwargs), result.dtype)
+
+
 RULES = {
-    "aten::sum": _over(_sums, 1),
-    "aten::nansum": _over(_sums, 1),
-    "aten::mean": _over(_sums, 1),
-    "aten::prod": _over(_sums, 1),
-    "aten::linalg_vector_norm": _over(_sums, 2),
-    "aten::norm": _over(_sums, 2),
-    "aten::var": _over(_moments, 1, vt0=2),
-    "aten::std": _over(_moments, 1, vt0=2),
-    "aten::var_mean": _over(_moments, 1, vt0=2),
-    "aten::std_mean": _over(_moments, 1, vt0=2),
-    "aten::argmax": _over(_value_and_index, 1),
-    "aten::argmin": _over(_value_and_index, 1),
-    "aten::max": _over(_value_and_index, 1),
-    "aten::min": _over(_value_and_index, 1),
-    "aten::amax": _over(_values, 1),
-    "aten::amin": _over(_values, 1),
-    "aten::aminmax": _over(_two_values, 1),
-    "aten::any": _over(_truth, 1),
-    "aten::all": _over(_truth, 1),
-    "aten::count_nonzero": _over(_sums, 1),
+    "aten::sum": Rule(after=_summed),
+    "aten::nansum": Rule(after=_summed),
+    "aten::mean": Rule(after=_summed),
+    "aten::prod": Rule(after=_summed),
+    "aten::linalg_vector_norm": _over(_NORMS, 2),
+    "aten::norm": _over(_NORMS, 2),
+    "aten::var": _over(MOMENTS),
+    "aten::std": _over(MOMENTS),
+    "aten::var_mean": _over(MOMENTS),
+    "aten::std_mean": _over(MOMENTS),
+    "aten::argmax": Rule(after=_position),
+    "aten::argmin": Rule(after=_position),
+    "aten::max": Rule(after=_highest),
+    "aten::min": Rule(after=_highest),
+    "aten::amax": _over(_VALUES),
+    "aten::amin": _over(_VALUES),
+    "aten::aminmax": _over(TWO_VALUES),
+    "aten::any": _over(_TRUTH),
+    "aten::all": _over(_TRUTH),
+    "aten::count_nonzero": Rule(before=_truth_values, after=_count),
 }

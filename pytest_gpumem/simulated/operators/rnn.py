@@ -1,21 +1,28 @@
-"""Recurrent layers: cuDNN's kernels, and their parameters in one buffer.
+"""Recurrent layers: cuDNN's kernels, their parameters in one buffer, and the fused cells.
 
 Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cudnn_rnn,
-_cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/RNN.cpp, native/ConvUtils.h
-(cudnn_is_acceptable). cuDNN's workspace, its reserve and the state of its dropout have sizes that
-only cuDNN knows: they are left out.
+_cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/RNN.cpp (LSTMCell, GRUCell),
+native/cuda/RNN.cu (_thnn_fused_lstm_cell_cuda, _thnn_fused_gru_cell_cuda), native/ConvUtils.h
+(cudnn_is_acceptable), of torch 2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
+the state of its dropout, of a size that only cuDNN knows, is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.backends.cudnn import rnn as cudnn_rnn
 
+from pytest_gpumem.simulated import real_kernels
+from pytest_gpumem.simulated.operators import cudnn
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, gpu_of
 from pytest_gpumem.simulated.patching import Patches
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _LSTM = 2
@@ -33,11 +40,13 @@ def is_acceptable(tensor: Tensor) -> bool:
     )
 
 
-def flatten_weight(weights: list[Tensor], *args: Any) -> Tensor:
+def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     """``torch._cudnn_rnn_flatten_weight``: the parameters become views of one new buffer."""
-    buffer = torch.zeros(_elements(weights), dtype=weights[0].dtype, device=weights[0].device)
+    elements = _buffer_elements(weights, per_layer)
+    buffer = torch.zeros(elements, dtype=weights[0].dtype, device=weights[0].device)
     with torch.no_grad():
         for weight, view in zip(weights, _views(buffer, weights), strict=True):
+            view.copy_(weight)
             weight.set_(view)  # type: ignore[call-overload]  # the stubs know storages only
     return buffer
 
@@ -54,6 +63,18 @@ def _elements(weights: list[Tensor]) -> int:
     return sum(weight.numel() for weight in weights)
 
 
+_WITHOUT_BIASES = (2, 3)
+"""Parameters per layer: both matrices, and a third where the state is projected."""
+
+
+def _buffer_elements(weights: list[Tensor], per_layer: int) -> int:
+    """Elements of cuDNN's buffer, which has two vectors of biases for each layer in any case."""
+    elements = _elements(weights)
+    if per_layer in _WITHOUT_BIASES:
+        elements += sum(2 * weight.shape[0] for weight in weights[::per_layer])
+    return elements
+
+
 def _views(buffer: Tensor, weights: list[Tensor]) -> list[Tensor]:
     views, offset = [], 0
     for weight in weights:
@@ -66,7 +87,8 @@ def _buffer_of(weights: list[Tensor]) -> Tensor | None:
     first = weights[0].untyped_storage()
     if any(weight.untyped_storage()._cdata != first._cdata for weight in weights[1:]):
         return None
-    return weights[0].detach().as_strided((_elements(weights),), (1,), 0)
+    elements = weights[0].untyped_storage().nbytes() // weights[0].element_size()
+    return weights[0].detach().as_strided((elements,), (1,), 0)
 
 
 # The composite operators, one for padded and one for packed sequences.
@@ -159,6 +181,97 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 }
 
 
+# Cells: one fused kernel behind two products.
+
+
+def _lstm_cell(
+    input: Tensor,
+    hx: list[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    if not input.is_cuda:
+        return _aten.lstm_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+    gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx[0], w_hh.t()))
+    hidden, cell, _ = _aten._thnn_fused_lstm_cell(*gates, hx[1], b_ih, b_hh)
+    return hidden, cell
+
+
+def _gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    if not input.is_cuda:
+        return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+    gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
+    return _FusedGruCell.apply(*gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _FusedGruCell(torch.autograd.Function):
+    """_thnn_fused_gru_cell and its backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_gates: Tensor,
+        hidden_gates: Tensor,
+        hx: Tensor,
+        input_bias: Tensor | None,
+        hidden_bias: Tensor | None,
+    ) -> Tensor:
+        workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
+        ctx.save_for_backward(workspace)
+        ctx.biases = (input_bias is not None, hidden_bias is not None)
+        output = torch.empty_like(hx, memory_format=torch.contiguous_format)
+        gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
+        values = gpu_of(hx).simulation.values
+        values.assign((output, workspace), real_kernels.gru_cell, *gates)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (workspace,) = ctx.saved_tensors
+        batch, size = gradients[0].shape
+        grad_input_gates = workspace.new_empty((batch, 3 * size))
+        grad_hidden_gates = workspace.new_empty((batch, 3 * size))
+        grad_hx = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
+        gpu_of(workspace).simulation.values.assign(
+            (grad_input_gates, grad_hidden_gates, grad_hx),
+            real_kernels.gru_cell_backward,
+            gradients[0],
+            workspace,
+        )
+        grad_biases = [
+            gates.sum(0) if has_bias else None
+            for gates, has_bias in zip(
+                (grad_input_gates, grad_hidden_gates), ctx.biases, strict=True
+            )
+        ]
+        return grad_input_gates, grad_hidden_gates, grad_hx, *grad_biases
+
+
+COMPOSITES |= {
+    "aten.lstm_cell.default": _lstm_cell,
+    "aten.gru_cell.default": _gru_cell,
+}
+
+
+def _fused_lstm_outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    hidden, cell, workspace = result
+    yield from (workspace, hidden, cell)
+
+
+RULES = {"aten::_thnn_fused_lstm_cell": Rule(placed=_fused_lstm_outputs)}
+
+
 # Below autograd.
 
 
@@ -186,11 +299,50 @@ def _forward(
     output = input.new_empty((*copied.shape[:-1], width))
     hy = torch.empty_like(hx, memory_format=torch.contiguous_format)
     cy = input.new_empty(0) if cx is None else torch.empty_like(cx)
-    buffer = weight_buf if weight_buf is not None else input.new_empty(_elements(weight))
-    reserve = input.new_empty(0, dtype=torch.uint8)
+    buffer = weight_buf
+    if buffer is None:
+        buffer = input.new_empty(_buffer_elements(weight, weight_stride0))
+    call = _recurrent(mode, hidden_size, num_layers, bidirectional, batch_sizes, copied, buffer)
+    workspace = _workspace(input, call)
+    reserve = input.new_empty(cudnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
+    if train:
+        gpu = gpu_of(input)
+        nbytes = gpu.allocator.block(
+            gpu.simulation.storages.by_key[reserve.untyped_storage()._cdata].address
+        )
+        gpu.estimates.hold(reserve, nbytes, f"cuDNN's reserve for {call.name}")
+    workspace.free()
     if batch_first and not batch_sizes:
         output = output.transpose(0, 1)
     return output, hy, cy, reserve, buffer
+
+
+def _recurrent(
+    mode: int,
+    hidden_size: int,
+    layers: int,
+    bidirectional: bool,
+    batch_sizes: list[int],
+    by_time: Tensor,
+    buffer: Tensor,
+) -> cudnn.Recurrent:
+    rows = sum(batch_sizes) if batch_sizes else by_time.shape[0] * by_time.shape[1]
+    return cudnn.Recurrent(
+        next(name for name, number in _MODES.items() if number == mode),
+        rows,
+        batch_sizes[0] if batch_sizes else by_time.shape[1],
+        hidden_size,
+        layers,
+        2 if bidirectional else 1,
+        buffer.numel(),
+        buffer.element_size(),
+    )
+
+
+def _workspace(input: Tensor, call: cudnn.Recurrent) -> Scratch:
+    scratch = Scratch(gpu_of(input))
+    scratch.estimate(cudnn.recurrent_workspace_bytes(call), "cuDNN", call.name)
+    return scratch
 
 
 def _backward(
@@ -220,21 +372,29 @@ def _backward(
     transposed = batch_first and not batch_sizes
     if grad_output is None:
         grad_output = torch.zeros_like(output, memory_format=torch.contiguous_format)
-    kept = [torch.zeros_like(hx) if grad_hy is None else grad_hy]
+    states = [torch.zeros_like(hx) if grad_hy is None else grad_hy]
     if cx is not None:
-        kept.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
+        states.append(torch.zeros_like(cx) if grad_cy is None else grad_cy)
     by_time = input.transpose(0, 1) if transposed else input
-    kept += [
+    call = _recurrent(
+        mode, hidden_size, num_layers, bidirectional, batch_sizes, by_time, weight_buf
+    )
+    kept = [
         by_time.contiguous(),
         (grad_output.transpose(0, 1) if transposed else grad_output).contiguous(),
-        (output.transpose(0, 1) if transposed else output).contiguous(),
     ]
     dx = input.new_empty(by_time.shape)
+    kept += [state.contiguous() for state in states]
     dhx = torch.empty_like(hx)
     dcx = None if cx is None else torch.empty_like(cx)
+    _workspace(input, call).free()
+    del kept
     grads: list[Tensor] = []
     if output_mask[3]:
+        copied = by_time.contiguous()
         grads = _views(torch.zeros_like(weight_buf), weight)
+        _workspace(input, call).free()
+        del copied
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 
 

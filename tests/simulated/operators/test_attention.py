@@ -130,3 +130,66 @@ def test_heads_of_odd_size_are_padded(on: Any) -> None:
     q, k, v = (tensor.detach() for tensor in inputs(torch.bfloat16, size=60))
     padded = BATCH * LENGTH * HEADS * 64 * 2
     assert gpu.of(lambda: attend(q, k, v))[:4] == [padded, padded, padded, padded]
+
+
+def grouped(heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query = inputs(dtype)[0]
+    key, value, _ = inputs(dtype, heads=heads)
+    return query, key, value
+
+
+@pytest.mark.parametrize(
+    ("version", "heads", "enable_gqa", "kernel"),
+    [
+        ("2.6", 2, True, "math"),
+        ("2.6", HEADS, True, "Efficient"),
+        ("2.13", 2, True, "math"),
+        ("2.13", 1, False, "math"),
+        ("2.14", 2, True, "Efficient"),
+        ("2.14", 1, False, "Efficient"),
+    ],
+)
+def test_efficient_kernel_takes_fewer_heads_of_keys_since_2_14(
+    on: Any, version: str, heads: int, enable_gqa: bool, kernel: str
+) -> None:
+    on("A100-40GB", version)
+    query, key, value = grouped(heads, torch.float32)
+    output = attend(query, key, value, enable_gqa=enable_gqa)
+    assert kernel_of(output) == kernel
+    by_query, by_key, by_value = torch.autograd.grad(output.sum(), (query, key, value))
+    assert by_query.shape == query.shape
+    assert by_key.shape == by_value.shape == key.shape
+
+
+@pytest.mark.parametrize(("version", "kernel"), [("2.13", "math"), ("2.14", "Flash")])
+def test_one_head_of_keys_needs_no_enable_gqa_since_2_14(
+    on: Any, version: str, kernel: str
+) -> None:
+    on("A100-40GB", version)
+    assert kernel_of(attend(*grouped(1, torch.bfloat16))) == kernel
+
+
+def test_efficient_backward_of_groups_sums_gradients_per_head_of_queries(on: Any) -> None:
+    gpu = on("A100-40GB", "2.14")
+    output = attend(*grouped(2, torch.float32), enable_gqa=True)
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    matrix, rows = BATCH * LENGTH * HEADS * SIZE * 4, BATCH * LENGTH * HEADS * 4
+    # Per batch and head: two blocks of 64 of the 100 queries, 64 x 64 floats and 16 bytes each.
+    workspace = BATCH * HEADS * 2 * (64 * 64 * 4 + 16)
+    assert events[:14] == [
+        matrix, matrix // 2, matrix // 2,
+        matrix, matrix,
+        matrix, rows, rows, -rows, -matrix,
+        workspace, -rows, -workspace, -matrix,
+    ]  # fmt: skip
+
+
+def test_efficient_backward_copies_a_gradient_that_is_not_laid_out_by_length(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    output = attend(*inputs(torch.float32))
+    matrix = BATCH * LENGTH * HEADS * SIZE * 4
+    by_length = torch.ones_like(output)
+    by_head = torch.ones(output.shape, device="cuda")
+    copied = gpu.of(lambda: output.backward(by_head, retain_graph=True)).count(matrix)
+    assert copied == gpu.of(lambda: output.backward(by_length)).count(matrix) + 1

@@ -89,3 +89,65 @@ def test_cross_entropy_with_logits_works_on_one_gradient(on: Any) -> None:
     loss = functional.binary_cross_entropy_with_logits(logits, target)
     events = gpu.of(loss.backward)
     assert [event for event in events if event > 0] == [4, MATRIX]
+
+
+def test_angle_fills_one_reciprocal(on: Any) -> None:
+    gpu = on()
+    y, x = leaf(), torch.randn(64, 64, device="cuda")
+    angle = torch.atan2(y, x)
+    gradient = torch.ones(64, 64, device="cuda")
+    events = gpu.of(lambda: angle.backward(gradient))
+    # Two squares, their sum, its reciprocal, a mask that fills it; x times it, times the gradient.
+    assert [event for event in events if event > 0] == [*[MATRIX] * 4, MATRIX // 4, *[MATRIX] * 2]
+
+
+def test_gradient_of_a_target_is_scaled_in_place(on: Any) -> None:
+    gpu = on()
+    probabilities, target = torch.rand(64, 64, device="cuda"), leaf()
+    loss = functional.binary_cross_entropy(probabilities, target, reduction="sum")
+    events = gpu.of(loss.backward)
+    # The loss's own; logit of the probabilities, negated and multiplied in place.
+    assert [event for event in events if event > 0] == [4, MATRIX]
+
+
+def test_cumulative_product_is_taken_to_have_no_zeros(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    product = weight.cumprod(0)
+    gradient = torch.ones(64, 64, device="cuda")
+    events = gpu.of(lambda: product.backward(gradient))
+    allocated = [event for event in events if event > 0]
+    # Weighted, flipped, summed, flipped back, divided; a mask of the zeros.
+    assert allocated.count(MATRIX) == 5
+    assert allocated.count(MATRIX // 4) == 1
+
+
+def test_gradients_with_a_graph_are_added_out_of_place(on: Any) -> None:
+    gpu = on()
+    weight, other = leaf(), torch.randn(64, 64, device="cuda")
+    root = weight.exp()
+    total = (root * other).sum() + (root * other).sum()
+    events = gpu.of(lambda: torch.autograd.grad(total, weight, create_graph=True))
+    # As without a graph (above), and a third matrix for the sum of the two products.
+    assert [event for event in events if event > 0] == [4, *[MATRIX] * 4]
+
+
+def test_a_kept_graph_can_be_used_again(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    total = weight.exp().sum()
+    first = gpu.of(lambda: total.backward(retain_graph=True))
+    second = gpu.of(lambda: total.backward())
+    # The first gradient becomes the parameter's; the second one is added to it and dropped, and
+    # what exp() returned goes with the graph.
+    assert sum(first) == MATRIX
+    assert sum(second) == -MATRIX
+
+
+def test_nothing_is_kept_without_gradients(on: Any) -> None:
+    gpu = on()
+    weight = leaf()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert sum(gpu.of(lambda: weight.exp().sin())) == MATRIX
+    assert sum(gpu.of(lambda: weight.exp().sin())) == 2 * MATRIX

@@ -16,6 +16,32 @@ def test_norms_of_a_list_share_a_buffer(on: Any) -> None:
     assert gpu.of(lambda: torch._foreach_norm(tensors)) == [2 * 4 * 4, 4, 4, -2 * 4 * 4]
 
 
+def test_norms_in_another_type_are_accumulated_in_it(on: Any) -> None:
+    gpu = on()
+    tensors = [torch.ones(100, device="cuda", dtype=torch.bfloat16)]
+    # One chunk of one tensor, as float32 for bfloat16 and as float64 for float64.
+    assert gpu.of(lambda: torch._foreach_norm(tensors)) == [4, 2, -4]
+    assert gpu.of(lambda: torch._foreach_norm(tensors, dtype=torch.float64)) == [8, 8, -8]
+
+
+def test_norms_that_one_launch_cannot_do_are_reduced_one_by_one(on: Any) -> None:
+    gpu = on()
+    large = torch.ones(2048, 2048, device="cuda")
+    alone = gpu.of(lambda: torch.linalg.vector_norm(large))
+    assert len(alone) > 1  # a result, partial results, semaphores
+    small = torch.ones(10, device="cuda")
+    events = gpu.of(lambda: torch._foreach_norm([large, small], 3))
+    assert sorted(events) == sorted([*alone, 4])
+    every_other = small[::2]
+    assert gpu.of(lambda: torch._foreach_norm([small, every_other])) == [4, 4]
+
+
+def test_maxima_of_a_list_share_a_buffer(on: Any) -> None:
+    gpu = on()
+    tensors = [torch.ones(size, device="cuda", dtype=torch.float64) for size in (100, 70_000)]
+    assert gpu.of(lambda: torch._foreach_max(tensors)) == [2 * 2 * 8, 8, 8, -2 * 2 * 8]
+
+
 @pytest.mark.parametrize(
     ("make", "lists"),
     [

@@ -49,3 +49,85 @@ def test_where_makes_a_tensor_of_its_number(on: Any) -> None:
     mask = torch.ones(16, dtype=torch.bool, device="cuda")
     values = torch.ones(16, device="cuda")
     assert gpu.of(lambda: torch.where(mask, values, 0.0)) == [4, 64, -4]
+
+
+def test_numbers_written_through_indices_come_to_the_device(on: Any) -> None:
+    gpu = on()
+    table = torch.zeros(100, 8, device="cuda")
+    where = torch.zeros(10, dtype=torch.long, device="cuda")
+    assert gpu.of(lambda: table.index_put_((where,), torch.tensor(1.0))) == [4, -4]
+
+    def write() -> None:
+        table[[1, 2]] = 1.0
+
+    assert gpu.of(write) == [16, 4, -4, -16]
+
+
+def test_numbers_written_through_masks_do_not(on: Any) -> None:
+    gpu = on()
+    table = torch.zeros(100, 8, device="cuda")
+    mask = torch.zeros(100, 8, dtype=torch.bool, device="cuda")
+
+    def write() -> None:
+        table[mask] = 1.0
+
+    assert gpu.of(write) == []
+
+
+def test_lists_of_indices_are_tensors_on_the_device(on: Any) -> None:
+    gpu = on()
+    table = torch.zeros(100, 8, device="cuda")
+    assert gpu.of(lambda: table[[1, 2, 3]]) == [24, 96, -24]
+
+
+def test_where_brings_numbers_from_the_cpu(on: Any) -> None:
+    gpu = on()
+    mask = torch.ones(16, dtype=torch.bool, device="cuda")
+    values = torch.ones(16, device="cuda")
+    assert gpu.of(lambda: torch.where(mask, values, torch.tensor(0.0))) == [4, 64, -4]
+
+
+def test_powers_of_a_number(on: Any) -> None:
+    # notHanmin/assignment2-systems: 10_000 ** x, an eight-byte tensor beside the result.
+    gpu = on()
+    x = torch.zeros(32, device="cuda")
+    assert gpu.of(lambda: 10_000**x) == [128, 8, -8]
+
+
+def test_masked_fill_reads_a_number_on_the_cpu(on: Any) -> None:
+    gpu = on()
+    x, mask = torch.zeros(16, device="cuda"), torch.ones(16, dtype=torch.bool, device="cuda")
+    assert gpu.of(lambda: x.masked_fill(mask, torch.tensor(-1.0))) == [64]
+
+
+def test_places_of_a_known_mask(on: Any) -> None:
+    # Constructor-Sun/code_location: all of 1,578 flags are set.
+    gpu = on("A100-40GB", "2.8")
+    mask = torch.ones(1578, dtype=torch.bool).cuda()
+    assert gpu.of(mask.nonzero) == [4, 1, -1, 12_624, 767, -767, -4]
+
+
+def test_an_index_on_the_cpu_comes_to_the_device_for_the_lookup(on: Any) -> None:
+    # kkaitlyn111/cs336-a2-systems, first training step: x[arange(512), targets], and its backward.
+    gpu = on("H100", "2.6")
+    x = torch.randn(512, 10_000, device="cuda", requires_grad=True)
+    targets = torch.zeros(512, dtype=torch.long, device="cuda")
+    chosen = []
+    assert gpu.of(lambda: chosen.append(x[torch.arange(512), targets])) == [4096, 2048, -4096]
+
+    gradient = torch.ones(512, device="cuda")
+    assert gpu.of(lambda: chosen[0].backward(gradient))[:13] == [
+        20_480_000,  # the gradient, zeroed
+        4096,  # rows, wrapped and scaled on the CPU
+        4096, 4096, -4096, -4096,  # targets: remainder, times the stride, added to the rows
+        4096, 4096, 4096,  # sorted and original indices, range
+        1, -1,
+        -4096, -4096,
+    ]  # fmt: skip
+
+
+def test_32_bit_indices_are_widened_for_the_lookup(on: Any) -> None:
+    gpu = on()
+    table = torch.zeros(100, 8, device="cuda")
+    where = torch.zeros(10, dtype=torch.int32, device="cuda")
+    assert gpu.of(lambda: table[where]) == [80, 320, -80]

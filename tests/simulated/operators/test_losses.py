@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -32,3 +33,34 @@ def test_cross_entropy_with_logits_holds_two_matrices(on: Any) -> None:
     x, target = torch.randn(64, 64, device="cuda"), torch.rand(64, 64, device="cuda")
     events = gpu.of(lambda: functional.binary_cross_entropy_with_logits(x, target))
     assert events == [MATRIX, MATRIX, 4, -MATRIX, -MATRIX]
+
+
+@pytest.mark.parametrize(
+    ("loss", "events"),
+    [
+        (functional.mse_loss, [MATRIX, MATRIX, -MATRIX]),
+        (functional.smooth_l1_loss, [MATRIX, MATRIX, -MATRIX]),
+        (functional.huber_loss, [MATRIX, 4, -MATRIX]),
+        (functional.soft_margin_loss, [MATRIX, 4, -4]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_where_a_loss_has_its_values(on: Any, loss: Any, events: list[int]) -> None:
+    gpu = on()
+    predicted, target = (torch.randn(64, 64, device="cuda") for _ in range(2))
+    assert gpu.of(lambda: loss(predicted, target)) == events
+    assert gpu.of(lambda: loss(predicted, target, reduction="none")) == [MATRIX]
+
+
+def test_binary_cross_entropy_keeps_its_values(on: Any) -> None:
+    gpu = on()
+    predicted, target = (torch.rand(64, 64, device="cuda") for _ in range(2))
+    assert gpu.of(lambda: functional.binary_cross_entropy(predicted, target)) == [MATRIX, 4, -4]
+
+
+def test_pixels_have_their_weight_first(on: Any) -> None:
+    gpu = on()
+    scores = torch.randn(4, 10, 16, 16, device="cuda")
+    classes = torch.zeros(4, 16, 16, dtype=torch.long, device="cuda")
+    each = gpu.of(lambda: functional.nll_loss(scores, classes, reduction="none"))
+    assert each == [4, 4 * 16 * 16 * 4, -4]

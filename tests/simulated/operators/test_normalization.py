@@ -1,37 +1,149 @@
-"""Batch norm goes through cuDNN where CUDA goes there."""
+"""Normalisation: cuDNN's batch norm where CUDA goes there, and what the other kernels take."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pytest_gpumem import simulate
+
 
 def norm_of(x: torch.Tensor, norm: nn.Module) -> str:
     return str(norm(x).grad_fn.name())
 
 
-@pytest.mark.parametrize("shape", [(32, 64), (32, 64, 8, 8)], ids=["1d", "2d"])
-def test_float_takes_cudnn(on: Any, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "node"),
+    [
+        ((32, 64, 8), "CudnnBatchNormBackward0"),
+        ((32, 64), "NativeBatchNormBackward0"),
+        ((32, 64, 8, 8), "CudnnBatchNormBackward0"),
+    ],
+    ids=["1d", "1d, without length", "2d"],
+)
+def test_float_takes_cudnn(on: Any, shape: tuple[int, ...], node: str) -> None:
     on()
-    norm = (nn.BatchNorm1d if len(shape) == 2 else nn.BatchNorm2d)(64).cuda()
-    assert norm_of(torch.randn(shape, device="cuda"), norm) == "CudnnBatchNormBackward0"
+    norm = (nn.BatchNorm1d if len(shape) < 4 else nn.BatchNorm2d)(64).cuda()
+    assert norm_of(torch.randn(shape, device="cuda"), norm) == node
 
 
-def test_bfloat16_and_no_affine_do_not(on: Any) -> None:
+def test_halves_and_no_affine_do_not(on: Any) -> None:
     on()
-    x = torch.randn(32, 64, device="cuda", requires_grad=True)
-    half = nn.BatchNorm1d(64).cuda().bfloat16()
-    assert norm_of(x.bfloat16(), half) == "NativeBatchNormBackward0"
-    assert norm_of(x, nn.BatchNorm1d(64, affine=False).cuda()) == "NativeBatchNormBackward0"
+    x = torch.randn(32, 64, 4, device="cuda", requires_grad=True)
+    assert norm_of(x.bfloat16(), nn.BatchNorm1d(64).cuda().bfloat16()).startswith("Native")
+    assert norm_of(x.half(), nn.BatchNorm1d(64).cuda().half()).startswith("Native")
+    assert norm_of(x.half(), nn.BatchNorm1d(64).cuda()).startswith("Cudnn")
+    assert norm_of(x, nn.BatchNorm1d(64, affine=False).cuda()).startswith("Native")
 
 
 def test_saved_statistics(on: Any) -> None:
     # HugePandaCoder/octree-nca-groupeq: the output and two vectors, no workspace.
     gpu = on()
-    norm = nn.BatchNorm2d(64).cuda()
-    norm.num_batches_tracked = None  # its increment is not cuDNN's
+    norm = uncounted(nn.BatchNorm2d(64))
     x = torch.randn(4, 64, 8, 8, device="cuda")
     assert gpu.of(lambda: norm(x)) == [4 * 64 * 64 * 4, 256, 256]
+
+
+def uncounted(norm: nn.Module) -> nn.Module:
+    norm.num_batches_tracked = None  # type: ignore[assignment]  # its increment is not the kernel's
+    return norm.cuda()
+
+
+def test_rows_are_normalised_in_stages(on: Any) -> None:
+    # flexible_launch_configs: blocks of 32 x 16; 4096 rows make 16 of them, 64 channels two.
+    gpu = on()
+    norm = uncounted(nn.BatchNorm1d(64))
+    x = torch.randn(4096, 64, device="cuda", requires_grad=True)
+    output = 4096 * 64 * 4
+    staged = [4 * 64 * 16 * 4, 4 * 2]
+    forward = gpu.of(lambda: norm(x))
+    assert forward == [output, 256, 256, *staged, *(-size for size in reversed(staged))]
+    result = norm(x)
+    gradient = torch.ones_like(result)
+    staged = [2 * 64 * 16 * 4, 4 * 2]
+    events = gpu.of(lambda: result.backward(gradient))
+    assert events[:8] == [256, 256, 256, 256, *staged, -8, -staged[0]]
+    assert events[8:11] == [output, -256, -256]
+
+
+def test_few_rows_are_not(on: Any) -> None:
+    gpu = on()
+    norm = uncounted(nn.BatchNorm1d(64))
+    x = torch.randn(1024, 64, device="cuda")
+    assert gpu.of(lambda: norm(x)) == [1024 * 64 * 4, 256, 256]
+
+
+def test_layer_norm_copies_what_is_not_contiguous(on: Any) -> None:
+    gpu = on()
+    norm = nn.LayerNorm(64).cuda()
+    x = torch.randn(8, 64, 32, device="cuda").transpose(1, 2)
+    size = 8 * 64 * 32 * 4
+    assert gpu.of(lambda: norm(x)) == [size, size, 1024, 1024, -size]
+
+
+@pytest.mark.parametrize(
+    ("version", "rows", "partial"),
+    [("2.7", 70_000, 0), ("2.8", 70_000, 2188 * 64 * 4), ("2.8", 60_000, 0)],
+)
+def test_many_short_rows_are_summed_in_blocks(
+    on: Any, version: str, rows: int, partial: int
+) -> None:
+    gpu = on("A100-40GB", version)
+    norm = nn.LayerNorm(64).cuda()
+    x = torch.randn(rows, 64, device="cuda", requires_grad=True)
+    output = norm(x)
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    assert events[:3] == [rows * 64 * 4, 256, 256]
+    assert events.count(partial) == (2 if partial else 0)
+
+
+def peaks(call: Callable[[], object]) -> float:
+    """Median peak of ten calls in MiB, as Liger's benchmarks take it."""
+    found = []
+    for _ in range(10):
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        found.append(torch.cuda.max_memory_allocated() / 2**20)
+    return statistics.median(found)
+
+
+@pytest.mark.parametrize(("channels", "mib"), [(32, 40.06640625), (2048, 2564.0625)])
+def test_group_norm_as_measured_on_a_b200(channels: int, mib: float) -> None:
+    # linkedin/Liger-Kernel, all_benchmark_data.csv, group_norm, huggingface.
+    with simulate("B200", torch_version="2.9", alloc_conf=""):
+        norm, rival = (nn.GroupNorm(channels // 4, channels).cuda() for _ in range(2))
+        x = torch.randn(128, channels, 512, device="cuda")
+        gradient = torch.randn_like(x)
+        x.requires_grad_(True)
+        assert peaks(lambda: norm(x).backward(gradient, retain_graph=True)) == mib
+        del rival
+
+
+@pytest.mark.parametrize(("size", "mib"), [(1024, 40.0224609375), (16384, 640.1103515625)])
+def test_rms_norm_as_measured_on_an_h100(size: int, mib: float) -> None:
+    # linkedin/Liger-Kernel, all_benchmark_data.csv, megatron_rms_norm, torch.
+    with simulate("H100", torch_version="2.9", alloc_conf=""):
+        norm = nn.RMSNorm(size, eps=1e-6).cuda().bfloat16()
+        x = torch.randn(4096, 1, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+        def full() -> None:
+            output = norm(x)
+            output.sum().backward()
+
+        assert peaks(full) == mib
+
+
+def test_rms_norm_was_made_of_operators_before(on: Any) -> None:
+    norm = nn.RMSNorm(64)
+    nodes = []
+    for version in ("2.8", "2.9"):
+        on("A100-40GB", version)
+        x = torch.randn(8, 64, device="cuda", requires_grad=True)
+        nodes.append(norm.cuda()(x).grad_fn.name())
+    assert nodes == ["MulBackward0", "_FusedRmsNormBackward"]

@@ -12,7 +12,6 @@ from pytest_gpumem.simulated.operators.reductions import global_reduction_bytes
 H100 = (132, 2048)
 
 
-@pytest.mark.parametrize("old_vectors", [True, False], ids=["torch 2.6", "torch 2.15"])
 @pytest.mark.parametrize(
     ("columns", "accumulated", "recorded"),
     [
@@ -22,7 +21,7 @@ H100 = (132, 2048)
     ],
 )
 def test_rows_that_are_not_contiguous(
-    columns: int, accumulated: int, recorded: tuple[int, int], old_vectors: bool
+    columns: int, accumulated: int, recorded: tuple[int, int]
 ) -> None:
     # kkaitlyn111/cs336-a2-systems, ctx128 full step, H100: logits computed transposed.
     assert (
@@ -33,7 +32,6 @@ def test_rows_that_are_not_contiguous(
             4,
             accumulated,
             *H100,
-            old_vectors=old_vectors,
         )
         == recorded
     )
@@ -69,3 +67,48 @@ def test_variance_keeps_four_numbers_per_partial_result(on: Any) -> None:
     tensor = torch.randn(1 << 20, device="cuda")
     # 2048 values per thread of one block; 128 blocks of 16 are less than the 432 that fit.
     assert gpu.of(tensor.var) == [4, 128 * 16, 4, -4, -128 * 16]
+
+
+def test_counting_converts_truth_to_integers(on: Any) -> None:
+    gpu = on()
+    truth = torch.ones(32, 32, dtype=torch.bool, device="cuda")
+    assert gpu.of(truth.sum) == [8, 1024 * 8, -1024 * 8]
+    numbers = torch.ones(32, 32, device="cuda")
+    assert gpu.of(numbers.count_nonzero) == [1024, 8, 1024 * 8, -1024 * 8, -1024]
+
+
+def test_16_bit_sums_in_float_are_not_converted(on: Any) -> None:
+    gpu = on()
+    halves = torch.ones(32, 32, dtype=torch.bfloat16, device="cuda")
+    assert gpu.of(lambda: halves.sum(dtype=torch.float32)) == [4]
+    assert gpu.of(lambda: halves.sum(dtype=torch.float64)) == [8, 1024 * 8, -1024 * 8]
+
+
+def test_highest_of_all_needs_no_index(on: Any) -> None:
+    gpu = on("A100-40GB")
+    x = torch.ones(1 << 20, device="cuda")
+    # 2048 values per thread of one block of 512: 128 blocks of 16.
+    assert gpu.of(x.max) == [4, 128 * 4, 4, -4, -128 * 4]
+    assert gpu.of(x.argmax) == [8, 128 * 16, 4, -4, -128 * 16]
+
+
+def test_position_in_a_strided_tensor_is_that_in_a_copy(on: Any) -> None:
+    gpu = on()
+    x = torch.ones(32, 16, device="cuda").t()
+    assert gpu.of(x.argmax) == [8, 32 * 16 * 4, -32 * 16 * 4]
+
+
+def test_inputs_that_32_bits_cannot_index_are_reduced_in_parts(on: Any) -> None:
+    gpu = on("A100-40GB")
+    x = torch.empty(3 << 30, dtype=torch.bfloat16, device="cuda")
+    # Halves of 3 GiB, halves of those; each with 432 blocks of 512 threads, at most 256 values
+    # per thread: 805,306,368 / 512 / 256 = 6144 blocks. The parts add up in float.
+    part = [6144 * 4, 4, -4, -6144 * 4]
+    assert gpu.of(x.sum) == [2, 4, *part * 4, -4]
+    del x
+    y = torch.empty(1 << 30, device="cuda")
+    part = [4096 * 4, 4, -4, -4096 * 4]
+    assert gpu.of(y.sum) == [4, *part * 2]
+    # A value with its index does not fit into the output: it has a place of its own.
+    part = [4096 * 16, 4, -4, -4096 * 16]
+    assert gpu.of(y.argmax) == [8, 16, *part * 2, -16]

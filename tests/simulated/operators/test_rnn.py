@@ -30,8 +30,46 @@ def test_forward_keeps_output_and_states(on: Any) -> None:
     state = BATCH * HIDDEN * 4
     zeros = [state, state]
     output = STEPS * BATCH * HIDDEN * 4
+    elements = 4 * HIDDEN * (INPUTS + HIDDEN + 2)
+    # Estimates: the parameters and twice the gates of a step; four gates and a cell per step.
+    workspace = (elements + BATCH * HIDDEN * 10) * 4
+    reserve = STEPS * BATCH * HIDDEN * 5 * 4
+    kept = [*zeros, output, state, state, workspace]
+    assert gpu.of(lambda: layer(x)) == [*kept, reserve, -workspace]
+    layer.eval()
     with torch.no_grad():
-        assert gpu.of(lambda: layer(x)) == [*zeros, output, state, state, -state, -state]
+        assert gpu.of(lambda: layer(x)) == [*kept, -workspace, -state, -state]
+
+
+def test_buffer_has_biases_in_any_case(on: Any) -> None:
+    on()
+    layer = nn.LSTM(INPUTS, HIDDEN, bias=False).cuda()
+    assert len(list(layer.parameters())) == 2
+    assert torch.cuda.memory_allocated() == 4 * HIDDEN * (INPUTS + HIDDEN + 2) * 4
+
+
+def test_lstm_cell_is_one_kernel_behind_two_products(on: Any) -> None:
+    gpu = on()
+    cell = nn.LSTMCell(INPUTS, HIDDEN).cuda()
+    x, state = (torch.randn(BATCH, size, device="cuda") for size in (INPUTS, HIDDEN))
+    cell(x, (state, state))  # takes cuBLAS's workspace
+    gates, vector = BATCH * HIDDEN * 4 * 4, BATCH * HIDDEN * 4
+    # The products, the kernel's workspace, both states; backward needs no product.
+    assert gpu.of(lambda: cell(x, (state, state)))[:5] == [gates, gates, gates, vector, vector]
+
+
+def test_gru_cell_keeps_five_vectors(on: Any) -> None:
+    gpu = on()
+    cell = nn.GRUCell(INPUTS, HIDDEN).cuda()
+    x, state = (torch.randn(BATCH, size, device="cuda") for size in (INPUTS, HIDDEN))
+    cell(x, state)
+    gates, vector = BATCH * HIDDEN * 3 * 4, BATCH * HIDDEN * 4
+    events = gpu.of(lambda: cell(x, state))
+    assert events == [gates, gates, 5 * vector, vector, -gates, -gates]
+    output = cell(x, state)
+    gradient = torch.ones_like(output)
+    backward = gpu.of(lambda: output.backward(gradient))
+    assert backward[:5] == [gates, gates, vector, 3 * HIDDEN * 4, 3 * HIDDEN * 4]
 
 
 def test_weight_gradients_are_views_of_one_buffer(on: Any) -> None:

@@ -1,0 +1,556 @@
+"""Convolution: which kernel ATen takes on CUDA, and what it allocates, in order.
+
+Source: aten/src/ATen/native/Convolution.cpp (_select_conv_backend, ConvParams, _convolution,
+convolution_backward), ConvUtils.h (cudnn_conv_suggest_memory_format), native/cudnn/ConvShared.cpp
+and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu, DepthwiseConv3d.cu,
+ConvolutionMM2d.cu, NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu and 3d.cu, of torch
+2.6 to 2.15. cuDNN's workspace comes from :mod:`cudnn`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators import cudnn
+from pytest_gpumem.simulated.operators.layout import suggested_format
+from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
+"""Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
+
+_INT_MAX = 2**31 - 1
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_BROKEN_VOLUMES = frozenset({(2, 9), (2, 10)})
+"""Releases with a cuDNN from 9.8 to 9.14, which they do not use for 3-d convolutions of halves."""
+_CONTIGUOUS = torch.contiguous_format
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """ConvParams, of a convolution with at least two spatial dims."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    @property
+    def dilated(self) -> bool:
+        return any(step != 1 for step in self.dilation)
+
+    def output_shape(self, input: Sequence[int], weight: Sequence[int]) -> tuple[int, ...]:
+        """conv_output_size, or conv_input_size where transposed."""
+        spatial = []
+        for at, size in enumerate(input[2:]):
+            reach = self.dilation[at] * (weight[at + 2] - 1)
+            if self.transposed:
+                full = (size - 1) * self.stride[at] - 2 * self.padding[at] + reach + 1
+                spatial.append(full + self.output_padding[at])
+            else:
+                spatial.append((size + 2 * self.padding[at] - reach - 1) // self.stride[at] + 1)
+        channels = weight[1] * self.groups if self.transposed else weight[0]
+        return (input[0], channels, *spatial)
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """``aten::convolution`` (``_convolution``)."""
+    call = _Call(
+        gpu_of(input),
+        _parameters(weight, stride, padding, dilation, transposed, output_padding, groups),
+    )
+    if weight.dim() > 3:
+        return call.forward(input, weight, bias)
+    return call.forward(_as_image(input.contiguous()), _as_image(weight), bias).squeeze(2)
+
+
+def convolution_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> _Gradients:
+    """``aten::convolution_backward``."""
+    call = _Call(
+        gpu_of(input),
+        _parameters(weight, stride, padding, dilation, transposed, output_padding, groups),
+    )
+    if weight.dim() > 3:
+        return call.backward(grad_output, input, weight, output_mask)
+    flat = input.contiguous()
+    gradients = call.backward(
+        _as_image(grad_output), _as_image(flat), _as_image(weight), output_mask
+    )
+    grad_input, grad_weight, grad_bias = gradients
+    return (
+        None if grad_input is None else grad_input.squeeze(2),
+        None if grad_weight is None else grad_weight.squeeze(2),
+        grad_bias,
+    )
+
+
+IN_VIEW: dict[str, Callable[..., Any]] = {
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_backward,
+}
+
+
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: _Parameters) -> None:
+    """check_input_same_type_as_parameters and check_shape_forward, in their words."""
+    for tensor, name in ((weight, "weight"), (bias, "bias")):
+        if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
+            raise RuntimeError(
+                f"Input type ({input.type()}) and {name} type ({tensor.type()}) should be the same"
+            )
+    sizes, groups = list(weight.shape), parameters.groups
+    channels = sizes[0] if parameters.transposed else sizes[1] * groups
+    if input.shape[1] != channels:
+        transposed = "transposed=1" if parameters.transposed else f"groups={groups}"
+        raise RuntimeError(
+            f"Given {transposed}, weight of size {sizes}, expected input{list(input.shape)} to "
+            f"have {channels} channels, but got {input.shape[1]} channels instead"
+        )
+    if parameters.transposed:
+        return
+    padded = [size + 2 * pad for size, pad in zip(input.shape[2:], parameters.padding, strict=True)]
+    reach = [
+        step * (size - 1) + 1 for size, step in zip(sizes[2:], parameters.dilation, strict=True)
+    ]
+    if any(size < wanted for size, wanted in zip(padded, reach, strict=True)):
+        raise RuntimeError(
+            f"Calculated padded input size per channel: ({' x '.join(map(str, padded))}). Kernel "
+            f"size: ({' x '.join(map(str, reach))}). Kernel size can't be greater than actual "
+            f"input size"
+        )
+
+
+def _as_image(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(2)
+
+
+def _parameters(
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> _Parameters:
+    """expand_param_if_needed and view1d_as_2d."""
+    dims = weight.dim() - 2
+
+    def expanded(values: Sequence[int], of_row: int) -> tuple[int, ...]:
+        full = tuple(values) * dims if len(values) == 1 else tuple(values)
+        return (of_row, *full) if dims == 1 else full
+
+    return _Parameters(
+        expanded(stride, 1),
+        expanded(padding, 0),
+        expanded(dilation, 1),
+        transposed,
+        expanded(output_padding, 0),
+        groups,
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One convolution on one device."""
+
+    gpu: SimulatedGPU
+    parameters: _Parameters
+
+    # Which kernel.
+
+    def kernel(self, input: Tensor, weight: Tensor) -> str:
+        """_select_conv_backend for CUDA tensors."""
+        parameters = self.parameters
+        if not input.shape[0] or not input.shape[1]:
+            return EMPTY
+        depthwise = (
+            not parameters.transposed
+            and input.shape[1] == parameters.groups > 1
+            and not weight.shape[0] % input.shape[1]
+        )
+        if depthwise:
+            return CUDNN if self._cudnn_depthwise(input, weight) else DEPTHWISE
+        return CUDNN if self._cudnn(input, weight) else SLOW
+
+    def _cudnn(self, input: Tensor, weight: Tensor) -> bool:
+        parameters = self.parameters
+        if not torch.backends.cudnn.enabled:
+            return False
+        if torch.bfloat16 in (input.dtype, weight.dtype) and not self._ampere:
+            return False
+        if (
+            self.gpu.version in _BROKEN_VOLUMES
+            and input.dtype in _HALVES
+            and weight.dim() == 5
+            and set(weight.shape[2:]) != {1}
+            and _format(input, weight) is _CONTIGUOUS
+        ):
+            return False
+        # cuDNN 9.3, in the wheels of 2.7 and later, indexes with 64 bits.
+        if self.gpu.version < (2, 7) and self._exceeds_int(input, weight):
+            return False
+        if (
+            self.gpu.version < (2, 9)
+            and torch.backends.cudnn.deterministic
+            and parameters.dilated
+            and _format(input, weight) is _CONTIGUOUS
+        ):
+            return False
+        padding_is_big = any(
+            pad >= step
+            for pad, step in zip(parameters.output_padding, parameters.stride, strict=True)
+        )
+        return not padding_is_big
+
+    def _cudnn_depthwise(self, input: Tensor, weight: Tensor) -> bool:
+        parameters = self.parameters
+        if not torch.backends.cudnn.enabled:
+            return False
+        if _format(input, weight) is not _CONTIGUOUS:
+            return self._cudnn(input, weight)
+        stride = parameters.stride
+        return (
+            input.dtype == weight.dtype == torch.float16
+            and input.dim() == 4
+            and not parameters.dilated
+            and (stride[0] == stride[1] or input.shape[2] == 1)
+            and input.shape[1] >= 32
+            and self.gpu.model.compute_capability >= (7, 0)
+            and self._cudnn(input, weight)
+            and _suits_cudnn_depthwise(tuple(input.shape), stride[1], tuple(weight.shape[2:]))
+        )
+
+    def _exceeds_int(self, input: Tensor, weight: Tensor) -> bool:
+        # needs_64bit_indexing_no_split
+        if input.numel() // input.shape[0] > _INT_MAX:
+            return True
+        output = self.parameters.output_shape(input.shape, weight.shape)
+        return math.prod(output[1:]) > _INT_MAX
+
+    @property
+    def _ampere(self) -> bool:
+        return self.gpu.model.compute_capability >= (8, 0)
+
+    # Forward.
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, after everything was allocated and freed as CUDA does."""
+        _check(input, weight, bias, self.parameters)
+        kernel = self.kernel(input, weight)
+        shape = self.parameters.output_shape(input.shape, weight.shape)
+        if kernel == CUDNN:
+            output = self._cudnn_forward(
+                input.contiguous(memory_format=_format(input, weight)), weight, shape
+            )
+            if bias is not None:
+                output.add_(bias.view(1, -1, *[1] * (input.dim() - 2)))
+            return output
+        if kernel == DEPTHWISE:
+            return _depthwise_forward(input.contiguous(), weight, shape)
+        if kernel == SLOW:
+            return self._slow_forward(input, weight, shape)
+        return input.new_empty(shape)
+
+    def _cudnn_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if self.parameters.transposed:
+            return self._toward_input(input, weight, shape)
+        return self._toward_output(input, weight, shape)
+
+    def _toward_output(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        """cudnn_convolution, and the input's gradient where transposed."""
+        memory_format = _format(input, weight)
+        output = _empty(shape, input, memory_format)
+        if output.numel():
+            kept = [
+                weight.contiguous(memory_format=memory_format),
+                input.contiguous(memory_format=memory_format),
+            ]
+            self._plan(cudnn.FORWARD, input, weight, output, memory_format)
+            del kept
+        return output
+
+    def _toward_input(self, grad_output: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+        """cudnn_convolution_backward_input, and the output where transposed."""
+        memory_format = _format(grad_output, weight)
+        grad_input = _empty(shape, grad_output, memory_format)
+        kept = [
+            weight.contiguous(memory_format=memory_format),
+            grad_output.contiguous(memory_format=memory_format),
+        ]
+        self._plan(cudnn.INPUT, grad_input, weight, grad_output, memory_format)
+        del kept
+        return grad_input
+
+    def _toward_weight(self, grad_output: Tensor, input: Tensor, shape: Sequence[int]) -> Tensor:
+        """cudnn_convolution_backward_weight."""
+        memory_format = _format(input, grad_output)
+        kept = [
+            grad_output.contiguous(memory_format=memory_format),
+            input.contiguous(memory_format=memory_format),
+        ]
+        grad_weight = _empty(shape, grad_output, memory_format)
+        self._plan(cudnn.WEIGHT, input, grad_weight, grad_output, memory_format)
+        del kept
+        return grad_weight
+
+    def _plan(
+        self,
+        direction: str,
+        input: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        memory_format: torch.memory_format,
+    ) -> None:
+        """run_conv_plan: the workspace, for the time of the call."""
+        parameters = self.parameters
+        nbytes = cudnn.convolution_bytes(
+            cudnn.Convolution(
+                direction,
+                tuple(input.shape),
+                output.shape[1],
+                tuple(weight.shape[2:]),
+                parameters.stride,
+                parameters.dilation,
+                parameters.groups,
+                _nbytes(input),
+                _nbytes(weight),
+                _nbytes(output),
+                input.element_size(),
+                memory_format is not _CONTIGUOUS,
+                self._on_tensor_cores(input.dtype),
+                self.gpu.model.compute_capability,
+            )
+        )
+        if nbytes:
+            dims = 1 if weight.shape[2] == 1 < weight.shape[3] else weight.dim() - 2
+            scratch = Scratch(self.gpu)
+            scratch.estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
+            scratch.free()
+
+    def _on_tensor_cores(self, dtype: torch.dtype) -> bool:
+        if dtype == torch.float32:
+            return self._ampere and bool(torch.backends.cudnn.allow_tf32)
+        return dtype.itemsize == 2 and self.gpu.model.compute_capability >= (7, 0)
+
+    def _slow_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Slow2d, SlowDilated2d and 3d, SlowTranspose2d and 3d, group after group."""
+        groups = self.parameters.groups
+        input, weight = input.contiguous(), weight.contiguous()
+        if groups == 1:
+            output = input.new_empty(shape)
+            self._columns(input, weight, shape)
+            return output
+        part = (shape[0], shape[1] // groups, *shape[2:])
+        outputs = []
+        for own, filters in zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True):
+            outputs.append(self._grouped_forward(own.contiguous(), filters, part))
+        return torch.cat(outputs, 1)
+
+    def _grouped_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+        output = input.new_empty(shape)
+        self._columns(input, weight, shape)
+        return output
+
+    def _columns(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> None:
+        """The patches of one sample as columns, and a product of matrices for each sample."""
+        parameters = self.parameters
+        scratch = Scratch(self.gpu)
+        kernel = math.prod(weight.shape[2:])
+        if parameters.transposed:
+            scratch.take(shape[1] * kernel * math.prod(input.shape[2:]) * input.element_size())
+        elif (
+            kernel > 1
+            or parameters.dilated
+            or any(parameters.padding)
+            or set(parameters.stride) != {1}
+            or input.dim() == 5
+        ):
+            scratch.take(input.shape[1] * kernel * math.prod(shape[2:]) * input.element_size())
+        self.gpu.workspaces.gemm(self.gpu.stream)
+        scratch.free()
+
+    # Backward.
+
+    def backward(
+        self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+    ) -> _Gradients:
+        """The gradients that ``mask`` asks for."""
+        kernel = self.kernel(input, weight)
+        if kernel == CUDNN:
+            kept = input
+            if mask[1]:
+                kept = input.contiguous(memory_format=_format(input, weight))
+            grad_input, grad_weight = self._cudnn_backward(grad_output, kept, weight, mask)
+            del kept
+        elif kernel == DEPTHWISE:
+            grad_input, grad_weight = _depthwise_backward(grad_output, input, weight, mask)
+        elif kernel == SLOW:
+            grad_input, grad_weight = self._slow_backward(grad_output, input, weight, mask)
+        else:
+            grad_input = torch.zeros_like(input) if mask[0] else None
+            grad_weight = torch.zeros_like(weight) if mask[1] else None
+        grad_bias = None
+        if mask[2]:
+            grad_bias = grad_output.sum([0, *range(2, grad_output.dim())])
+        return grad_input, grad_weight, grad_bias
+
+    def _cudnn_backward(
+        self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        memory_format = suggested_format(input)
+        transposed = self.parameters.transposed
+        if transposed or suggested_format(grad_output) is not memory_format:
+            grad_output = grad_output.contiguous(memory_format=memory_format)
+        grad_input = grad_weight = None
+        if mask[0]:
+            toward = self._toward_output if transposed else self._toward_input
+            grad_input = toward(grad_output, weight, input.shape)
+        if mask[1]:
+            pair = (input, grad_output) if transposed else (grad_output, input)
+            grad_weight = self._toward_weight(*pair, weight.shape)
+        return grad_input, grad_weight
+
+    def _slow_backward(
+        self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        groups = self.parameters.groups
+        input, weight = input.contiguous(), weight.contiguous()
+        if groups > 1:
+            return self._grouped_backward(grad_output, input, weight, mask)
+        kept = grad_output.contiguous()
+        grad_input = input.new_empty(input.shape) if mask[0] else None
+        grad_weight = weight.new_empty(weight.shape) if mask[1] else None
+        self._columns(input, weight, grad_output.shape)
+        del kept
+        return grad_input, grad_weight
+
+    def _grouped_backward(
+        self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        groups = self.parameters.groups
+        alone = _Call(self.gpu, replace(self.parameters, groups=1))
+        parts = [
+            alone._slow_backward(own_grad.contiguous(), own.contiguous(), filters, mask)
+            for own_grad, own, filters in zip(
+                grad_output.chunk(groups, 1),
+                input.chunk(groups, 1),
+                weight.chunk(groups, 0),
+                strict=True,
+            )
+        ]
+        return (
+            torch.cat([part[0] for part in parts], 1) if mask[0] else None,  # type: ignore[misc]
+            torch.cat([part[1] for part in parts], 0) if mask[1] else None,  # type: ignore[misc]
+        )
+
+
+def _format(one: Tensor, other: Tensor) -> torch.memory_format:
+    """cudnn_conv_suggest_memory_format: channels last if either operand is."""
+    if torch.float64 in (one.dtype, other.dtype):
+        return _CONTIGUOUS
+    found = suggested_format(one)
+    return found if found is not _CONTIGUOUS else suggested_format(other)
+
+
+def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format) -> Tensor:
+    return torch.empty(
+        tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format
+    )
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _depthwise_forward(input: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
+    # conv_depthwise2d_cuda and conv_depthwise3d_cuda add the bias in their kernels.
+    if input.dim() == 4:
+        kept = weight.contiguous()
+        output = input.new_empty(tuple(shape))
+    else:
+        output = input.new_empty(tuple(shape))
+        kept = weight.contiguous()
+    del kept
+    return output
+
+
+def _depthwise_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """conv_depthwise2d_backward_cuda_out, _depthwise_3d_backward_cuda_out."""
+    if input.dim() == 5:
+        return _depthwise_backward_3d(grad_output, input, weight, mask)
+    kept = grad_output.contiguous()
+    grad_input = grad_weight = None
+    if mask[1]:
+        copied = input.contiguous()
+        grad_weight = kept.new_empty(weight.shape)
+        del copied
+    if mask[0]:
+        copied = weight.contiguous()
+        grad_input = kept.new_empty(input.shape)
+        del copied
+    return grad_input, grad_weight
+
+
+def _depthwise_backward_3d(
+    grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    grad_input = grad_output.new_empty(input.shape) if mask[0] else None
+    grad_weight = grad_output.new_empty(weight.shape) if mask[1] else None
+    kept = [grad_output.contiguous()]
+    if mask[0]:
+        weight.contiguous()
+    if mask[1]:
+        input.contiguous()
+    del kept
+    return grad_input, grad_weight
+
+
+def _suits_cudnn_depthwise(input: tuple[int, ...], stride: int, kernel: tuple[int, ...]) -> bool:
+    """check_cudnn_depthwise_workload_with_filter: where cuDNN's half kernel is the faster one."""
+    batch, channels, height, width = input
+    if height == 1 and stride == 1:
+        return True
+    if kernel[0] != kernel[1] or kernel[1] not in (1, 3, 5) or width < 7:
+        return False
+    if stride != 2:
+        return stride == 1
+    if kernel[1] == 1:
+        if batch == 1:
+            return width <= 28
+        return batch <= 16 and channels >= 128 and width <= 7
+    return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)

@@ -1,0 +1,101 @@
+"""Connectionist temporal classification, by ATen's own kernels.
+
+Source: aten/src/ATen/native/LossCTC.cpp (ctc_loss, ctc_loss_impl) and native/cuda/LossCTC.cu
+(ctc_loss_gpu_template, ctc_loss_backward_gpu_template), of torch 2.6 to 2.15. cuDNN's kernel, which
+takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by ATen's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_aten = torch.ops.aten
+_LONG_BYTES = 8
+_MEAN, _SUM = 1, 2
+
+
+def _ctc_loss(overload: Any) -> Callable[..., Any]:
+    def ctc_loss(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Tensor | Sequence[int],
+        target_lengths: Tensor | Sequence[int],
+        blank: int = 0,
+        reduction: int = _MEAN,
+        zero_infinity: bool = False,
+    ) -> Any:
+        if not log_probs.is_cuda:
+            return overload.decompose(
+                log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
+            )
+        lengths = [_as_list(given) for given in (input_lengths, target_lengths)]
+        batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+        target = targets.to(log_probs.device, torch.int64)
+        losses = _aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity)[0]
+        if zero_infinity:
+            losses = torch.where(losses == torch.inf, losses.new_zeros(()), losses)
+        if reduction == _MEAN:
+            divisors = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
+            return (losses / divisors.clamp_min(1)).mean()
+        if reduction == _SUM:
+            return losses.sum()
+        return losses if log_probs.dim() == 3 else losses.squeeze(0)
+
+    return ctc_loss
+
+
+def _as_list(lengths: Tensor | Sequence[int]) -> list[int]:
+    if isinstance(lengths, Tensor):
+        return [int(length) for length in lengths.flatten().tolist()]
+    return list(lengths)
+
+
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "aten.ctc_loss.Tensor": _ctc_loss(_aten.ctc_loss.Tensor),
+    "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
+}
+
+
+def _lengths(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+    # The lengths of targets and of inputs, and where each target begins.
+    scratch = Scratch(gpu)
+    for _ in range(3):
+        scratch.take(args[0].shape[1] * _LONG_BYTES)
+    return scratch
+
+
+def _outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[Tensor]:
+    yield from reversed(result)
+
+
+def _backward(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Sequence[int],
+    target_lengths: Sequence[int],
+    neg_log_likelihood: Tensor,
+    log_alpha: Tensor,
+    blank: int,
+    zero_infinity: bool = False,
+) -> Tensor:
+    lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
+    log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
+    gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+    del log_beta, lengths
+    return gradient
+
+
+IN_VIEW: dict[str, Callable[..., Any]] = {"aten._ctc_loss_backward.default": _backward}
+RULES = {"aten::_ctc_loss": Rule(before=_lengths, placed=_outputs)}

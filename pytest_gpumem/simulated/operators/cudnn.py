@@ -1,0 +1,240 @@
+"""How much memory cuDNN takes where only cuDNN knows: measured sizes, else stated estimates.
+
+PyTorch asks the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
+cudnnGetBatchNormalization...Size) and the library answers by its choice of algorithm. What is here
+was read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
+autoencoder, cellular automata; float32 in contiguous tensors, TF32 allowed. Every byte that comes
+from this module is marked as estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
+"""What a convolution computes."""
+
+_DESCRIPTOR = 16
+"""Bytes beyond the copies of a plan that transposes its operands."""
+
+_WINOGRAD_CHANNELS = 64
+_WINOGRAD_PIXELS = 256 * 256
+"""Channels in and out, and pixels of all images, up to which a 3x3 convolution was seen to be
+computed by Winograd's method."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What the choice of an algorithm depends on; bytes of whole tensors."""
+
+    direction: str
+    input: tuple[int, ...]
+    """Batch, channels of all groups, and the spatial sizes."""
+    outputs: int
+    """Channels of the output."""
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    input_bytes: int
+    weight_bytes: int
+    output_bytes: int
+    element_bytes: int
+    channels_last: bool
+    tensor_cores: bool
+    """Whether the GPU multiplies this type on tensor cores, which want channels last."""
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def inputs(self) -> int:
+        """Channels of the input."""
+        return self.input[1]
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether it is a product of matrices: 1x1 without a stride."""
+        return set(self.kernel) == {1} and set(self.stride) == {1}
+
+    @property
+    def winograd(self) -> bool:
+        """Whether transformed weights of 3x3 tiles were seen for such channels."""
+        return (
+            self.kernel == (3, 3)
+            and set(self.stride) == set(self.dilation) == {1}
+            and self.groups == 1
+            and self.element_bytes == 4
+            and max(self.inputs, self.outputs) <= _WINOGRAD_CHANNELS
+            and min(self.inputs, self.outputs) >= 16
+            and math.prod(self.input) // self.inputs <= _WINOGRAD_PIXELS
+        )
+
+
+_Shape = tuple[int, int, int, int, int]
+"""Input channels, input pixels in each direction, output channels, kernel size, stride."""
+
+_MEASURED: dict[tuple[int, int], dict[str, dict[_Shape, int]]] = {
+    # An A10G with cuDNN 9.1: one image, float32, padded to keep its size.
+    (8, 6): {
+        FORWARD: {
+            (3, 224, 64, 7, 2): 75_776,
+            (128, 28, 512, 1, 1): 3_211_776,
+            (128, 56, 128, 3, 2): 2_195_472,
+            (256, 14, 256, 3, 1): 2_822_575,
+            (256, 14, 1024, 1, 1): 3_211_776,
+            (256, 28, 256, 3, 2): 3_424_687,
+            (256, 56, 128, 1, 1): 1_024,
+            (512, 7, 512, 3, 1): 9_669_120,
+            (512, 14, 512, 3, 2): 9_970_176,
+            (512, 28, 128, 1, 1): 1_212_416,
+            (512, 28, 256, 1, 1): 2_408_960,
+            (1024, 14, 256, 1, 1): 1_212_416,
+            (1024, 14, 512, 1, 1): 2_408_960,
+            (2048, 7, 512, 1, 1): 1_917_440,
+        },
+        INPUT: {
+            (64, 56, 64, 3, 1): 1_753_104,
+            (64, 56, 256, 1, 1): 1_606_144,
+            (256, 14, 256, 3, 1): 0,
+            (256, 14, 1024, 1, 1): 1_212_416,
+            (256, 28, 256, 3, 2): 0,
+            (256, 56, 128, 1, 1): 1_536,
+            (512, 7, 512, 3, 1): 0,
+            (512, 7, 2048, 1, 1): 1_917_440,
+            (512, 14, 512, 3, 2): 0,
+            (512, 28, 1024, 1, 2): 0,
+            (1024, 14, 512, 1, 1): 1_606_144,
+            (1024, 14, 2048, 1, 2): 0,
+            (2048, 7, 512, 1, 1): 1_212_416,
+        },
+        WEIGHT: {
+            (3, 224, 64, 7, 2): 4_867_584,
+            (64, 56, 64, 1, 1): 541_184,
+            (64, 56, 64, 3, 1): 2_654_208,
+            (64, 56, 256, 1, 1): 786_944,
+            (128, 28, 128, 3, 1): 1_982_976,
+            (128, 28, 512, 1, 1): 2_359_808,
+            (128, 56, 128, 3, 2): 3_187_200,
+            (256, 14, 1024, 1, 1): 1_048_576,
+            (256, 56, 64, 1, 1): 2_163_200,
+            (256, 56, 128, 1, 1): 1_507_328,
+            (256, 56, 512, 1, 2): 5_341_696,
+            (512, 7, 512, 3, 1): 18_432,
+            (512, 7, 2048, 1, 1): 502_272,
+            (512, 14, 512, 3, 2): 18_432,
+            (512, 28, 128, 1, 1): 2_359_808,
+            (512, 28, 256, 1, 1): 524_288,
+            (1024, 14, 256, 1, 1): 1_048_576,
+            (1024, 14, 512, 1, 1): 2_097_152,
+            (2048, 7, 512, 1, 1): 502_272,
+        },
+    },
+}
+"""Bytes by compute capability, direction and shape, where they differ from the rule; multiples of
+512 are blocks, whose last bytes nobody asked for."""
+
+
+def _measured(convolution: Convolution) -> int | None:
+    batch, channels, *sizes = convolution.input
+    kernel, stride = convolution.kernel[-1], convolution.stride[-1]
+    if (
+        batch > 1
+        or convolution.channels_last
+        or convolution.element_bytes != 4
+        or not convolution.tensor_cores
+        or convolution.groups > 1
+        or len({*sizes}) > 1
+        or len(sizes) != 2
+        or len({*convolution.kernel}) > 1
+        or set(convolution.dilation) != {1}
+    ):
+        return None
+    table = _MEASURED.get(convolution.capability, {}).get(convolution.direction, {})
+    return table.get((channels, sizes[0], convolution.outputs, kernel, stride))
+
+
+def convolution_bytes(convolution: Convolution) -> int:
+    """Bytes of the plan's workspace; an estimate, measured for some shapes and by rule for others.
+
+    - channels last, grouped or pointwise: nothing. The kernel reads its operands as they are (a
+      pointwise one is a product; the partial products of small ones took up to 4 MiB).
+    - 3x3 over at most 64 channels of small images, forward and for the input: the weights and their
+      4x4 tiles, padded to 8 channels by 32. Byte-exact in eight of ten recorded shapes.
+    - otherwise contiguous tensors are transposed for tensor cores: input and weights on the way
+      forward, all three on the way back. Byte-exact for most shapes from 28 x 28 pixels up; below,
+      some kernels took nothing.
+    """
+    measured = _measured(convolution)
+    if measured is not None:
+        return measured
+    if convolution.channels_last or convolution.groups > 1 or convolution.pointwise:
+        return 0
+    if convolution.winograd and convolution.direction != WEIGHT:
+        return _winograd_bytes(convolution)
+    if not convolution.tensor_cores:
+        return 0
+    strided_product = set(convolution.kernel) == {1}
+    if convolution.direction == FORWARD:
+        if strided_product:
+            return 0
+        return convolution.input_bytes + convolution.weight_bytes + _DESCRIPTOR
+    copies = convolution.input_bytes + convolution.output_bytes + _DESCRIPTOR
+    if strided_product and convolution.direction == WEIGHT:
+        return copies
+    return copies + convolution.weight_bytes
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """One call of a recurrent layer."""
+
+    name: str
+    """``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
+    rows: int
+    """Time steps of all sequences."""
+    batch: int
+    """Sequences."""
+    hidden: int
+    layers: int
+    directions: int
+    weights: int
+    """Elements of the parameters."""
+    element_bytes: int
+
+
+_KEPT_PER_LAYER = {"lstm": 5, "gru": 6, "rnn_tanh": 1, "rnn_relu": 1}
+"""Vectors of the hidden size that a layer's backward needs for each time step."""
+_GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def reserve_bytes(call: Recurrent) -> int:
+    """Bytes that a recurrent layer keeps for its backward; an estimate.
+
+    What each layer keeps of its gates, and the outputs of all layers but the last. An LSTM and a
+    GRU of four layers of 320 had reserves of 736,000,000 and 864,000,000 bytes (pytorch#2895,
+    cuDNN 6): exactly this for 25,000 rows.
+    """
+    per_row = _KEPT_PER_LAYER[call.name] * call.layers + call.layers - 1
+    return call.rows * call.hidden * call.directions * per_row * call.element_bytes
+
+
+def recurrent_workspace_bytes(call: Recurrent) -> int:
+    """Bytes of a recurrent layer's workspace; an estimate.
+
+    A copy of the parameters, and the gates of one step of each layer, twice.
+    """
+    gates = 2 * _GATES[call.name] + 2
+    steps = call.layers * call.directions * call.batch * call.hidden * gates
+    return (call.weights + steps) * call.element_bytes
+
+
+def _winograd_bytes(convolution: Convolution) -> int:
+    read, written = convolution.inputs, convolution.outputs
+    if convolution.direction == INPUT:
+        read, written = written, read
+    tiles = 16 * _round_up(read, 8) * _round_up(written, 32) * 4
+    return convolution.weight_bytes + tiles + written * 4
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

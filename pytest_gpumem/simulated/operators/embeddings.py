@@ -1,0 +1,198 @@
+"""Embedding tables: sorted indices and partial sums of the backward, and the forward's renorm.
+
+Source: aten/src/ATen/native/cuda/Embedding.cu (embedding_dense_backward_cuda,
+embedding_renorm_cuda_), EmbeddingBackwardKernel.cu (embedding_backward_cuda_kernel),
+EmbeddingBag.cu (_embedding_bag_cuda, embedding_bag_backward_cuda_sum_avg) and cuda/cub.cuh
+(unique_by_key, exclusive_sum, inclusive_sum_by_key), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.operators import cub
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.sorting import sort_row
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+INDICES_WITHOUT_SORT = 3072
+"""Up to here one kernel adds the rows up in place."""
+_ROWS_PER_PARTIAL_SUM = 10
+_LARGEST_BLOCK = 1024
+_ATOMIC_SINCE = (2, 11)
+_ATOMIC_BLOCKS_PER_SM = 4
+"""Where the last step has fewer blocks than this, partial sums are added atomically."""
+_COUNT_BYTES = 8
+_MAX = 2
+"""EmbeddingBagMode: its backward only adds."""
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _accumulated(dtype: torch.dtype) -> int:
+    return max(dtype.itemsize, 4)
+
+
+def _by_frequency(args: tuple[Any, ...], kwargs: dict[str, Any], at: int) -> bool:
+    return bool(args[at] if len(args) > at else kwargs.get("scale_grad_by_freq", False))
+
+
+# embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
+
+
+def _before_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scratch | None:
+    gradient, indices, rows, padding = args[:4]
+    scratch = Scratch(gpu)
+    for tensor in (indices, gradient):
+        if not tensor.is_contiguous():
+            scratch.take(_bytes(tensor))
+    by_frequency = _by_frequency(args, kwargs, 4)
+    if indices.numel() > INDICES_WITHOUT_SORT or by_frequency:
+        _sort(gpu, scratch, indices, rows, padding, by_frequency)
+    return scratch
+
+
+def _after_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    indices = args[1]
+    if indices.numel() > INDICES_WITHOUT_SORT or _by_frequency(args, kwargs, 4):
+        _sum_rows(gpu, indices, result, may_be_atomic=True)
+
+
+def _sort(
+    gpu: SimulatedGPU,
+    scratch: Scratch,
+    indices: torch.Tensor,
+    rows: int,
+    padding: int,
+    by_frequency: bool,
+) -> None:
+    """The sorted indices and where they were, held in ``scratch``; their counts, too."""
+    count, element = indices.numel(), indices.element_size()
+    capability = gpu.model.compute_capability
+    scratch.take(count * element)
+    scratch.take(count * element)
+    positions = scratch.take(count * element)
+    bits = cub.bits_of(rows if padding >= 0 else rows - 1 - padding)
+    storage = cub.radix_sort_pairs_bytes(count, element, element, bits, capability)
+    scratch.drop(scratch.take(storage))
+    scratch.drop(positions)
+    if by_frequency:
+        scratch.take(count * element)
+        for _ in ("counts", "the highest of each row"):
+            scratch.drop(scratch.take(cub.sum_by_key_bytes(count, element, capability)))
+
+
+def _sum_rows(
+    gpu: SimulatedGPU, indices: torch.Tensor, result: torch.Tensor, may_be_atomic: bool
+) -> None:
+    """embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
+    count, element = indices.numel(), indices.element_size()
+    rows, width = result.shape
+    version, capability = gpu.version, gpu.model.compute_capability
+    scratch = Scratch(gpu)
+    scratch.take(count * element)
+    scratch.take(_COUNT_BYTES)
+    keys = scratch.take(count * element)
+    storage = cub.unique_by_key_bytes(count, element, capability, version)
+    scratch.drop(scratch.take(storage))
+    scratch.drop(keys)
+    segments = min(count, rows)
+    scratch.take(segments * element)
+    scratch.take(segments * element)
+    scratch.drop(scratch.take(cub.scan_bytes(segments, element, version)))
+    scratch.take(_COUNT_BYTES)
+    partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
+    scratch.take(partial_sums * element)
+    if may_be_atomic and _is_atomic(gpu, segments, partial_sums, width):
+        scratch.take(partial_sums * element)
+        if result.element_size() < 4:
+            scratch.take(result.numel() * 4)
+    else:
+        scratch.take(partial_sums * width * _accumulated(result.dtype))
+    scratch.free()
+
+
+def _is_atomic(gpu: SimulatedGPU, segments: int, partial_sums: int, width: int) -> bool:
+    lanes = -(-width // 32) * 32
+    blocks = -(-segments * lanes // min(lanes, _LARGEST_BLOCK))
+    return (
+        gpu.version >= _ATOMIC_SINCE
+        and blocks < gpu.model.sm_count * _ATOMIC_BLOCKS_PER_SM
+        and partial_sums > blocks * 4
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+# _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, maximum_indices,
+#                         num_weights, scale_grad_by_freq, mode, sparse, per_sample_weights, ...)
+
+
+def _adds_bags(args: tuple[Any, ...]) -> bool:
+    indices, mode, is_sparse = args[1], args[8], args[9]
+    return bool(indices.numel()) and mode != _MAX and not is_sparse
+
+
+def _before_bag_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scratch | None:
+    gradient, indices = args[:2]
+    rows, by_frequency = args[6:8]
+    scratch = Scratch(gpu)
+    if not gradient.is_contiguous():
+        scratch.take(_bytes(gradient))
+    if _adds_bags(args):
+        padding = args[11] if len(args) > 11 else kwargs.get("padding_idx", -1)
+        _sort(gpu, scratch, indices, rows, padding, by_frequency)
+    return scratch
+
+
+def _after_bag_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    if _adds_bags(args):
+        _sum_rows(gpu, args[1], result, may_be_atomic=False)
+
+
+def _bag_outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterator[torch.Tensor]:
+    output, bag_of_index, bag_sizes, highest = result
+    yield from (bag_sizes, bag_of_index, output, highest)
+
+
+def _renorm(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    indices = args[1]
+    count, nbytes = indices.numel(), _bytes(indices)
+    if not count:
+        return
+    scratch = Scratch(gpu)
+    scratch.take(nbytes)
+    positions = scratch.take(count * _COUNT_BYTES)
+    sort_row(gpu, count, indices.element_size())
+    scratch.drop(positions)
+    scratch.take(nbytes)
+    scratch.take(_COUNT_BYTES)
+    scratch.drop(scratch.take(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)))
+    scratch.free()
+
+
+RULES = {
+    "aten::embedding_dense_backward": Rule(before=_before_backward, after=_after_backward),
+    "aten::_embedding_bag_backward": Rule(before=_before_bag_backward, after=_after_bag_backward),
+    "aten::_embedding_bag": Rule(placed=_bag_outputs),
+    "aten::_embedding_bag_forward_only": Rule(placed=_bag_outputs),
+    "aten::embedding_renorm_": Rule(after=_renorm),
+}

@@ -1,0 +1,33 @@
+"""Memory formats, as C++ reads them off sizes and strides."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
+"""Dims of channels-last tensors, fastest first."""
+
+
+def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
+    """``TensorImpl::suggest_memory_format`` (c10/core/MemoryFormat.h), any version."""
+    if tensor.dim() in _LAST and _is_channels_last(tensor.shape, tensor.stride()):
+        return _LAST[tensor.dim()]
+    return torch.contiguous_format
+
+
+@lru_cache(maxsize=4096)
+def _is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if not strides[1]:
+        return False
+    least = 0
+    for dim in _ORDERS[len(shape)]:
+        if not shape[dim] or strides[dim] < least:
+            return False
+        # Ambiguous strides are those of a contiguous tensor.
+        if not dim and least == strides[1]:
+            return False
+        least = strides[dim] * max(shape[dim], 1)
+    return True

@@ -1,0 +1,79 @@
+"""Linear algebra and Fourier transforms: what is known of their libraries' calls.
+
+cuFFT's and cuSOLVER's workspaces are sized by the libraries alone; they are left out, and the
+simulation says so. Source: aten/src/ATen/native/cuda/SpectralOps.cpp (_fft_c2r_cufft,
+_fft_c2c_cufft), linalg/BatchLinearAlgebra.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_DIMS_AT_ONCE = 3
+"""Dimensions that cuFFT transforms in one call."""
+
+
+def _is_one_call(dims: list[int]) -> bool:
+    """use_optimized_cufft_path."""
+    return len(dims) <= _DIMS_AT_ONCE and dims[:2] != [0, 1]
+
+
+def _unknown(gpu: SimulatedGPU, library: str, operator: str) -> None:
+    gpu.simulation.note(
+        f"{library}'s workspace for {operator} is not known and left out: "
+        f"the peak can be higher on a GPU"
+    )
+
+
+def _complex(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    _unknown(gpu, "cuFFT", "fft")
+    if len(args[1]) > _DIMS_AT_ONCE:
+        # The calls go to and fro between two results.
+        _passing(gpu, result)
+
+
+def _to_complex(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    _unknown(gpu, "cuFFT", "rfft")
+    if not _is_one_call(list(args[1])) and len(args[1]) > 1:
+        _passing(gpu, result)
+
+
+def _to_real(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    # The library overwrites its input.
+    _unknown(gpu, "cuFFT", "irfft")
+    _passing(gpu, args[0])
+
+
+def _passing(gpu: SimulatedGPU, tensor: Any) -> None:
+    scratch = Scratch(gpu)
+    scratch.take(tensor.numel() * tensor.element_size())
+    scratch.free()
+
+
+def _solved_by_library(operator: str) -> Rule:
+    def after(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        _unknown(gpu, "cuSOLVER", operator)
+
+    return Rule(after=after)
+
+
+_SOLVERS = (
+    "_linalg_svd _linalg_eigh linalg_qr linalg_eig _linalg_eigvals linalg_cholesky_ex "
+    "linalg_inv_ex linalg_lu_factor_ex linalg_lu linalg_lu_solve _linalg_solve_ex linalg_lstsq "
+    "_linalg_det _linalg_slogdet geqrf linalg_householder_product ormqr linalg_ldl_factor_ex "
+    "cholesky_inverse cholesky_solve"
+).split()
+
+RULES = {
+    "aten::_fft_c2c": Rule(after=_complex),
+    "aten::_fft_r2c": Rule(after=_to_complex),
+    "aten::_fft_c2r": Rule(after=_to_real),
+    **{f"aten::{name}": _solved_by_library(name.lstrip("_")) for name in _SOLVERS},
+}

@@ -1,0 +1,397 @@
+"""Sorting, selecting and scanning: copies, index ranges and CUB's storage.
+
+Source: aten/src/ATen/native/cuda/Sort.cpp (sort_cuda_kernel), Sort.cu (should_use_small_sort),
+SortStable.cu (launch_stable_sort_kernel), TensorTopK.cpp and .cu (mbtopk::launch), Sorting.cpp
+(kthvalue, median), TensorModeKernel.cpp, ScanKernels.cpp, ScanUtils.cuh (scan_dim), Randperm.cu,
+MultinomialKernel.cu and native/Distributions.cpp (multinomial), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.operators import cub, reductions
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_INDEX_BYTES = 8
+_SORTED_IN_SHARED_MEMORY = 4096
+"""Elements of a dimension that one block sorts."""
+_OWN_SORT_FROM = 1_000_000
+"""Elements of a dimension from which each slice is sorted by itself."""
+_SLICES_SORTED_AT_ONCE = 128
+"""Fewer slices are sorted as one, by value and then by slice."""
+
+
+def _dim(tensor: torch.Tensor, dim: int) -> int:
+    return dim % tensor.dim() if tensor.dim() else 0
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _contiguous(scratch: Scratch, tensor: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        scratch.take(_bytes(tensor))
+
+
+# Sort.
+
+
+def _argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str, default: Any
+) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name, default)
+
+
+def _sort(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    tensor = args[0]
+    # sort(self, dim, descending), sort.stable(self, *, stable, dim, descending).
+    sort_slices(
+        gpu, tensor, _dim(tensor, _argument(args, kwargs, 1, "dim", -1)), result[0].stride()
+    )
+
+
+def sort_slices(
+    gpu: SimulatedGPU, tensor: torch.Tensor, dim: int, result_strides: Sequence[int]
+) -> None:
+    """Allocate and free what sorting ``tensor`` along ``dim`` into given results takes."""
+    if not tensor.dim() or not tensor.numel():
+        return
+    length = tensor.shape[dim]
+    if length <= _SORTED_IN_SHARED_MEMORY:
+        passing(gpu, length * _INDEX_BYTES)
+        return
+    scratch = Scratch(gpu)
+    strides = tensor.stride()
+    if not _is_dense(tensor) or strides[dim] != 1:
+        strides = _with_last(tensor, dim)
+        scratch.take(_bytes(tensor))
+    if tuple(result_strides) != tuple(strides):
+        scratch.take(_bytes(tensor))
+        scratch.take(tensor.numel() * _INDEX_BYTES)
+    _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
+    scratch.free()
+
+
+def sort_row(gpu: SimulatedGPU, elements: int, element_bytes: int) -> None:
+    """Allocate and free what sorting a contiguous row into given results takes."""
+    if elements <= _SORTED_IN_SHARED_MEMORY:
+        passing(gpu, elements * _INDEX_BYTES)
+    else:
+        _sort_contiguous(gpu, elements, elements, element_bytes)
+
+
+def _with_last(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """infer_dense_strides_dim_last: ``dim`` innermost, the others in their order of stride."""
+    order = sorted(
+        (at for at in range(tensor.dim()) if at != dim), key=lambda at: tensor.stride(at)
+    )
+    strides = [1] * tensor.dim()
+    step = tensor.shape[dim]
+    for at in order:
+        strides[at] = step
+        step *= tensor.shape[at]
+    return tuple(strides)
+
+
+def _sort_contiguous(gpu: SimulatedGPU, elements: int, length: int, element_bytes: int) -> None:
+    # CUB counts in 32 bits: more elements are sorted in batches of whole slices.
+    batch = min(elements, (2**31 - 1) // length * length)
+    for first in range(0, elements, batch):
+        _sort_batch(gpu, min(batch, elements - first), length, element_bytes)
+
+
+def _sort_batch(gpu: SimulatedGPU, elements: int, length: int, element_bytes: int) -> None:
+    model = gpu.model
+    sms, capability = model.sm_count, model.compute_capability
+    slices = elements // length
+    own = Scratch(gpu)
+    if slices == 1 or length >= _OWN_SORT_FROM:
+        own.take(length * _INDEX_BYTES)
+        storage = cub.radix_sort_pairs_bytes(
+            length, element_bytes, _INDEX_BYTES, 8 * element_bytes, capability, sms
+        )
+        for _ in range(slices):
+            own.drop(own.take(storage))
+    elif slices < _SLICES_SORTED_AT_ONCE:
+        own.take(elements * _INDEX_BYTES)
+        own.take(elements * _INDEX_BYTES)
+        keys = own.take(elements * element_bytes)
+        bits = 8 * element_bytes
+        pairs = (element_bytes, _INDEX_BYTES, bits, capability, sms)
+        own.drop(own.take(cub.radix_sort_pairs_bytes(elements, *pairs)))
+        own.drop(keys)
+        bits = max(1, math.ceil(math.log2(slices)))
+        own.drop(own.take(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability)))
+    else:
+        own.take(elements * _INDEX_BYTES)
+        storage = cub.segmented_sort_pairs_bytes(elements, element_bytes, _INDEX_BYTES)
+        own.drop(own.take(storage))
+    own.free()
+
+
+# Top k.
+
+_TOPK_THREADS = 256
+_TOPK_REGISTERS = 40
+_REGISTERS_PER_SM = 65_536
+_RADIX_DIGITS = 256
+_DIGIT_SUMS_SINCE = (2, 10)
+"""Blocks of one slice add their digit counts up in memory; before, they waited for each other."""
+
+
+def _many_blocks(slices: int, length: int) -> bool:
+    """should_use_multiblock."""
+    for most, shortest in ((20, 20_000), (40, 10_000), (80, 8_000), (199, 5_000), (799, 3_000)):
+        if slices <= most:
+            return length >= shortest
+    return length >= (800 if slices <= 4000 else 400)
+
+
+def _topk(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    tensor, k = args[:2]
+    dim = _dim(tensor, _argument(args, kwargs, 2, "dim", -1))
+    is_sorted = _argument(args, kwargs, 4, "sorted", True)
+    if not k or not tensor.numel():
+        return
+    length = tensor.shape[dim] if tensor.dim() else 1
+    scratch = Scratch(gpu)
+    _contiguous(scratch, tensor)
+    slices = tensor.numel() // length
+    if _many_blocks(slices, length):
+        _topk_of_many_blocks(gpu, slices, length, tensor.element_size())
+    scratch.free()
+    values, indices = result
+    if is_sorted and k > _SORTED_IN_SHARED_MEMORY:
+        order = scratch.take(_bytes(indices))
+        ordered = scratch.take(_bytes(values))
+        sort_slices(gpu, values, dim, values.stride())
+        scratch.drop(scratch.take(_bytes(indices)))
+        scratch.drop(ordered)
+        scratch.drop(order)
+
+
+def _topk_of_many_blocks(gpu: SimulatedGPU, slices: int, length: int, element_bytes: int) -> None:
+    model = gpu.model
+    blocks_per_sm = _REGISTERS_PER_SM // (_TOPK_REGISTERS * _TOPK_THREADS)
+    threads = model.sm_count * blocks_per_sm * _TOPK_THREADS
+    items = max(4, min(-(-length * slices // threads), 64))
+    blocks = slices * -(-length // (items * _TOPK_THREADS))
+    scratch = Scratch(gpu)
+    scratch.take(slices * element_bytes)
+    if gpu.version < _DIGIT_SUMS_SINCE:
+        scratch.take(slices * 4)
+    scratch.take(2 * slices * 4)
+    scratch.take(2 * slices * max(4, element_bytes))
+    scratch.take(blocks * _RADIX_DIGITS * 2)
+    if gpu.version >= _DIGIT_SUMS_SINCE:
+        scratch.take(slices * _RADIX_DIGITS * 4)
+    scratch.take(blocks * 4)
+    scratch.take(blocks * 4)
+    storage = cub.sum_by_key_bytes(blocks, 4, model.compute_capability)
+    scratch.drop(scratch.take(storage))
+    scratch.drop(scratch.take(storage))
+    scratch.free()
+
+
+# Median, mode, k-th value.
+
+
+def _contiguous_input(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Scratch | None:
+    scratch = Scratch(gpu)
+    _contiguous(scratch, args[0])
+    return scratch
+
+
+def _median(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+    if len(args) > 1 or kwargs:
+        return _contiguous_input(gpu, args, kwargs)
+    scratch = _sorted_values(gpu, args[0])
+    scratch.take(1)  # Whether the last is NaN.
+    return scratch
+
+
+def _nanmedian(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+    if len(args) > 1 or kwargs:
+        return _contiguous_input(gpu, args, kwargs)
+    elements = args[0].numel()
+    scratch = _sorted_values(gpu, args[0])
+    # index(sorted, ((size - 1 - sorted.isnan().sum()) / 2).to(int64))
+    are_nan = scratch.take(elements)
+    steps = [are_nan, scratch.take(_INDEX_BYTES)]
+    scratch.drop(scratch.take(elements * _INDEX_BYTES))
+    steps += [scratch.take(_INDEX_BYTES), scratch.take(4)]
+    scratch.take(_INDEX_BYTES)
+    for address in reversed(steps):
+        scratch.drop(address)
+    return scratch
+
+
+def _sorted_values(gpu: SimulatedGPU, tensor: torch.Tensor) -> Scratch:
+    """The values of ``tensor.flatten().sort()``, held."""
+    scratch = Scratch(gpu)
+    flat = 0 if tensor.is_contiguous() else scratch.take(_bytes(tensor))
+    scratch.take(_bytes(tensor))
+    indices = scratch.take(tensor.numel() * _INDEX_BYTES)
+    sort_row(gpu, tensor.numel(), tensor.element_size())
+    scratch.drop(indices)
+    scratch.drop(flat)
+    return scratch
+
+
+def _mode(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    tensor = args[0]
+    dim = _dim(tensor, _argument(args, kwargs, 1, "dim", -1))
+    length = tensor.shape[dim] if tensor.dim() else 1
+    if length == 1:
+        return
+    scratch = Scratch(gpu)
+    is_copied = not tensor.transpose(dim, -1).is_contiguous()
+    if is_copied or length > 2048:
+        scratch.take(_bytes(tensor))
+    scratch.free()
+
+
+# Prefix sums.
+
+
+def _scan(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    tensor, dim = args[0], _dim(args[0], args[1])
+    if not tensor.dim() or not tensor.numel():
+        return
+    scratch = Scratch(gpu)
+    if tensor.dtype != result.dtype:
+        scratch.take(tensor.numel() * result.element_size())
+    if not result.is_contiguous():
+        scratch.take(_bytes(result))
+    if not tensor.is_contiguous():
+        scratch.take(tensor.numel() * result.element_size())
+    if tensor.numel() == tensor.shape[dim]:
+        _scan_one_row(gpu, scratch, tensor.numel(), result)
+    scratch.free()
+
+
+def _scan_one_row(gpu: SimulatedGPU, scratch: Scratch, elements: int, result: torch.Tensor) -> None:
+    size = result.element_size()
+    for first in range(0, elements, cub.LARGEST_SCAN):
+        carried = scratch.take(size) if first else 0
+        count = min(elements - first, cub.LARGEST_SCAN)
+        scratch.drop(scratch.take(cub.scan_bytes(count, size, gpu.version)))
+        scratch.drop(carried)
+
+
+def _scan_with_indices(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    passing(gpu, *([] if args[0].is_contiguous() else [_bytes(args[0])]))
+
+
+# Permutations and samples.
+
+
+def _randperm(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    count = args[0]
+    if not count:
+        return
+    scratch = Scratch(gpu)
+    scratch.take(_bytes(result))
+    # Keys wide enough that two equal ones are unlikely: the algorithm's note in Randperm.cu.
+    wanted = math.ceil(math.log2(count - (6 * count * count + 1) / (12 * math.log(0.9))))
+    bits = min(64, wanted)
+    key_bytes = 4 if bits <= 32 else 8
+    scratch.take(count * key_bytes)
+    scratch.take(count * key_bytes)
+    storage = cub.radix_sort_pairs_bytes(
+        count, key_bytes, result.element_size(), bits, gpu.model.compute_capability
+    )
+    scratch.drop(scratch.take(storage))
+    scratch.free()
+
+
+def _multinomial(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> None:
+    weights, samples = args[:2]
+    is_replaced = _argument(args, kwargs, 2, "replacement", False)
+    if not result.numel():
+        return
+    scratch = Scratch(gpu)
+    rows = weights.shape[0] if weights.dim() == 2 else 1
+    length, size = weights.shape[-1], weights.element_size()
+    if is_replaced and samples > 1:
+        # Normalised weights and their prefix sums.
+        scratch.take(_bytes(weights))
+        scratch.take(_bytes(weights))
+        if rows == 1:
+            _scan_one_row(gpu, scratch, length, weights)
+    else:
+        _check_weights(gpu, scratch, weights, rows)
+        scratch.take(_bytes(weights))
+        if samples == 1:
+            _reduce_rows(gpu, weights, -1, reductions.VALUE_AND_INDEX)
+        else:
+            scratch.take(result.numel() * size)
+            if _many_blocks(rows, length):
+                _topk_of_many_blocks(gpu, rows, length, size)
+    scratch.free()
+
+
+def _check_weights(gpu: SimulatedGPU, scratch: Scratch, weights: torch.Tensor, rows: int) -> None:
+    """What the sanity checks keep: extremes, their validity, whether a row has no weight."""
+    size = weights.element_size()
+    scratch.take(size)
+    scratch.take(size)
+    _reduce_rows(gpu, weights, None, reductions.TWO_VALUES)
+    is_finite = scratch.take(1)
+    is_positive = scratch.take(1)
+    scratch.take(1)
+    scratch.drop(is_positive)
+    scratch.drop(is_finite)
+    sums = scratch.take(rows * size)
+    _reduce_rows(gpu, weights, -1, reductions.SUMS)
+    are_zero = scratch.take(rows)
+    if weights.dim() == 2:
+        scratch.take(1)
+        scratch.drop(are_zero)
+    scratch.drop(sums)
+    scratch.drop(scratch.take(1))
+
+
+def _reduce_rows(
+    gpu: SimulatedGPU, tensor: torch.Tensor, dim: int | None, what: reductions.Accumulator
+) -> None:
+    dtype = tensor.dtype
+    reductions.reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, dim, what, dtype)
+
+
+RULES = {
+    "aten::sort": Rule(after=_sort),
+    "aten::topk": Rule(after=_topk),
+    "aten::kthvalue": Rule(before=_contiguous_input),
+    "aten::median": Rule(before=_median),
+    "aten::nanmedian": Rule(before=_nanmedian),
+    "aten::mode": Rule(after=_mode),
+    "aten::cumsum": Rule(after=_scan),
+    "aten::cumprod": Rule(after=_scan),
+    "aten::_logcumsumexp": Rule(after=_scan),
+    "aten::_cummax_helper": Rule(after=_scan_with_indices),
+    "aten::_cummin_helper": Rule(after=_scan_with_indices),
+    "aten::randperm": Rule(after=_randperm),
+    "aten::multinomial": Rule(after=_multinomial),
+}

@@ -1,0 +1,18 @@
+"""What cannot be simulated fails these tests: skipping them would hide it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+from pytest_gpumem.simulated.errors import SimulationError
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    """Raise an ordinary error where the plugin would skip."""
+    try:
+        return (yield)
+    except SimulationError as error:
+        raise AssertionError(str(error)) from error

@@ -1,0 +1,223 @@
+"""Convolutions take CUDA's kernel and allocate what it does, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.producers import vision
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.operators import convolution
+
+IMAGE = 2 * 128 * 32 * 32 * 4
+WEIGHTS = 128 * 128 * 9 * 4
+
+
+def conv(**settings: Any) -> nn.Conv2d:
+    values: dict[str, Any] = {"kernel_size": 3, "padding": 1, "bias": False, **settings}
+    return nn.Conv2d(128, 128, **values).cuda()
+
+
+def image(grad: bool = True) -> torch.Tensor:
+    return torch.randn(2, 128, 32, 32, device="cuda", requires_grad=grad)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were taken."""
+    taken: list[str] = []
+    choose: Callable[..., str] = convolution._Call.kernel
+
+    def spy(*args: Any) -> str:
+        taken.append(choose(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(convolution._Call, "kernel", spy)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "dtype", "groups", "kernel"),
+    [
+        ("A100-40GB", "2.6", torch.float32, 1, "cudnn"),
+        ("A100-40GB", "2.6", torch.bfloat16, 1, "cudnn"),
+        ("T4", "2.6", torch.bfloat16, 1, "slow"),
+        ("T4", "2.6", torch.float16, 1, "cudnn"),
+        ("A100-40GB", "2.6", torch.float32, 128, "depthwise"),
+        ("A100-40GB", "2.6", torch.float16, 128, "cudnn"),
+        ("A100-40GB", "2.6", torch.bfloat16, 128, "depthwise"),
+        ("A100-40GB", "2.6", torch.float32, 64, "cudnn"),
+    ],
+)
+def test_kernel_by_gpu_type_and_groups(
+    on: Any,
+    kernels: list[str],
+    model: str,
+    version: str,
+    dtype: torch.dtype,
+    groups: int,
+    kernel: str,
+) -> None:
+    on(model, version)
+    conv(groups=groups).to(dtype)(image().to(dtype))
+    assert kernels == [kernel]
+
+
+def test_channels_last_depthwise_goes_to_cudnn(on: Any, kernels: list[str]) -> None:
+    on()
+    conv(groups=128)(image().contiguous(memory_format=torch.channels_last))
+    assert kernels == ["cudnn"]
+
+
+def test_volumes_of_halves_avoid_broken_releases_of_cudnn(on: Any, kernels: list[str]) -> None:
+    for version in ("2.8", "2.9"):
+        on("A100-40GB", version)
+        layer = nn.Conv3d(8, 8, 3).cuda().bfloat16()
+        layer(torch.randn(1, 8, 8, 8, 8, device="cuda", dtype=torch.bfloat16))
+    assert kernels == ["cudnn", "slow"]
+
+
+def test_output_then_workspace_then_bias_in_place(on: Any) -> None:
+    gpu = on()
+    layer, x = conv(bias=True), image()
+    # cuDNN's estimate: both operands transposed, and sixteen bytes.
+    workspace = IMAGE + WEIGHTS + 16
+    assert gpu.of(lambda: layer(x)) == [IMAGE, workspace, -workspace]
+
+
+def test_backward_computes_input_then_weight_then_bias(on: Any) -> None:
+    gpu = on()
+    layer, x = conv(bias=True), image()
+    output = layer(x)
+    gradient = torch.ones_like(output)
+    workspace = 2 * IMAGE + WEIGHTS + 16
+    events = gpu.of(lambda: output.backward(gradient))
+    assert events[:7] == [IMAGE, workspace, -workspace, WEIGHTS, workspace, -workspace, 512]
+
+
+def test_channels_last_weights_make_channels_last_outputs(on: Any) -> None:
+    gpu = on()
+    layer, x = conv(), image(grad=False)
+    layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+    events = gpu.of(lambda: layer(x))
+    assert events == [IMAGE, IMAGE, -IMAGE]  # the input's copy, freed after the call
+    assert layer(x).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_depthwise_as_recorded(on: Any) -> None:
+    # HugePandaCoder/octree-nca-groupeq, 796241: 16 channels of 302 x 302 pixels, channels last.
+    gpu = on()
+    layer = nn.Conv2d(16, 16, 3, groups=16).cuda()
+    x = torch.rand(1, 302, 302, 16, device="cuda").permute(0, 3, 1, 2)
+    padded: list[torch.Tensor] = []
+    events = gpu.of(lambda: padded.append(functional.pad(x, (1, 1, 1, 1), mode="reflect")))
+    assert events == [5_914_624, 5_837_056, -5_837_056]
+    with torch.no_grad():
+        assert gpu.of(lambda: layer(padded[0])) == [5_837_056]
+
+
+def test_depthwise_backward_computes_the_weight_first(on: Any) -> None:
+    gpu = on()
+    layer, x = conv(groups=128), image()
+    output = layer(x)
+    gradient = torch.ones_like(output)
+    events = gpu.of(lambda: output.backward(gradient))
+    assert events[:2] == [128 * 9 * 4, IMAGE]
+
+
+def test_without_cudnn_patches_become_columns(on: Any) -> None:
+    gpu = on()
+    layer, x = conv(), image()
+    columns = 128 * 9 * 32 * 32 * 4
+    with torch.backends.cudnn.flags(enabled=False):
+        assert gpu.of(lambda: layer(x)) == [IMAGE, columns, 8_519_680, -columns]
+
+
+def test_transposed_convolution(on: Any) -> None:
+    gpu = on()
+    layer = nn.ConvTranspose2d(128, 128, 4, 2, 1, bias=False).cuda()
+    x = image()
+    workspace = 5 * IMAGE + layer.weight.numel() * 4 + 16
+    assert gpu.of(lambda: layer(x)) == [4 * IMAGE, workspace, -workspace]
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv1d(4, 8, 3, padding=1), (2, 4, 10)),
+        (lambda: nn.Conv2d(4, 8, 3, 2, groups=2), (2, 4, 11, 10)),
+        (lambda: nn.Conv3d(4, 8, (1, 3, 3), dilation=2), (2, 4, 9, 9, 9)),
+        (lambda: nn.ConvTranspose1d(4, 8, 3, 2, output_padding=1), (2, 4, 10)),
+        (lambda: nn.ConvTranspose2d(4, 8, 4, 2, 1, groups=2), (2, 4, 10, 10)),
+        (lambda: nn.ConvTranspose3d(4, 8, 3), (2, 4, 5, 5, 5)),
+        (lambda: nn.Conv2d(4, 8, 3), (4, 9, 9)),
+        (lambda: nn.Conv2d(4, 8, 3), (0, 4, 9, 9)),
+        (lambda: nn.Conv2d(4, 8, 3, padding="same"), (2, 4, 9, 9)),
+    ],
+)
+def test_shapes_are_those_of_the_cpu(
+    on: Any, make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    expected = make()(torch.randn(shape)).shape
+    on()
+    layer = make().cuda()
+    x = torch.randn(shape, device="cuda", requires_grad=True)
+    output = layer(x)
+    assert output.shape == expected
+    output.sum().backward()
+    for tensor in (x, *layer.parameters()):
+        assert tensor.grad is not None
+        assert tensor.grad.shape == tensor.shape
+
+
+def test_cpu_convolutions_compute(on: Any) -> None:
+    layer, x = nn.Conv2d(3, 4, 3), torch.rand(1, 3, 8, 8)
+    with torch.no_grad():
+        expected = layer(x)
+        on()
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: nn.Conv2d(5, 4, 3).cuda()(x), "to have 5 channels, but got 3"),
+        (lambda x: nn.Conv2d(3, 4, 11).cuda()(x), "Kernel size can't be greater than actual"),
+        (lambda x: nn.Conv2d(3, 4, 3)(x), r"weight type \(torch.FloatTensor\) should be the same"),
+    ],
+)
+def test_mistakes_get_torchs_words(
+    on: Any, call: Callable[[torch.Tensor], object], message: str
+) -> None:
+    on()
+    with pytest.raises(RuntimeError, match=message):
+        call(torch.rand(1, 3, 8, 8, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "peak", "final"),
+    [("SGD", 283_144_680, 111_570_920), ("Adam", 529_772_520, 320_983_016)],
+)
+def test_resnet50_as_measured_on_an_a10g(optimizer: str, peak: int, final: int) -> None:
+    # tonghuikang/optimizer-memory-profiles; what stood before counts by requested bytes there.
+    before = 103_047_144
+    with simulate("A10G", torch_version="2.6", alloc_conf="") as gpu:
+        model = vision.resnet50().cuda()
+        x = torch.randn(1, 3, 224, 224, device="cuda")
+        labels = torch.rand_like(model(x))
+        stepper = getattr(torch.optim, optimizer)(model.parameters())
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            prediction = model(x)
+            functional.cross_entropy(prediction, labels).backward()
+            stepper.step()
+            stepper.zero_grad(set_to_none=True)
+        assert torch.cuda.max_memory_allocated() - start + before == peak
+        assert torch.cuda.memory_allocated() - start + before == final
+    assert any("estimate" in note for note in gpu.notes)

@@ -1,0 +1,103 @@
+"""Storage of CUB's algorithms: what CUB, compiled, answers for some GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.simulated.operators import cub
+
+TURING, AMPERE, HOPPER = (7, 5), (8, 0), (9, 0)
+CUDA_12, CUDA_13 = (2, 8), (2, 11)
+
+
+@pytest.mark.parametrize(
+    ("count", "key", "value", "bits", "answers"),
+    [
+        pytest.param(4864, 8, 8, 14, (84_479, 84_479, 84_479), id="int64"),
+        pytest.param(1_234_567, 8, 8, 64, (20_219_903, 20_100_095, 20_044_799), id="all bits"),
+        pytest.param(
+            300_000_000, 8, 8, 64, (4_897_646_079, 4_871_615_999, 4_859_685_375), id="portions"
+        ),
+        pytest.param(100_000, 4, 8, 32, (1_245_695, 1_242_623, 1_228_287), id="float"),
+        pytest.param(4000, 4, 8, 32, (58_879, 58_879, 57_855), id="few floats"),
+        pytest.param(100_000, 4, 4, 24, (816_127, 823_295, 823_295), id="int32"),
+        pytest.param(100_000, 8, 4, 64, (1_253_887, 1_244_671, 1_235_455), id="int64 and int32"),
+        pytest.param(100_000, 8, 0, 5, (39_423, 30_207, 20_991), id="keys alone, one pass"),
+        pytest.param(100_000, 8, 0, 20, (843_519, 834_303, 825_087), id="keys alone"),
+    ],
+)
+def test_radix_sort(count: int, key: int, value: int, bits: int, answers: tuple[int, ...]) -> None:
+    assert answers == tuple(
+        cub.radix_sort_pairs_bytes(count, key, value, bits, gpu) for gpu in (TURING, AMPERE, HOPPER)
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "key", "answer"), [(100_000, 2, 1_023_231), (100_000, 1, 32_255), (7000, 2, 76_799)]
+)
+def test_small_keys_on_hopper(count: int, key: int, answer: int) -> None:
+    assert cub.radix_sort_pairs_bytes(count, key, 8, 8 * key, HOPPER) == answer
+
+
+def test_small_keys_before_hopper_take_a_table_per_block() -> None:
+    # One block per SM, as its 255 registers per thread allow, in five waves of 128 digits.
+    table = (5 * 108 * 128 + 512 * 11) * 8
+    answer = cub.radix_sort_pairs_bytes(100_000, 2, 8, 16, AMPERE, sms=108)
+    assert answer == cub.alias_temporaries(table, 200_000, 800_000)
+
+
+def test_segments_are_sorted_through_a_copy() -> None:
+    assert cub.segmented_sort_pairs_bytes(100_000, 4, 8) == 1_200_383
+
+
+@pytest.mark.parametrize(
+    ("count", "element", "version", "answer"),
+    [
+        (1000, 4, CUDA_13, 1023),
+        (1_000_000, 4, CUDA_12, 4863),
+        (1_000_000, 4, CUDA_13, 5119),
+        (1_000_000, 8, CUDA_12, 18_687),
+        (1_000_000, 8, CUDA_13, 18_943),
+        (1_000_000, 2, CUDA_13, 1791),
+    ],
+)
+def test_prefix_sum(count: int, element: int, version: tuple[int, int], answer: int) -> None:
+    assert cub.scan_bytes(count, element, version) == answer
+
+
+@pytest.mark.parametrize(
+    ("count", "index", "answers"),
+    [
+        (3000, 8, (1023, 1023, 1023)),
+        (100_000, 8, (5887, 2047, 1279)),
+        (1_000_000, 8, (50_943, 12_799, 4095)),
+        (1_000_000, 4, (23_551, 6655, 3071)),
+    ],
+)
+def test_runs_of_equal_keys(count: int, index: int, answers: tuple[int, ...]) -> None:
+    assert answers == tuple(
+        cub.unique_by_key_bytes(count, index, gpu, CUDA_12) for gpu in (TURING, AMPERE, HOPPER)
+    )
+    assert cub.unique_by_key_bytes(1_000_000, 8, AMPERE, CUDA_13) == 13_055
+
+
+def test_sums_by_key() -> None:
+    assert cub.sum_by_key_bytes(32, 4, AMPERE) == 1279
+    answers = [cub.sum_by_key_bytes(100_000, 4, gpu) for gpu in (TURING, AMPERE, HOPPER)]
+    assert answers == [1791, 1535, 1535]
+    assert cub.sum_by_key_bytes(100_000, 8, AMPERE) == 2047
+
+
+def test_selections() -> None:
+    # 1,578 flags: recorded in Constructor-Sun/code_location, torch 2.8.
+    assert cub.flagged_bytes(1578, AMPERE, CUDA_12) == 767
+    flagged = [cub.flagged_bytes(10**9, gpu, CUDA_12) for gpu in (TURING, AMPERE, HOPPER)]
+    assert flagged == [12_500_735, 3_472_895, 1_894_655]
+    assert cub.flagged_bytes(10**9, (10, 0), CUDA_13) == 2_273_535
+    unique = [cub.unique_bytes(10**9, gpu, CUDA_13) for gpu in (TURING, AMPERE, HOPPER)]
+    assert unique == [12_500_991, 4_167_679, 1_894_911]
+
+
+def test_counts() -> None:
+    assert cub.count_bytes(1578, 108, 2048) == 1
+    assert cub.count_bytes(1_000_000, 108, 2048) == 17_663

@@ -1,0 +1,46 @@
+"""What only libraries know, and operators that torch has no shapes for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pytest_gpumem import simulate
+
+
+def test_transforms_to_real_numbers_work_on_a_copy(on: Any) -> None:
+    gpu = on()
+    spectrum = torch.zeros(4, 33, dtype=torch.complex64, device="cuda")
+    result, copy = 4 * 64 * 4, 4 * 33 * 8
+    assert gpu.of(lambda: torch.fft.irfft(spectrum)) == [result, copy, -copy]
+
+
+def test_transforms_to_complex_numbers_do_not(on: Any) -> None:
+    gpu = on()
+    signal = torch.zeros(4, 64, device="cuda")
+    assert gpu.of(lambda: torch.fft.rfft(signal)) == [4 * 33 * 8]
+
+
+def test_workspaces_that_are_not_known_are_named() -> None:
+    with simulate("A100-40GB") as gpu:
+        torch.linalg.svd(torch.zeros(8, 8, device="cuda"))
+        torch.fft.rfft(torch.zeros(8, device="cuda"))
+    assert [note.split(" is not known")[0] for note in gpu.notes] == [
+        "cuSOLVER's workspace for linalg_svd",
+        "cuFFT's workspace for rfft",
+    ]
+
+
+def test_operators_without_shapes_of_their_own(on: Any) -> None:
+    on()
+    factored, scales = torch.geqrf(torch.zeros(8, 4, device="cuda"))
+    assert (factored.shape, factored.stride(), scales.shape) == ((8, 4), (1, 8), (4,))
+    scores = torch.zeros(16, 10, device="cuda", requires_grad=True)
+    functional.multi_margin_loss(
+        scores, torch.zeros(16, dtype=torch.long, device="cuda")
+    ).backward()
+    assert scores.grad is not None
+    assert scores.grad.shape == scores.shape
+    assert torch.fake_quantize_per_tensor_affine(scores, 0.1, 0, -128, 127).shape == scores.shape

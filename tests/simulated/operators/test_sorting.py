@@ -1,0 +1,122 @@
+"""Sorting, selecting and scanning, against recorded bytes and torch's sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+
+def test_short_slices_are_sorted_in_place(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(64, 4096, device="cuda")
+    values, indices = 64 * 4096 * 4, 64 * 4096 * 8
+    # The range of one slice is copied into the indices.
+    assert gpu.of(lambda: x.sort()) == [values, indices, 4096 * 8, -4096 * 8]
+
+
+def test_one_long_slice(on: Any) -> None:
+    gpu = on("A100-40GB")
+    x = torch.randn(100_000, device="cuda")
+    assert gpu.of(lambda: x.sort()) == [400_000, 800_000, 800_000, 1_242_623, -1_242_623, -800_000]
+
+
+def test_few_slices_are_sorted_as_one(on: Any) -> None:
+    gpu = on("A100-40GB")
+    x = torch.randn(64, 5000, device="cuda")
+    n = 64 * 5000
+    events = gpu.of(lambda: x.sort())
+    pairs = events[5]
+    keys = events[8]
+    assert events == [
+        4 * n, 8 * n,  # values, indices
+        8 * n, 8 * n,  # index and slice of each element, twice
+        4 * n, pairs, -pairs, -4 * n,  # sorted by value
+        keys, -keys,  # then by slice: six bits, one pass
+        -8 * n, -8 * n,
+    ]  # fmt: skip
+    assert pairs > 12 * n > keys
+
+
+def test_many_slices_are_sorted_in_segments(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(128, 5000, device="cuda")
+    n = 128 * 5000
+    copy = 12 * n + 255
+    assert gpu.of(lambda: x.sort()) == [4 * n, 8 * n, 8 * n, copy, -copy, -8 * n]
+
+
+def test_other_dims_are_copied_to_be_last(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(5000, 128, device="cuda")
+    n = 128 * 5000
+    events = gpu.of(lambda: x.sort(0))
+    assert events[:5] == [4 * n, 8 * n, 4 * n, 4 * n, 8 * n]
+    assert events[-3:] == [-8 * n, -4 * n, -4 * n]
+
+
+def test_top_k_of_one_long_row(on: Any) -> None:
+    # Constructor-Sun/code_location: topk of 32,555 floats in torch 2.8.
+    gpu = on("A100-40GB", "2.8")
+    x = torch.randn(32_555, device="cuda")
+    assert gpu.of(lambda: x.topk(5)) == [
+        20, 40,
+        4, 4, 8, 8, 16_384, 128, 128, 1279, -1279, 1279, -1279,
+        -128, -128, -16_384, -8, -8, -4, -4,
+    ]  # fmt: skip
+
+
+def test_top_k_of_a_short_row_needs_nothing(on: Any) -> None:
+    # The same recording: 1,578 floats.
+    gpu = on()
+    x = torch.randn(1578, device="cuda")
+    assert gpu.of(lambda: x.topk(5)) == [20, 40]
+
+
+def test_cumulative_sum_of_one_row(on: Any) -> None:
+    # The same recording: two 64-bit integers.
+    gpu = on("A100-40GB", "2.8")
+    x = torch.zeros(2, dtype=torch.long, device="cuda")
+    assert gpu.of(lambda: x.cumsum(0)) == [16, 1023, -1023]
+
+
+def test_cumulative_sum_of_a_mask_converts_it(on: Any) -> None:
+    gpu = on()
+    mask = torch.ones(4, 128, dtype=torch.bool, device="cuda")
+    assert gpu.of(lambda: mask.cumsum(-1)) == [4096, 4096, -4096]
+
+
+def test_median_sorts_everything(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(1000, device="cuda")
+    assert gpu.of(lambda: x.median()) == [4000, 8000, 8000, -8000, -8000, 1, 4, -1, -4000]
+
+
+def test_permutation_sorts_random_keys(on: Any) -> None:
+    gpu = on()
+    assert gpu.of(lambda: torch.randperm(1000, device="cuda")) == [
+        8000,
+        8000, 4000, 4000, 1, -1, -4000, -4000, -8000,
+    ]  # fmt: skip
+
+
+def test_one_sample_is_the_highest_of_weighted_noise(on: Any) -> None:
+    gpu = on()
+    weights = torch.ones(8, 1000, device="cuda")
+    assert gpu.of(lambda: torch.multinomial(weights, 1)) == [
+        64,
+        4, 4, 1, 1, 1, -1, -1,  # extremes, whether they are valid
+        32, 8, 1, -8, -32, 1, -1,  # whether a row has no weight
+        32_000, -32_000,
+        -1, -1, -4, -4,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(64, 5000), (100_000,)], ids=str)
+def test_k_th_value_needs_nothing(on: Any, shape: tuple[int, ...]) -> None:
+    gpu = on()
+    x = torch.randn(shape, device="cuda")
+    events = gpu.of(lambda: x.kthvalue(5))
+    rows = x.numel() // shape[-1]
+    assert events == [4 * rows, 8 * rows]

@@ -1,0 +1,57 @@
+"""Pooling, resizing, padding and CTC: copies of what a kernel cannot read as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+SIZE = 2 * 8 * 12 * 12 * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "outputs"),
+    [
+        (lambda x: functional.max_pool2d(x, 2), [SIZE // 4, SIZE // 2]),
+        (lambda x: functional.avg_pool2d(x, 2), [SIZE // 4]),
+        (lambda x: functional.interpolate(x, scale_factor=2), [4 * SIZE]),
+        (lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"), [4 * SIZE]),
+        (lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"), [2 * 8 * 14 * 14 * 4]),
+    ],
+    ids=["max", "avg", "nearest", "bilinear", "reflect"],
+)
+def test_strided_inputs_are_copied(
+    on: Any, call: Callable[[torch.Tensor], torch.Tensor], outputs: list[int]
+) -> None:
+    gpu = on()
+    x = torch.randn(2, 8, 12, 12, device="cuda", requires_grad=True)
+    assert gpu.of(lambda: call(x)) == outputs
+    strided = torch.randn(2, 8, 24, 12, device="cuda", requires_grad=True)[:, :, ::2]
+    assert gpu.of(lambda: call(strided)) == [*outputs, SIZE, -SIZE]
+
+
+def test_channels_last_is_pooled_as_it_lies(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(2, 8, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
+    assert gpu.of(lambda: functional.avg_pool2d(x, 2)) == [SIZE // 4]
+    assert functional.avg_pool2d(x, 2).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_ctc_loss_moves_its_lengths(on: Any) -> None:
+    gpu = on()
+    loss = nn.CTCLoss(reduction="sum")
+    logits = torch.randn(50, 4, 20, device="cuda", requires_grad=True)
+    targets = torch.ones(4, 10, dtype=torch.long, device="cuda")
+    lengths = torch.full((4,), 50), torch.full((4,), 10)
+    alpha = 4 * 50 * 21 * 4
+    events = gpu.of(lambda: loss(logits, targets, *lengths))
+    # Three vectors of int64 for the time of the call; log_alpha, the losses and their sum.
+    assert events == [32, 32, 32, alpha, 16, -32, -32, -32, 4]
+    result = loss(logits, targets, *lengths)
+    gradient = torch.ones_like(result)
+    backward = gpu.of(lambda: result.backward(gradient))
+    assert backward[:8] == [32, 32, 32, alpha, 50 * 4 * 20 * 4, -alpha, -32, -32]
