@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import Change, explain, holdings
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
 
@@ -21,6 +23,8 @@ UpdateMode = Literal["all", "new"]
 SIMULATED_TOLERANCE = Tolerance(0.0, 0)
 """Simulated numbers repeat byte for byte."""
 MEASURED_TOLERANCE = Tolerance(1.0, MIB)
+
+NOTHING_STORED = "its baseline does not say what held the bytes: record it again to see what grew"
 
 NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
@@ -119,6 +123,11 @@ class _Judged:
         self._gpu = gpu
         self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
 
+    def _sites(self, phase: str | None) -> list[Site]:
+        """Return what was live at the peak of ``phase``, or of the whole test."""
+        measured = self._measurement if phase is None else self._measurement.phases[phase]
+        return [Site.from_dict(site) for site in measured.sites]
+
     def nothing_measured(self) -> Verdict:
         actual = self._measurement.peak_allocated
         return self._verdict("nothing_measured", "peak_allocated", None, None, actual, False)
@@ -135,7 +144,14 @@ class _Judged:
             yield self._limit("peak_allocated", None, expectation.max, measured.peak_allocated)
         if expectation.max_reserved is not None:
             limit = expectation.max_reserved
-            yield self._limit("peak_reserved", None, limit, measured.peak_reserved)
+            yield self._verdict(
+                "limit",
+                "peak_reserved",
+                None,
+                limit,
+                measured.peak_reserved,
+                measured.peak_reserved <= limit,
+            )
         for phase, limit in expectation.phases.items():
             if phase in self._peaks:
                 yield self._limit("peak_allocated", phase, limit, self._peaks[phase])
@@ -145,14 +161,33 @@ class _Judged:
     def leak(self, expectation: Expectation) -> Iterator[Verdict]:
         limit, leaked = expectation.max_leak, self._measurement.leaked
         if limit is not None and leaked is not None:
-            yield self._verdict("leak", "leaked", None, limit, leaked, leaked <= limit)
+            left = [Site.from_dict(site) for site in self._measurement.leaks]
+            yield self._verdict(
+                "leak",
+                "leaked",
+                None,
+                limit,
+                leaked,
+                leaked <= limit,
+                explanation=holdings(left) if leaked > limit else (),
+            )
 
     def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
         for phase, actual, reference in self._pairs(baseline):
             limit = reference + _allowance(tolerance, reference)
             passed = actual <= limit
+            stored, sites = baseline.peak_of(phase), self._sites(phase)
             yield self._verdict(
-                "baseline", "peak_allocated", phase, limit, actual, passed, reference, tolerance
+                "baseline",
+                "peak_allocated",
+                phase,
+                limit,
+                actual,
+                passed,
+                reference,
+                tolerance,
+                () if stored or passed or not sites else (NOTHING_STORED,),
+                explain(sites, stored.sites) if stored and sites else (),
             )
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
@@ -181,7 +216,9 @@ class _Judged:
                 yield phase, actual, baseline.phases[phase]
 
     def _limit(self, metric: str, phase: str | None, limit: int, actual: int) -> Verdict:
-        return self._verdict("limit", metric, phase, limit, actual, actual <= limit)
+        passed = actual <= limit
+        held = () if passed else holdings(self._sites(phase))
+        return self._verdict("limit", metric, phase, limit, actual, passed, explanation=held)
 
     def _did_not_run(
         self,
@@ -210,6 +247,7 @@ class _Judged:
         reference: int | None = None,
         tolerance: Tolerance | None = None,
         notes: tuple[str, ...] = (),
+        explanation: Iterable[Change] = (),
     ) -> Verdict:
         return Verdict(
             kind=kind,
@@ -224,6 +262,7 @@ class _Judged:
             simulated=self._measurement.simulated,
             gpu=self._gpu,
             notes=notes,
+            explanation=tuple(change.to_dict() for change in explanation),
         )
 
 

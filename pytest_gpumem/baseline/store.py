@@ -9,23 +9,64 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import compact
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.jsonfile import replace_file, schema_problem
 from pytest_gpumem.measurement.record import CALL
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 
 SCHEMA_VERSION = 1
 
 
 class BaselineError(ValueError):
     """A baseline that cannot be read or written; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class StoredPeak:
+    """What was live at a peak: bytes by category, and the largest sites."""
+
+    composition: Mapping[str, int]
+    sites: tuple[Site, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; what is unknown of a site is left out."""
+        return {
+            "composition": dict(self.composition),
+            "sites": [
+                {key: value for key, value in site.to_dict().items() if value is not None}
+                for site in self.sites
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> StoredPeak | None:
+        """Rebuild what :meth:`to_dict` wrote, ``None`` where nothing was recorded."""
+        if "sites" not in data:
+            return None
+        sites = tuple(Site.from_dict(site) for site in data["sites"])
+        return cls(data.get("composition", {}), sites)
+
+    @classmethod
+    def of(cls, measured: Measurement | PhaseRecord) -> StoredPeak | None:
+        """Return what is to be stored of a peak, ``None`` where nothing was recorded."""
+        if not measured.sites:
+            return None
+        sites = [Site.from_dict(site) for site in measured.sites]
+        return cls(dict(measured.composition), compact(sites))
+
+    @property
+    def without_lines(self) -> StoredPeak:
+        """The same, whatever lines the sites stand in."""
+        return replace(self, sites=tuple(replace(site, site=None) for site in self.sites))
 
 
 @dataclass(frozen=True)
@@ -38,55 +79,77 @@ class BaselineEntry:
     cublas_workspace: int
     phases: Mapping[str, int] = field(default_factory=dict)
     """Peak allocated by phase name."""
-    composition: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by category at the peak; empty where not recorded."""
-    sites: tuple[Mapping[str, Any], ...] = ()
-    """What was live at the peak, by source line; empty where not recorded."""
+    peak: StoredPeak | None = None
+    """What was live at the test's peak; ``None`` where not recorded."""
+    phase_peaks: Mapping[str, StoredPeak] = field(default_factory=dict)
+    """The same by phase, where it is not that of the whole test."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
-        object.__setattr__(self, "composition", MappingProxyType(dict(self.composition)))
+        object.__setattr__(self, "phase_peaks", MappingProxyType(dict(self.phase_peaks)))
 
     @classmethod
     def of(cls, measurement: Measurement) -> BaselineEntry:
         """Return the entry that records ``measurement``."""
+        # CALL would be the whole test's numbers once more.
+        phases = {name: p for name, p in measurement.phases.items() if name != CALL}
+        peak = StoredPeak.of(measurement)
+        peaks = {name: StoredPeak.of(phase) for name, phase in phases.items()}
         return cls(
             peak_allocated=measurement.peak_allocated,
             peak_reserved=measurement.peak_reserved,
             allocated_after=measurement.allocated_after,
             cublas_workspace=measurement.cublas_workspace,
-            phases={
-                name: phase.peak_allocated
-                for name, phase in measurement.phases.items()
-                if name != CALL  # the whole test's numbers once more
-            },
-            composition=measurement.composition,
-            # As JSON gives it back: else a tuple in a site would differ from its own record.
-            sites=tuple(json.loads(json.dumps([dict(site) for site in measurement.sites]))),
+            phases={name: phase.peak_allocated for name, phase in phases.items()},
+            peak=peak,
+            phase_peaks={name: p for name, p in peaks.items() if p is not None and p != peak},
+        )
+
+    def peak_of(self, phase: str | None) -> StoredPeak | None:
+        """Return what was live at the peak of ``phase``, or of the whole test for ``None``."""
+        if phase is None or phase in self.phase_peaks:
+            return self.peak if phase is None else self.phase_peaks[phase]
+        same = self.peak is not None and self.phases.get(phase) == self.peak_allocated
+        return self.peak if same else None
+
+    @property
+    def without_lines(self) -> BaselineEntry:
+        """The same, whatever lines the code stands in: moved code needs no new baseline."""
+        return replace(
+            self,
+            peak=self.peak and self.peak.without_lines,
+            phase_peaks={name: peak.without_lines for name, peak in self.phase_peaks.items()},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of schema.json; composition and sites only where they were recorded."""
-        data: dict[str, Any] = {
+        return {
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
             "allocated_after": self.allocated_after,
             "cublas_workspace": self.cublas_workspace,
-            "phases": {name: {"peak_allocated": peak} for name, peak in self.phases.items()},
+            "phases": {
+                name: {"peak_allocated": peak, **_peak_dict(self.phase_peaks.get(name))}
+                for name, peak in self.phases.items()
+            },
+            **_peak_dict(self.peak),
         }
-        if self.composition:
-            data["composition"] = dict(self.composition)
-        if self.sites:
-            data["sites"] = [dict(site) for site in self.sites]
-        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BaselineEntry:
         """Rebuild what :meth:`to_dict` wrote."""
-        values = dict(data)
-        values["phases"] = {name: p["peak_allocated"] for name, p in data["phases"].items()}
-        values["sites"] = tuple(data.get("sites", ()))
-        return cls(**values)
+        numbers = ("peak_allocated", "peak_reserved", "allocated_after", "cublas_workspace")
+        peaks = {name: StoredPeak.from_dict(phase) for name, phase in data["phases"].items()}
+        return cls(
+            **{name: data[name] for name in numbers},
+            phases={name: phase["peak_allocated"] for name, phase in data["phases"].items()},
+            peak=StoredPeak.from_dict(data),
+            phase_peaks={name: peak for name, peak in peaks.items() if peak is not None},
+        )
+
+
+def _peak_dict(peak: StoredPeak | None) -> dict[str, Any]:
+    return {} if peak is None else peak.to_dict()
 
 
 @dataclass(frozen=True)
@@ -310,7 +373,25 @@ def _serialize(path: Path, environment: Environment, tests: Mapping[str, Baselin
     }
     if problem := schema_problem(__package__, data):
         raise BaselineError(f"baseline {path} was not written: {problem}")
-    return f"{json.dumps(data, indent=2, sort_keys=True)}\n".encode("ascii")
+    return f"{_compact_sites(json.dumps(data, indent=2, sort_keys=True))}\n".encode("ascii")
+
+
+def _compact_sites(text: str) -> str:
+    """Return JSON with each site on a line of its own, as a diff of two versions is read."""
+    lines: list[str] = []
+    parts: list[str] = []
+    margin = ""
+    for line in text.split("\n"):
+        if parts:
+            parts.append(line.strip())
+            if line.rstrip(",") == f"{margin}}}":
+                lines.append(margin + " ".join(parts).replace("{ ", "{").replace(" }", "}"))
+                parts = []
+        elif line.endswith("  {"):  # an element of an array: only sites are objects in arrays
+            parts, margin = ["{"], line[:-1]
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _misplaced(path: Path, environment: Environment, key: str) -> BaselineError:

@@ -165,7 +165,7 @@ class _Work:
                 continue
             key = (test.environment.key, *split_nodeid(test.nodeid))
             first = kept.setdefault(key, test)
-            if BaselineEntry.of(first.measurement) != BaselineEntry.of(test.measurement):
+            if _entry(first) != _entry(test):
                 disputed[key] = test
         if failed := sum(not test.passed for test in filter(_wanted, tests)):
             self._say(f"{_count(failed, 'test')} not recorded: did not pass")
@@ -181,7 +181,7 @@ class _Work:
         if entries is None:
             return
         old, new = entries.get(test_id), BaselineEntry.of(test.measurement)
-        if old == new or (old is not None and mode == "new"):
+        if old is not None and (mode == "new" or old.without_lines == new.without_lines):
             self._unchanged += 1
             return
         entries[test_id] = new
@@ -273,6 +273,10 @@ def _doubt(module: str, collected: Collected) -> str:
     return ""
 
 
+def _entry(test: MeasuredTest) -> BaselineEntry:
+    return BaselineEntry.of(test.measurement).without_lines
+
+
 def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:
     yield from _difference("peak", old.peak_allocated, new.peak_allocated)
     for phase in sorted(old.phases.keys() | new.phases.keys()):
@@ -280,7 +284,7 @@ def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:
     yield from _difference("reserved", old.peak_reserved, new.peak_reserved)
     yield from _difference("allocated after", old.allocated_after, new.allocated_after)
     yield from _difference("cuBLAS workspace", old.cublas_workspace, new.cublas_workspace)
-    if (old.composition, old.sites) != (new.composition, new.sites):
+    if (old.peak, old.phase_peaks) != (new.peak, new.phase_peaks):
         yield "what holds the bytes"
 
 

@@ -58,6 +58,10 @@ class Verdict:
         """
         return failure_text([self], nodeid, command)
 
+    def explanation_lines(self) -> list[str]:
+        """Return the lines that say whose bytes changed or, without a reference, are there."""
+        return explanation_lines(self.explanation, signed=self.reference is not None)
+
     def remedy(self, nodeid: str, command: str = "pytest") -> list[str]:
         """Return the line that says how to make the measured number the baseline, if that helps."""
         if self.kind != "baseline" or self.passed:
@@ -196,12 +200,14 @@ def update_command(nodeid: str, command: str = "pytest") -> str:
     return f'{command} --gpumem-update-baselines "{quoted}"'
 
 
-def explanation_lines(explanation: tuple[Mapping[str, Any], ...]) -> list[str]:
-    """Return the lines that say whose bytes changed, aligned in columns, largest first.
+def explanation_lines(
+    explanation: tuple[Mapping[str, Any], ...], *, signed: bool = True
+) -> list[str]:
+    """Return ``explanation`` in lines, aligned in columns, largest first.
 
-    Lines beyond :data:`SHOWN_LINES` are summed up in a last one.
+    ``signed`` lines are differences. Those beyond :data:`SHOWN_LINES` are summed up in a last one.
     """
-    rows = [_explained(line) for line in explanation[:SHOWN_LINES]]
+    rows = [_explained(line, signed) for line in explanation[:SHOWN_LINES]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"  {sign}{size:>{widths[1]}}  {_columns(texts, widths[2:])}".rstrip()
@@ -209,9 +215,14 @@ def explanation_lines(explanation: tuple[Mapping[str, Any], ...]) -> list[str]:
     ]
     if hidden := explanation[SHOWN_LINES:]:
         total = sum(line["bytes"] for line in hidden)
-        sign = "-" if total < 0 else "+"
-        lines.append(f"  {sign}{format_size(abs(total))} in {len(hidden)} smaller changes")
+        sign = _sign(total) if signed else ""
+        kind = "changes" if signed else "sites"
+        lines.append(f"  {sign}{format_size(abs(total))} in {len(hidden)} smaller {kind}")
     return lines
+
+
+def _sign(change: int) -> str:
+    return "-" if change < 0 else "+"
 
 
 def _columns(texts: list[str], widths: list[int]) -> str:
@@ -219,17 +230,19 @@ def _columns(texts: list[str], widths: list[int]) -> str:
     return "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=True) if width)
 
 
-def _explained(line: Mapping[str, Any]) -> tuple[str, ...]:
+def _explained(line: Mapping[str, Any], signed: bool) -> tuple[str, ...]:
     change = line["bytes"]
     # A library's workspace has no source line: its name stands where the line would.
     places = [line.get("site"), line.get("operator") or line.get("module")]
     site, operator = [place for place in places if place] + [""] * (2 - sum(map(bool, places)))
     count = line.get("count") or 1
     blocks = [f"{count} × {format_size(abs(change) // count)}", line.get("dtype") or ""]
-    if line.get("change") in ("new", "gone"):
+    if signed and line.get("change") in ("new", "gone"):
         blocks.append(f"({line['change']})")
+    if line.get("held_by"):
+        blocks.append(f"held by {line['held_by']}")
     return (
-        "-" if change < 0 else "+",
+        _sign(change) if signed else "",
         format_size(abs(change)),
         line.get("category") or "other",
         site,
@@ -258,10 +271,6 @@ def _where(device: str, simulated: bool, gpu: str) -> str:
 def failure_text(verdicts: Iterable[Verdict], nodeid: str, command: str = "pytest") -> str:
     """Return what the test ``nodeid`` fails with: each verdict's text, then each remedy once."""
     verdicts = list(verdicts)
-    lines = [
-        line
-        for verdict in verdicts
-        for line in (verdict.short, *explanation_lines(verdict.explanation))
-    ]
+    lines = [line for verdict in verdicts for line in (verdict.short, *verdict.explanation_lines())]
     remedies = [line for verdict in verdicts for line in verdict.remedy(nodeid, command)]
     return "\n".join([*lines, *dict.fromkeys(remedies)])

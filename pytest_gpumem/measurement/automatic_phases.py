@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
+from pytest_gpumem.measurement.witness import Witness
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -49,8 +50,9 @@ class AutomaticPhases:
     checkpointing runs again during backward, belongs to the phase that is under way.
     """
 
-    def __init__(self, tracker: PhaseTracker) -> None:
+    def __init__(self, tracker: PhaseTracker, witness: Witness | None = None) -> None:
         self._tracker = tracker
+        self._witness = witness
         self._busy = False
         self._step: _Step | None = None
 
@@ -61,10 +63,16 @@ class AutomaticPhases:
         after = register_optimizer_step_post_hook(self._step_ended)
         try:
             with pytest.MonkeyPatch.context() as patches:
-                call = self._outermost(FORWARD, torch.nn.Module.__call__)
-                patches.setattr(torch.nn.Module, "__call__", call)
+                forward = self._outermost(FORWARD, torch.nn.Module.__call__)
+                if self._witness is not None:
+                    forward = self._witness.calling(forward)
+                    moved = self._witness.moving(torch.nn.Module._apply)
+                    patches.setattr(torch.nn.Module, "_apply", moved)
+                patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
                     run = self._outermost(BACKWARD, place._engine_run_backward)
+                    if self._witness is not None:
+                        run = self._witness.running_backward(run)
                     patches.setattr(place, "_engine_run_backward", run)
                 yield
         finally:
@@ -90,10 +98,14 @@ class AutomaticPhases:
         if self._busy and not self._abandoned_step():
             return
         self._busy = True
+        if self._witness is not None:
+            self._witness.begin(STEP)
         self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
 
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step is not None and self._step.frame is sys._getframe(1):
+            if self._witness is not None:
+                self._witness.watch(optimizer)
             self._close_step()
 
     def _abandoned_step(self) -> bool:
@@ -107,6 +119,8 @@ class AutomaticPhases:
         if step is None:
             return
         self._busy = False
+        if self._witness is not None:
+            self._witness.end()
         if step.phase is not None:
             self._tracker.leave(step.phase)
 

@@ -33,15 +33,26 @@ def leaked_blocks(
 
 def blocks_reachable(roots: Iterable[Any], blocks: frozenset[Block]) -> frozenset[Block]:
     """Return those ``blocks`` that tensors reachable from ``roots`` lie in."""
-    ordered = sorted(blocks, key=lambda block: block.address)
-    addresses = [block.address for block in ordered]
-    found = set()
-    for tensor in reachable_tensors(roots):
+    places = Places(blocks)
+    found = (places.of(tensor) for tensor in reachable_tensors(roots))
+    return frozenset(block for block in found if block is not None)
+
+
+class Places:
+    """Finds the block that a tensor lies in."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._ordered = sorted(blocks, key=lambda block: block.address)
+        self._addresses = [block.address for block in self._ordered]
+
+    def of(self, tensor: torch.Tensor) -> Block | None:
+        """Return the block of ``tensor``, ``None`` where it is in none of them."""
         pointer = _data_pointer(tensor)
-        index = bisect_right(addresses, pointer) - 1
-        if index >= 0 and pointer < ordered[index].address + ordered[index].size:
-            found.add(ordered[index])
-    return frozenset(found)
+        index = bisect_right(self._addresses, pointer) - 1
+        if index < 0:
+            return None
+        block = self._ordered[index]
+        return block if pointer < block.address + block.size else None
 
 
 def reachable_tensors(roots: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
+from pytest_gpumem.attribution.composition import compositions
+from pytest_gpumem.attribution.out_of_memory import OutOfMemory
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
-from pytest_gpumem.measurement.leaks import leaked_blocks
+from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
 from pytest_gpumem.measurement.phases import (
     Bytes,
     Extent,
     PhaseTracker,
+    Positions,
     bytes_on,
 )
 from pytest_gpumem.measurement.record import CALL, SETUP, Measurement, PhaseRecord
@@ -31,15 +38,18 @@ class Meter:
     collection takes a tenth of a second.
     """
 
-    def __init__(self, statistics: Statistics, ledger: FixtureLedger) -> None:
+    def __init__(
+        self, statistics: Statistics, ledger: FixtureLedger, account: Account | None = None
+    ) -> None:
         self._statistics = statistics
+        self._account = account
         self._ledger = ledger
         self._charged: list[FixtureKey] = []
         """The fixtures that have been told from strangers so far."""
         self._stray: dict[int, Bytes] | None = None
         self._before: frozenset[Block] = frozenset()
         self._running = False
-        self.tracker = PhaseTracker(statistics)
+        self.tracker = PhaseTracker(statistics, account.positions if account else _nothing_recorded)
         self._clean_start()
 
     @contextmanager
@@ -73,12 +83,43 @@ class Meter:
         self._charge(fixtures)
         self._before = self._statistics.live_blocks()
         self.tracker.restart()
+        if self._account is not None:
+            values = values_of(self._ledger.with_nested(fixtures))
+            strangers = any(stray.allocated for stray in (self._stray or {}).values())
+            own = blocks_reachable(values, self._before) if strangers else None
+            self._account.begin(values, own)
         self._running = True
         try:
             with self.tracker.window(CALL):
                 yield
         finally:
             self._running = False
+            if self._account is not None:
+                self._account.end()
+
+    def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Know what ``holder`` holds, where anybody asks what memory is for."""
+        if self._account is not None:
+            self._account.witness.watch(holder)
+
+    def account_by(self, account: Account) -> None:
+        """Let ``account`` say what holds the memory of the runs to come."""
+        self._account = account
+        self.tracker = PhaseTracker(self._statistics, account.positions)
+
+    def out_of_memory(
+        self, device: int, *, total: int, version: tuple[int, int]
+    ) -> OutOfMemory | None:
+        """Return why the run ended out of memory; ``None`` where nothing was recorded."""
+        if self._account is None:
+            return None
+        return self._account.out_of_memory(device, self.tracker, total=total, version=version)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Find phases by themselves inside, and see what memory is for."""
+        if self._account is not None:
+            return self._account.watching(self.tracker)
+        return AutomaticPhases(self.tracker).watching()
 
     def phases(self, device: int) -> Mapping[str, PhaseRecord]:
         """Return the phases left so far; their cuBLAS workspaces are known only in the end."""
@@ -114,6 +155,11 @@ class Meter:
     ) -> Measurement:
         stray = self._stray_on(device)
         phases = self.tracker.records(device, stray, workspaces)
+        left: tuple[Mapping[str, Any], ...] = ()
+        if self._account is not None:
+            history = self._account.history(device, self.tracker, workspaces)
+            phases = composed(phases, compositions(history))
+            left = leaks(history, device, leaked or ())
         call = phases[CALL]
         return Measurement(
             device=f"cuda:{device}",
@@ -126,6 +172,9 @@ class Meter:
             cublas_workspace=call.cublas_workspace,
             stray=max(stray.allocated, 0),
             phases={SETUP: _setup_phase(setup.get(device, Extent())), **phases},
+            composition=call.composition,
+            sites=call.sites,
+            leaks=left,
         )
 
     def _clean_start(self) -> None:
@@ -166,6 +215,10 @@ class Meter:
 
     def _stray_on(self, device: int) -> Bytes:
         return (self._stray or {}).get(device, Bytes())
+
+
+def _nothing_recorded() -> Positions:
+    return ()
 
 
 def _setup_phase(extent: Extent) -> PhaseRecord:

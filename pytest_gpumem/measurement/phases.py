@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import RLock
 
 from pytest_gpumem.measurement.record import CALL, SETUP, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Statistics
+
+Positions = Sequence[int]
+"""By device: how many events its allocator has seen."""
 
 KEPT_NAMES = (SETUP, CALL)
 
@@ -65,11 +68,14 @@ class Phase:
     extents: dict[int, Extent] = field(default_factory=dict)
     blocks: frozenset[Block] = frozenset()
     """What was live when the phase was last left and looked at."""
+    opened: Positions = ()
+    windows: list[tuple[Positions, Positions]] = field(default_factory=list)
+    """How far the allocators had come when each window began and ended."""
 
     def copy(self) -> Phase:
         """Return a copy that goes its own way."""
         extents = {device: replace(extent) for device, extent in self.extents.items()}
-        return replace(self, extents=extents)
+        return replace(self, extents=extents, windows=list(self.windows))
 
     def extent(self, device: int) -> Extent:
         """Return the extent of ``device``, zero where the phase did not see it."""
@@ -102,14 +108,19 @@ class PhaseTracker:
     Safe to use from several threads: autograd and data-parallel code run modules in their own.
     """
 
-    def __init__(self, statistics: Statistics) -> None:
+    def __init__(
+        self, statistics: Statistics, positions: Callable[[], Positions] = lambda: ()
+    ) -> None:
         self._statistics = statistics
+        self._positions = positions
         statistics.listeners.append(self._reach)
         self._paused = False
         self._lock = RLock()
         self._open: list[Phase] = []
         self._kept: tuple[Phase, ...] | None = None
         self.phases: dict[str, Phase] = {}
+        self.asides: list[tuple[Positions, Positions]] = []
+        """When something happened that belongs to no phase."""
 
     def restart(self) -> None:
         """Forget every phase but those from before the first restart."""
@@ -117,6 +128,7 @@ class PhaseTracker:
             if self._kept is None:
                 self._kept = tuple(phase.copy() for phase in self.phases.values())
             self._open.clear()
+            self.asides.clear()
             self.phases = {phase.name: phase.copy() for phase in self._kept}
 
     @contextmanager
@@ -140,6 +152,7 @@ class PhaseTracker:
             if phase.parent != parent:
                 phase.parent = None
             phase.begin(readings)
+            phase.opened = self._positions()
             self._open.append(phase)
             return phase
 
@@ -164,10 +177,12 @@ class PhaseTracker:
         """
         self._statistics.harvest()
         self._paused = True
+        begin = self._positions()
         try:
             yield
         finally:
             readings = self._statistics.harvest()
+            self.asides.append((begin, self._positions()))
             self._paused = False
             with self._lock:
                 for device, amount in amounts().items():
@@ -197,6 +212,7 @@ class PhaseTracker:
 
     def _close(self, phase: Phase) -> None:
         phase.open = False
+        phase.windows.append((phase.opened, self._positions()))
         if phase.wants_snapshot:
             phase.blocks = self._statistics.live_blocks()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +32,21 @@ class PhaseRecord:
     entered: int = 1
     parent: str | None = None
     """The enclosing phase, ``None`` for an outermost one."""
+    composition: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by category at the peak; empty where nothing was recorded."""
+    sites: tuple[Mapping[str, Any], ...] = ()
+    """What was live at the peak, by source line and operator, most bytes first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form, without the name."""
+        data = {key: value for key, value in vars(self).items() if key != "name"}
+        sites = [dict(site) for site in self.sites]
+        return {**data, "composition": dict(self.composition), "sites": sites}
+
+    @classmethod
+    def from_dict(cls, name: str, data: Mapping[str, Any]) -> PhaseRecord:
+        """Rebuild what :meth:`to_dict` wrote."""
+        return cls(name=name, **{**data, "sites": tuple(data.get("sites", ()))})
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,11 @@ class Measurement:
     stray: int = 0
     phases: Mapping[str, PhaseRecord] = field(default_factory=dict)
     composition: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by category at the peak; empty where nothing was recorded."""
     sites: tuple[Mapping[str, Any], ...] = ()
+    """What was live at the peak, by source line and operator, most bytes first."""
+    leaks: tuple[Mapping[str, Any], ...] = ()
+    """What was left behind, by source line and operator."""
     notes: tuple[str, ...] = ()
     """Sentences a reader of the numbers has to know, e.g. neutral values that were read."""
 
@@ -76,12 +95,10 @@ class Measurement:
             "leaked": self.leaked,
             "cublas_workspace": self.cublas_workspace,
             "stray": self.stray,
-            "phases": {
-                name: {key: value for key, value in asdict(phase).items() if key != "name"}
-                for name, phase in self.phases.items()
-            },
+            "phases": {name: phase.to_dict() for name, phase in self.phases.items()},
             "composition": dict(self.composition),
             "sites": [dict(site) for site in self.sites],
+            "leaks": [dict(site) for site in self.leaks],
             "notes": list(self.notes),
         }
 
@@ -90,8 +107,9 @@ class Measurement:
         """Rebuild what :meth:`to_dict` wrote."""
         values = dict(data)
         values["phases"] = {
-            name: PhaseRecord(name=name, **phase) for name, phase in data["phases"].items()
+            name: PhaseRecord.from_dict(name, phase) for name, phase in data["phases"].items()
         }
-        values["sites"] = tuple(data["sites"])
+        for key in ("sites", "leaks"):
+            values[key] = tuple(data.get(key, ()))
         values["notes"] = tuple(data["notes"])
         return cls(**values)

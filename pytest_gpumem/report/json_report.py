@@ -84,8 +84,9 @@ def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
     data = record.to_dict()
     if record.environment == common:
         del data["environment"]
-    if record.nvml is None:
-        del data["nvml"]
+    for key in ("nvml", "out_of_memory"):
+        if data[key] is None:
+            del data[key]
     return data
 
 
@@ -97,6 +98,7 @@ def _record(test: dict[str, Any], environment: dict[str, Any] | None) -> TestRec
         "missing_baseline": False,
         "judged": True,
         "nvml": None,
+        "out_of_memory": None,
     }
     return TestRecord.from_dict({**optional, **test})
 

@@ -38,6 +38,8 @@ class TestRecord:
     """A baseline was wanted and this environment has none."""
     judged: bool = True
     """``False`` where the test was only measured, or its body failed before a verdict."""
+    out_of_memory: Mapping[str, Any] | None = None
+    """Of a body that ran out of memory: what was asked for and what held the memory."""
     nvml: Mapping[str, Any] | None = None
     """A device-level reading, or why there is none; ``None`` where none was tried."""
 
@@ -71,6 +73,7 @@ class TestRecord:
             "improvements": [improvement.to_dict() for improvement in self.improvements],
             "missing_baseline": self.missing_baseline,
             "judged": self.judged,
+            "out_of_memory": None if self.out_of_memory is None else dict(self.out_of_memory),
             "nvml": None if self.nvml is None else dict(self.nvml),
         }
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baseline.verdict import update_command
+from pytest_gpumem.baseline.verdict import explanation_lines, update_command
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.table import STATUS_STYLE, table, test_status
-from pytest_gpumem.report.text import Line, Span, Writer, shorten, wrap, write_lines
+from pytest_gpumem.report.text import Line, Span, Writer, pack, shorten, wrap, write_lines
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def section(
     if verbosity >= 0:
         blocks += _tables(records, verbosity, width)
     blocks.append(list(_failures(records, verbosity, width)))
+    if verbosity > 0:
+        blocks.append(list(_compositions(records, verbosity, width)))
     if verbosity >= 0:
         most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
         blocks.append(list(_improvements(records, most, width, command)))
@@ -135,6 +137,23 @@ def _failures(records: Sequence[TestRecord], verbosity: int, width: int) -> Iter
             yield _marked(test_status(record), record.nodeid, width)
             for verdict in _telling(record.broken, verbosity):
                 yield from _sentence(verdict.short, width)
+
+
+def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
+    """Yield what held the bytes at each test's peak, with source lines where very verbose."""
+    composed = [record for record in records if record.measurement and record.measurement.sites]
+    if composed:
+        yield Line.of("what held the bytes at the peak", "bold")
+    for record in composed:
+        assert record.measurement is not None
+        yield Line.of(f"  {shorten(record.nodeid, width - 2)}")
+        held = sorted(record.measurement.composition.items(), key=lambda item: -item[1])
+        parts = [f"{category} {format_size(nbytes)}" for category, nbytes in held]
+        for line in pack(parts, width, first="    ", rest="    "):
+            yield Line.of(line, "dim")
+        if verbosity > 1:
+            sites = explanation_lines(tuple(record.measurement.sites), signed=False)
+            yield from (Line.of(f"  {line}", "dim") for line in sites)
 
 
 def _telling(broken: Sequence[Verdict], verbosity: int) -> Sequence[Verdict]:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+import torch
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 _OWN = str(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -15,14 +22,57 @@ MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
 
 
-class Stack:
-    """The Python frames of one event; lines are looked up only when somebody reads them."""
+FROM_HOST = "Tensor.to"
+"""Stands for the operator where a tensor is copied from the host."""
 
-    __slots__ = ("_entries", "_frames")
+
+class Running:
+    """What the process runs at the moment."""
+
+    __slots__ = ("operator",)
+
+    def __init__(self) -> None:
+        self.operator: Any = None
+        """The overload that was dispatched last."""
+
+
+running = Running()
+"""One, because what a simulation replaces is the process too."""
+
+
+class Provenance:
+    """Where an allocation comes from: its Python frames, its operator and what it holds.
+
+    Lines and names are looked up only when somebody reads them.
+    """
+
+    __slots__ = (
+        "_entries",
+        "_frames",
+        "dtype",
+        "library",
+        "nbytes",
+        "node",
+        "operator",
+        "sequence",
+        "shape",
+    )
 
     def __init__(self, entries: list[tuple[CodeType, int]]) -> None:
         self._entries = entries
         self._frames: list[dict[str, Any]] | None = None
+        self.operator: Any = running.operator
+        """The overload that ran, ``aten.mm.default``."""
+        self.nbytes = 0
+        """Bytes of the block, after rounding."""
+        self.sequence = -1
+        """Autograd's sequence number: of the node that runs, else of the next one to be made."""
+        self.node: str | None = None
+        """The name of autograd's node that ran: ``AddmmBackward0``; ``None`` outside backward."""
+        self.library: str | None = None
+        """The library whose workspace this is: ``cuBLAS``."""
+        self.shape: Any = None
+        self.dtype: Any = None
 
     @property
     def frames(self) -> list[dict[str, Any]]:
@@ -34,8 +84,30 @@ class Stack:
             ]
         return self._frames
 
+    @property
+    def place(self) -> tuple[str, int, str] | None:
+        """Filename, line and function of the innermost frame outside torch and this package."""
+        for code, offset in self._entries:
+            if not is_internal(code.co_filename):
+                return code.co_filename, _line(code, offset), code.co_name
+        return None
 
-def current_stack() -> Stack:
+    @property
+    def operator_name(self) -> str:
+        """The operator as users call it: ``torch.softmax``."""
+        if self.operator is None or self.operator is FROM_HOST:
+            return FROM_HOST
+        return _operator_name(self.operator)
+
+    @property
+    def kind(self) -> str:
+        """``copy`` from the host, ``factory`` or ``computed``."""
+        if self.operator is None or self.operator is FROM_HOST:
+            return "copy"
+        return "factory" if _is_factory(self.operator) else "computed"
+
+
+def provenance() -> Provenance:
     """The frames that lead here, without those of this package in front."""
     entries: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
@@ -45,13 +117,20 @@ def current_stack() -> Stack:
     while following is not None and len(entries) < MOST_FRAMES:
         entries.append((following.f_code, following.f_lasti))
         following = following.f_back
-    return Stack(entries)
+    found = Provenance(entries)
+    if _graph_task() == -1:
+        found.sequence = _sequence()
+    else:
+        node = _current_node()
+        if node is not None:
+            found.node, found.sequence = node.name(), node._sequence_nr()
+    return found
 
 
 def user_line() -> str:
     """``path:line`` of the innermost frame outside torch and this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
+    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     filename = frame.f_code.co_filename
     try:
@@ -68,12 +147,39 @@ def _line(code: CodeType, offset: int) -> int:
     return code.co_firstlineno
 
 
+_OWNERS = (("torch", torch), ("Tensor", torch.Tensor), ("functional", torch.nn.functional))
+"""Where users find an operator, the first that has it."""
+
+
+@cache
+def _operator_name(operator: Any) -> str:
+    name: str = operator._schema.name
+    namespace, _, base = name.partition("::")
+    base = base.lstrip("_") if namespace == "aten" else base
+    if base == "to_copy":
+        return "Tensor.to"
+    if namespace == "aten":
+        for shown, owner in _OWNERS:
+            if hasattr(owner, base):
+                return f"{shown}.{base}"
+    return name
+
+
+@cache
+def _is_factory(operator: Any) -> bool:
+    schema = operator._schema
+    return schema.name != "aten::_to_copy" and any(
+        argument.name == "device" for argument in schema.arguments
+    )
+
+
 @cache
 def _is_own(filename: str) -> bool:
     return filename.startswith(_OWN)
 
 
 @cache
-def _is_internal(filename: str) -> bool:
+def is_internal(filename: str) -> bool:
+    """Whether code of this file is torch's or this package's own."""
     torch_folder = str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep
     return filename.startswith((torch_folder, _OWN, "<")) or Path(filename).name == "contextlib.py"

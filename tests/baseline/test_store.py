@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.baseline.store import (
     BaselineEntry,
     BaselineError,
     BaselineStore,
+    StoredPeak,
     read_folder,
     split_nodeid,
 )
@@ -150,27 +152,101 @@ def test_the_last_entry_takes_its_file_and_empty_folders_with_it(
     assert store.write(T4, MODULE, {}) is None
 
 
-def test_an_entry_holds_what_was_measured() -> None:
-    phases = {"forward": PhaseRecord("forward", 2048, 8192, 0, 0)}
-    site = {"bytes": 4096, "site": "model.py:7", "shape": (32, 32)}
-    measurement = Measurement(
-        "cuda:0", True, 4096, 8192, 0, 512, 0, 1024, 77, phases, {"activations": 4096}, (site,)
+SITE = Site(
+    "activations", 4096, 2, "model.py:7", "forward", "torch.mm", "blocks.*", (32, 32), "float32"
+)
+PEAK = StoredPeak({"activations": 4096}, (SITE,))
+
+
+def measured(phase_sites: tuple[Site, ...]) -> Measurement:
+    total = sum(site.bytes for site in phase_sites)
+    forward = PhaseRecord(
+        "forward",
+        total,
+        8192,
+        0,
+        0,
+        composition={"activations": total},
+        sites=tuple(site.to_dict() for site in phase_sites),
     )
-    entry = BaselineEntry.of(measurement)
+    return Measurement(
+        "cuda:0",
+        True,
+        peak_allocated=4096,
+        peak_reserved=8192,
+        allocated_before=0,
+        allocated_after=512,
+        leaked=0,
+        cublas_workspace=1024,
+        phases={"forward": forward},
+        composition=PEAK.composition,
+        sites=(SITE.to_dict(),),
+    )
+
+
+def test_an_entry_holds_what_was_measured() -> None:
+    half = replace(SITE, bytes=2048, count=1, module=None)
+    entry = BaselineEntry.of(measured((half,)))
     assert entry.to_dict() == {
         "peak_allocated": 4096,
         "peak_reserved": 8192,
         "allocated_after": 512,
         "cublas_workspace": 1024,
-        "phases": {"forward": {"peak_allocated": 2048}},
+        "phases": {
+            "forward": {
+                "peak_allocated": 2048,
+                "composition": {"activations": 2048},
+                "sites": [
+                    {
+                        "category": "activations",
+                        "bytes": 2048,
+                        "count": 1,
+                        "site": "model.py:7",
+                        "function": "forward",
+                        "operator": "torch.mm",
+                        "shape": [32, 32],
+                        "dtype": "float32",
+                    }
+                ],
+            }
+        },
         "composition": {"activations": 4096},
-        "sites": [{"bytes": 4096, "site": "model.py:7", "shape": [32, 32]}],
+        "sites": [
+            {
+                "category": "activations",
+                "bytes": 4096,
+                "count": 2,
+                "site": "model.py:7",
+                "function": "forward",
+                "operator": "torch.mm",
+                "module": "blocks.*",
+                "shape": [32, 32],
+                "dtype": "float32",
+            }
+        ],
     }
     assert BaselineEntry.from_dict(json.loads(json.dumps(entry.to_dict()))) == entry
 
 
-def test_composition_and_sites_are_kept_and_count_as_a_change(store: BaselineStore) -> None:
-    known = replace(OTHER, composition={"inputs": 512}, sites=({"site": "a.py:1"},))
+def test_a_phase_whose_peak_is_the_test_s_own_stores_it_once() -> None:
+    entry = BaselineEntry.of(measured((SITE,)))
+    assert entry.to_dict()["phases"] == {"forward": {"peak_allocated": 4096}}
+    assert entry.peak_of("forward") == entry.peak_of(None) == PEAK
+
+
+def test_a_site_stands_on_a_line_of_its_own(store: BaselineStore, path: Path) -> None:
+    store.write(T4, MODULE, {"test_other": replace(OTHER, peak=PEAK)})
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    assert (
+        '{"bytes": 4096, "category": "activations", "count": 2, "dtype": "float32", '
+        '"function": "forward", "module": "blocks.*", "operator": "torch.mm", '
+        '"shape": [ 32, 32 ], "site": "model.py:7"}'
+    ) in lines
+    assert BaselineStore(store.root).load(T4, MODULE)["test_other"].peak == PEAK
+
+
+def test_what_holds_the_bytes_is_kept_and_counts_as_a_change(store: BaselineStore) -> None:
+    known = replace(OTHER, peak=PEAK)
     assert store.write(T4, MODULE, {"test_other": OTHER})
     assert store.write(T4, MODULE, {"test_other": known})
     assert store.write(T4, MODULE, {"test_other": known}) is None
@@ -455,4 +531,8 @@ def test_the_schema_knows_every_field() -> None:
     schema = json.loads(files("pytest_gpumem.baseline").joinpath("schema.json").read_text())
     environment, test = schema["$defs"]["environment"], schema["$defs"]["test"]
     assert set(environment["properties"]) == {field.name for field in fields(Environment)}
-    assert set(test["properties"]) == {field.name for field in fields(BaselineEntry)}
+    numbers = {field.name for field in fields(BaselineEntry)} - {"peak", "phase_peaks"}
+    peak = {field.name for field in fields(StoredPeak)}
+    assert set(test["properties"]) == numbers | peak
+    site = schema["$defs"]["sites"]["items"]["properties"]
+    assert set(site) == {field.name for field in fields(Site)} - {"held_by"}

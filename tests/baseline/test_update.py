@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, StoredPeak
 from pytest_gpumem.baseline.update import (
     Change,
     Collected,
@@ -193,7 +193,7 @@ def test_sizes_that_read_the_same_are_told_apart_by_their_bytes() -> None:
 
 
 def test_a_change_of_reserved_bytes_or_of_holders_is_a_change() -> None:
-    held = replace(entry(512), peak_reserved=2 * MIB, composition={"inputs": 512})
+    held = replace(entry(512), peak_reserved=2 * MIB, peak=StoredPeak({"inputs": 512}, ()))
     assert Change("t.py::test_x", T4, entry(512), held).text == (
         "t.py::test_x: reserved 20.0 MiB -> 2.0 MiB (-90.0 %); what holds the bytes "
         "[sim-T4-torch2.13]"

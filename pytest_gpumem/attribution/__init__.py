@@ -1,0 +1,1 @@
+"""Who holds the bytes: categories, source lines, differences. Imports neither torch nor NVML."""

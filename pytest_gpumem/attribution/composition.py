@@ -1,0 +1,249 @@
+"""Bytes by category and by source line at a peak."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any
+
+from pytest_gpumem.attribution.history import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    TEMPORARIES,
+    WORKSPACE,
+    History,
+    Life,
+    Origin,
+)
+
+NOBODY: Mapping[int, str] = MappingProxyType({})
+
+MOST_VIEWS = 8
+"""Nodes in a row that allocate nothing in forward."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Blocks of one kind from one place; ``bytes`` are those of all ``count`` blocks."""
+
+    category: str
+    bytes: int
+    count: int = 1
+    site: str | None = None
+    """``path:line``"""
+    function: str | None = None
+    operator: str | None = None
+    module: str | None = None
+    """Path of the module, numbers replaced by ``*``: ``blocks.*.attn``."""
+    shape: tuple[int, ...] | None = None
+    """Of the largest of them."""
+    dtype: str | None = None
+    held_by: str | None = None
+    """The variable that keeps them, where that was searched for."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        data = {**vars(self), "shape": None if self.shape is None else list(self.shape)}
+        if self.held_by is None:
+            del data["held_by"]
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Site:
+        """Rebuild what :meth:`to_dict` wrote."""
+        shape = data.get("shape")
+        return cls(**{**data, "shape": None if shape is None else tuple(shape)})
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What was live at a peak: bytes by category, and by source line, most bytes first."""
+
+    categories: Mapping[str, int]
+    sites: tuple[Site, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.categories.values())
+
+
+def settled(composition: Composition, total: int) -> Composition:
+    """Return ``composition`` with what ``total`` bytes have beyond it as something other.
+
+    A real allocator hands out more than was asked for where it does not split a block.
+    """
+    rest = total - composition.total
+    if not rest:
+        return composition
+    categories = dict(composition.categories)
+    categories[OTHER] = categories.get(OTHER, 0) + rest
+    site = Site(OTHER, rest, operator="allocator")
+    sites = sorted((*composition.sites, site), key=lambda site: (-site.bytes, str(site)))
+    return Composition(categories, tuple(sites))
+
+
+def compositions(history: History) -> dict[str, Composition]:
+    """Return the composition at the peak of each phase, by its name."""
+    forward = ForwardLives(history.lives)
+    known: dict[int, Composition] = {}
+    found = {}
+    for phase, position in history.peaks().items():
+        if position not in known:
+            known[position] = _composition(history, history.live_at(position), forward)
+        found[phase] = known[position]
+    return found
+
+
+def composition_of(
+    history: History, lives: Iterable[Life], holders: Mapping[int, str]
+) -> Composition:
+    """Return what ``lives`` come to, wherever they ended; ``holders`` name what keeps them."""
+    return _composition(history, lives, ForwardLives(history.lives), holders)
+
+
+def _composition(
+    history: History,
+    lives: Iterable[Life],
+    forward: ForwardLives,
+    holders: Mapping[int, str] = NOBODY,
+) -> Composition:
+    groups: dict[Site, list[Life]] = {}
+    for life in lives:
+        place = _place(history, life, forward)
+        if holder := holders.get(life.address):
+            place = replace(place, held_by=holder)
+        groups.setdefault(place, []).append(life)
+    sites = sorted(
+        (_sum(place, group) for place, group in groups.items()),
+        key=lambda site: (-site.bytes, str(site)),
+    )
+    categories = {
+        category: total
+        for category in CATEGORIES
+        if (total := sum(site.bytes for site in sites if site.category == category))
+    }
+    return Composition(categories, tuple(sites))
+
+
+def _place(history: History, life: Life, forward: ForwardLives) -> Site:
+    """Return the site of a block without its numbers: what it has in common with others."""
+    origin, sighting = life.origin, life.sighting
+    category = category_of(history, life)
+    if category == WORKSPACE:
+        # Whoever needs it first takes it, so no line is to blame.
+        return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
+    if origin is None:
+        return Site(category, 0, 0, module=_general(sighting.module) if sighting else None)
+    in_backward = origin.node is not None and not history.module_at(life.born)
+    source = forward.of(origin) if in_backward else None
+    place = (source and source.origin and source.origin.place) or origin.place
+    module = sighting.module if sighting else ""
+    operator = origin.node if in_backward else origin.operator_name
+    if sighting and category == OPTIMIZER_STATE:
+        operator = sighting.name
+    return Site(
+        category,
+        0,
+        0,
+        site=None if place is None else f"{shown_path(place[0], history.root)}:{place[1]}",
+        function=None if place is None else place[2],
+        operator=operator,
+        module=_general(module or history.module_at((source or life).born)) or None,
+        dtype=None if origin.dtype is None else str(origin.dtype).removeprefix("torch."),
+    )
+
+
+def _sum(place: Site, lives: Sequence[Life]) -> Site:
+    largest = max(lives, key=lambda life: life.nbytes)
+    shape = largest.origin.shape if largest.origin else None
+    return Site(
+        **{
+            **vars(place),
+            "bytes": sum(life.nbytes for life in lives),
+            "count": len(lives),
+            "shape": None if shape is None else tuple(shape),
+        }
+    )
+
+
+def category_of(history: History, life: Life) -> str:
+    """Return what a block holds: what it was seen to be, else what its life tells.
+
+    A tensor that autograd saved, or that the forward returned, outlives the forward: an activation.
+    What an operator needed for a moment does not: a temporary.
+    """
+    origin = life.origin
+    if life.sighting is not None:
+        return life.sighting.category
+    if origin is None:
+        return OTHER
+    if origin.library:
+        return WORKSPACE
+    span = history.span_at(life.born)
+    if span is None:
+        return _category_outside(history, life, origin)
+    survives = life.died >= span.end
+    if span.name == "step":
+        return OPTIMIZER_STATE if survives else TEMPORARIES
+    if span.name == "backward" and not history.module_at(life.born):
+        return GRADIENTS if survives else TEMPORARIES
+    # Checkpointing runs modules again within backward.
+    return ACTIVATIONS if survives or span.name == "backward" else TEMPORARIES
+
+
+def _category_outside(history: History, life: Life, origin: Origin) -> str:
+    if origin.kind == "copy":
+        return INPUTS
+    if origin.kind == "factory":
+        return OTHER
+    return ACTIVATIONS if life.died >= history.next_backward(life.born) else TEMPORARIES
+
+
+class ForwardLives:
+    """Finds the forward operator whose node of autograd runs in backward."""
+
+    def __init__(self, lives: Iterable[Life]) -> None:
+        found: dict[int, Life] = {}
+        for life in lives:
+            origin = life.origin
+            if origin is not None and origin.node is None and origin.kind == "computed":
+                # A node takes its number just before its operator runs, so the operator sees the
+                # next one; operators without a node that follow see it too.
+                found.setdefault(origin.sequence - 1, life)
+        self._numbers = sorted(found)
+        self._lives = found
+
+    def of(self, origin: Origin) -> Life | None:
+        """Return the block of the forward operator to which ``origin``'s node belongs.
+
+        Views allocate nothing: theirs is that of an operator shortly before them.
+        """
+        index = bisect_right(self._numbers, origin.sequence) - 1
+        if index < 0 or origin.sequence - self._numbers[index] > MOST_VIEWS:
+            return None
+        return self._lives[self._numbers[index]]
+
+
+def shown_path(filename: str, root: str) -> str:
+    """Return ``filename`` relative to ``root``, or as its package names it; never absolute."""
+    path = PurePath(filename)
+    if root and path.is_relative_to(root):
+        return path.relative_to(root).as_posix()
+    parts = path.parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    return path.name
+
+
+def _general(module: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)

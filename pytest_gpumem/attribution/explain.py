@@ -1,0 +1,192 @@
+"""What makes one composition larger than another: changes by source line, largest first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from typing import Any
+
+from pytest_gpumem.attribution.composition import Site
+
+MOST_SITES = 32
+"""Sites that a baseline keeps of a phase; of what is smaller it keeps sums by function."""
+
+Key = tuple[str, str | None, str | None, str | None]
+
+
+@dataclass(frozen=True)
+class Change:
+    """One site that differs; ``bytes`` is what it added, negative where it has less now."""
+
+    bytes: int
+    change: str
+    """``new``, ``grown``, ``shrunk`` or ``gone``."""
+    site: Site
+    """As it is now; of more blocks of the same size, only as many as there are more."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {**self.site.to_dict(), "bytes": self.bytes, "change": self.change}
+
+
+def explain(actual: Iterable[Site], reference: Iterable[Site]) -> tuple[Change, ...]:
+    """Return how ``actual`` differs from ``reference``; the bytes sum to the whole difference.
+
+    Lines may have moved: sites are the same where category, module, function and operator are.
+    ``reference`` may have been compacted, see :func:`compact`.
+    """
+    now, before = list(actual), list(reference)
+    least = 0
+    if any(map(_is_rest, before)):
+        now = list(compact(now))
+        least = min((site.bytes for site in (*now, *before) if not _is_rest(site)), default=0)
+    changes: Iterable[Change] = _changes(_by_key(now), _by_key(before))
+    for identity in (_whatever_category, _whatever_function):
+        changes = _joined(changes, identity)
+    changed = [change for change in _without_edge(changes, least) if change.bytes]
+    return tuple(sorted(changed, key=lambda c: (-abs(c.bytes), -c.bytes, str(c.site))))
+
+
+def holdings(actual: Iterable[Site]) -> tuple[Change, ...]:
+    """Return ``actual`` as an explanation of its own total, most bytes first."""
+    return tuple(Change(site.bytes, "new", site) for site in actual)
+
+
+def compact(sites: Sequence[Site], most: int = MOST_SITES) -> tuple[Site, ...]:
+    """Return the ``most`` largest sites, and the rest as one site per category and function."""
+    ordered = sorted(sites, key=lambda site: (-site.bytes, str(site)))
+    return (*ordered[:most], *_rests(ordered[most:]))
+
+
+def _rests(sites: Iterable[Site]) -> Iterator[Site]:
+    """Yield ``sites`` as sums; the largest of each tells where to look."""
+    groups: dict[tuple[str, str | None], list[Site]] = defaultdict(list)
+    for site in sites:
+        groups[site.category, site.function].append(site)
+    for (category, function), group in groups.items():
+        place = max(group, key=lambda site: site.bytes).site
+        yield Site(
+            category,
+            sum(site.bytes for site in group),
+            sum(site.count for site in group),
+            site=place,
+            function=function,
+        )
+
+
+def _is_rest(site: Site) -> bool:
+    return site.operator is None and site.module is None
+
+
+def _key(site: Site) -> Key:
+    return site.category, site.module, site.function, site.operator
+
+
+def _without_edge(changes: Iterable[Change], least: int) -> Iterator[Change]:
+    """Yield ``changes``; sites that one side has only among its rest count as part of the rest."""
+    rests: dict[tuple[str, str | None], Change] = {}
+    for change in changes:
+        site = change.site
+        one_sided = change.change in ("new", "gone") and abs(change.bytes) <= least
+        if not _is_rest(site) and not one_sided:
+            yield change
+            continue
+        key = site.category, site.function
+        total = change.bytes + (rests[key].bytes if key in rests else 0)
+        kept = rests[key].site if key in rests and _is_rest(rests[key].site) else site
+        rests[key] = Change(total, "grown" if total > 0 else "shrunk", kept)
+    yield from rests.values()
+
+
+def _by_key(sites: Iterable[Site]) -> dict[Key, list[Site]]:
+    found: dict[Key, list[Site]] = defaultdict(list)
+    for site in sites:
+        found[_key(site)].append(site)
+    for group in found.values():
+        group.sort(key=_line)
+    return found
+
+
+def _line(site: Site) -> int:
+    return int(site.site.rpartition(":")[2]) if site.site else 0
+
+
+def _changes(
+    actual: Mapping[Key, Sequence[Site]], reference: Mapping[Key, Sequence[Site]]
+) -> list[Change]:
+    found = []
+    for key in {**actual, **reference}:
+        for now, before in _pairs(actual.get(key, ()), reference.get(key, ())):
+            found.append(_change(now, before))
+    return found
+
+
+def _pairs(
+    actual: Sequence[Site], reference: Sequence[Site]
+) -> Iterator[tuple[Site | None, Site | None]]:
+    """Yield the sites of one function and operator side by side: first those that are equal."""
+    one, other = ([_content(site) for site in side] for side in (actual, reference))
+    matcher = SequenceMatcher(None, other, one, autojunk=False)
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
+        if tag == "equal":
+            continue
+        befores, nows = reference[i1:i2], actual[j1:j2]
+        for index in range(max(len(befores), len(nows))):
+            yield (
+                nows[index] if index < len(nows) else None,
+                befores[index] if index < len(befores) else None,
+            )
+
+
+def _content(site: Site) -> tuple[Any, ...]:
+    return site.bytes, site.count, site.shape, site.dtype
+
+
+def _change(now: Site | None, before: Site | None) -> Change:
+    if now is None:
+        assert before is not None
+        return Change(-before.bytes, "gone", before)
+    if before is None:
+        return Change(now.bytes, "new", now)
+    difference = now.bytes - before.bytes
+    word = "grown" if difference > 0 else "shrunk"
+    if now.bytes * before.count == before.bytes * now.count:
+        # More of the same size: say how many more.
+        now = replace(now, count=abs(now.count - before.count))
+    return Change(difference, word, now)
+
+
+def _joined(
+    changes: Iterable[Change], identity: Callable[[Site], tuple[Any, ...]]
+) -> Iterator[Change]:
+    """Yield ``changes`` with what is gone and what is new of one ``identity`` as one change."""
+    gone: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
+    others = []
+    for change in changes:
+        if change.change == "gone" and not _is_rest(change.site):
+            gone[identity(change.site)].append(change)
+        else:
+            others.append(change)
+    for change in others:
+        partners = gone.get(identity(change.site)) if change.change == "new" else None
+        if partners:
+            before = partners.pop(0)
+            difference = change.bytes + before.bytes
+            word = "grown" if difference > 0 else "shrunk"
+            yield replace(change, bytes=difference, change=word)
+        else:
+            yield change
+    for left in gone.values():
+        yield from left
+
+
+def _whatever_category(site: Site) -> tuple[Any, ...]:
+    """A temporary that is kept for backward now is neither new nor gone."""
+    return site.module, site.function, site.operator, site.dtype
+
+
+def _whatever_function(site: Site) -> tuple[Any, ...]:
+    """Functions are renamed, and modules get other paths."""
+    return site.category, site.operator, site.shape, site.dtype, site.count

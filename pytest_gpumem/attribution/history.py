@@ -1,0 +1,238 @@
+"""What the allocator did, as lives of blocks, and what was live when it reached its peaks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+FOREVER = 1 << 62
+"""Position at which a block that is still live will be freed."""
+
+
+class Origin(Protocol):
+    """Where a block comes from; everything may be unknown."""
+
+    @property
+    def place(self) -> tuple[str, int, str] | None:
+        """File, line and function of the user's code that allocated it."""
+
+    @property
+    def operator_name(self) -> str | None:
+        """As users call it: ``torch.softmax``."""
+
+    @property
+    def kind(self) -> str:
+        """``copy`` from the host, ``factory`` or ``computed``."""
+
+    @property
+    def library(self) -> str | None:
+        """The library whose workspace it is."""
+
+    @property
+    def node(self) -> str | None:
+        """Autograd's node that ran, ``SoftmaxBackward0``; ``None`` outside backward."""
+
+    @property
+    def sequence(self) -> int:
+        """Autograd's: of the node that ran, else of the next to be made; -1 where unknown."""
+
+    @property
+    def shape(self) -> Sequence[int] | None:
+        """Of the tensor that the block was allocated for."""
+
+    @property
+    def dtype(self) -> object:
+        """Of the same tensor: ``torch.float32``, ``None`` where unknown."""
+
+
+class Event(NamedTuple):
+    """One allocation or free; ``nbytes`` is the block's size after rounding."""
+
+    is_alloc: bool
+    address: int
+    nbytes: int
+    origin: Origin | None
+
+
+class Sighting(NamedTuple):
+    """What an address was known to hold before the event number ``position``."""
+
+    position: int
+    address: int
+    category: str
+    module: str
+    """Path of the module that owns it, empty where there is none."""
+    name: str
+    """The attribute: ``weight``, ``exp_avg``."""
+
+
+class Span(NamedTuple):
+    """From before the event number ``begin`` to before the event number ``end``."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """One block, from its allocation to its free: positions of these events, the first is 0."""
+
+    address: int
+    nbytes: int
+    origin: Origin | None
+    born: int
+    died: int = FOREVER
+    sighting: Sighting | None = None
+
+
+@dataclass
+class History:
+    """What happened on one device while the body of a test ran.
+
+    ``held`` are the blocks that lived when it began: address, bytes and origin.
+    """
+
+    held: Iterable[tuple[int, int, Origin | None]]
+    events: Iterable[Event]
+    phases: Sequence[Span]
+    """The windows of the test's phases."""
+    automatic: Sequence[Span] = ()
+    """Forward, backward and step as they were found, whatever the test calls its phases."""
+    modules: Sequence[tuple[int, str]] = ()
+    """Position, and the path of the module that runs from then on; empty outside modules."""
+    sightings: Sequence[Sighting] = ()
+    asides: Sequence[tuple[int, int]] = ()
+    """Fixtures that the body asked for were set up then: as if it had been before."""
+    root: str = ""
+    """The folder that paths are relative to."""
+    lives: list[Life] = field(init=False)
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lives = [Life(address, nbytes, origin, -1) for address, nbytes, origin in self.held]
+        self.length = self._live(self.events)
+        for begin, end in self.asides:
+            self._put_before(begin, end)
+        self._recognise()
+
+    def peaks(self) -> Mapping[str, int]:
+        """Return by phase the position after whose event it allocated the most."""
+        allocated = self.allocated()
+        peaks: dict[str, tuple[int, int]] = {}
+        for phase in self.phases:
+            # Index i holds what is allocated before event i.
+            window = allocated[phase.begin : phase.end + 1]
+            highest = max(window)
+            if phase.name not in peaks or highest > peaks[phase.name][0]:
+                peaks[phase.name] = highest, phase.begin + window.index(highest) - 1
+        return {name: position for name, (_, position) in peaks.items()}
+
+    def allocated(self) -> list[int]:
+        """Return the bytes in live blocks before each event, and after the last."""
+        return list(accumulate(self._changes()))
+
+    def live_at(self, position: int) -> list[Life]:
+        """Return what is live after the event number ``position``."""
+        return [life for life in self.lives if life.born <= position < life.died]
+
+    def module_at(self, position: int) -> str:
+        """Return the path of the module that ran at the event number ``position``."""
+        index = bisect_right(self.modules, position, key=lambda mark: mark[0]) - 1
+        return self.modules[index][1] if index >= 0 else ""
+
+    def span_at(self, position: int) -> Span | None:
+        """Return the automatic phase that the event number ``position`` belongs to."""
+        index = bisect_right(self.automatic, position, key=lambda span: span.begin) - 1
+        if index >= 0 and position < self.automatic[index].end:
+            return self.automatic[index]
+        return None
+
+    def next_backward(self, position: int) -> int:
+        """Return where the first backward after ``position`` begins, else the end."""
+        index = bisect_right(self.automatic, position, key=lambda span: span.begin)
+        return next(
+            (span.begin for span in self.automatic[index:] if span.name == "backward"), self.length
+        )
+
+    def _live(self, events: Iterable[Event]) -> int:
+        living = {life.address: life for life in self.lives}
+        position = -1
+        for position, (is_alloc, address, nbytes, origin) in enumerate(events):
+            if is_alloc:
+                life = living[address] = Life(address, nbytes, origin, position)
+                self.lives.append(life)
+            elif (dead := living.pop(address, None)) is not None:
+                dead.died = position
+        return position + 1
+
+    def _put_before(self, begin: int, end: int) -> None:
+        kept = []
+        for life in self.lives:
+            if begin <= life.born < end:
+                if life.died < end:
+                    continue
+                life.born = -1
+            kept.append(life)
+        self.lives = kept
+
+    def _changes(self) -> list[int]:
+        """Return what each event adds; the first number is what was held before them."""
+        changes = [0] * (self.length + 1)
+        for life in self.lives:
+            changes[life.born + 1] += life.nbytes
+            if life.died < self.length:
+                changes[life.died + 1] -= life.nbytes
+        return changes
+
+    def _recognise(self) -> None:
+        by_address: dict[int, list[Life]] = {}
+        wanted = {sighting.address for sighting in self.sightings}
+        for life in self.lives:
+            if life.address in wanted:
+                by_address.setdefault(life.address, []).append(life)
+        for sighting in self.sightings:
+            for life in by_address.get(sighting.address, ()):
+                alive = life.born < sighting.position <= life.died
+                if alive and _is_better(sighting, life.sighting):
+                    life.sighting = sighting
+
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER_STATE = "optimizer state"
+INPUTS = "inputs"
+ACTIVATIONS = "activations"
+WORKSPACE = "workspace"
+TEMPORARIES = "temporaries"
+OTHER = "other"
+
+CATEGORIES = (
+    PARAMETERS,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    INPUTS,
+    ACTIVATIONS,
+    WORKSPACE,
+    TEMPORARIES,
+    OTHER,
+)
+
+_STRENGTH = {
+    category: -index
+    for index, category in enumerate(
+        (WORKSPACE, PARAMETERS, GRADIENTS, OPTIMIZER_STATE, OTHER, INPUTS)
+    )
+}
+"""A buffer that is passed to a module is still a buffer."""
+
+
+def _is_better(sighting: Sighting, known: Sighting | None) -> bool:
+    if known is None:
+        return True
+    # The same thing seen again, by now with its owner's path.
+    gain = _STRENGTH[sighting.category] - _STRENGTH[known.category]
+    return gain > 0 or (gain == 0 and len(sighting.module) > len(known.module))

@@ -1,0 +1,166 @@
+"""After an allocation failed: what was asked for, what held the memory, what would have helped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.simulated.allocator.recording import SnapshotError
+from pytest_gpumem.simulated.allocator.replay import replay
+from pytest_gpumem.sizes import format_size
+
+REMEDIES = (
+    "expandable_segments:True",
+    "max_split_size_mb:128",
+    "max_split_size_mb:512",
+    "garbage_collection_threshold:0.8",
+)
+"""Settings of PYTORCH_CUDA_ALLOC_CONF that are tried, the one recommended first comes first."""
+
+SHOWN_HOLDERS = 8
+
+_TAKEN = ("segment_alloc", "segment_map")
+_GIVEN_BACK = ("segment_free", "segment_unmap")
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """One allocation that failed; sizes in bytes."""
+
+    requested: int
+    """After rounding."""
+    free: int
+    """Left on the device."""
+    total: int
+    allocated: int
+    reserved: int
+    site: str | None
+    operator: str | None
+    holders: tuple[Site, ...]
+    """What was live, most bytes first."""
+    avoided_by: tuple[str, ...]
+    """Allocator settings under which the same allocations fit."""
+
+    @property
+    def fragmentation(self) -> int:
+        """Reserved and not allocated: free in pieces, none of which was large enough."""
+        return self.reserved - self.allocated
+
+    @property
+    def elsewhere(self) -> int:
+        """Held by nobody in this process: the context and other processes."""
+        return max(self.total - self.free - self.reserved, 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            **vars(self),
+            "fragmentation": self.fragmentation,
+            "elsewhere": self.elsewhere,
+            "holders": [site.to_dict() for site in self.holders],
+            "avoided_by": list(self.avoided_by),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the text that stands under the failure."""
+        where = " ".join(part for part in (self.site, self.operator) if part)
+        by = f" by {where}" if where else ""
+        unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
+        return [
+            f"out of memory: {format_size(self.requested)} asked for{by}, "
+            f"{format_size(self.free)} free of {format_size(self.total)}",
+            f"  {format_size(self.allocated)} allocated, {unused} reserved and not allocated, "
+            f"{outside} held outside PyTorch",
+            *self._holder_lines(),
+            f"  {self._remedy()}",
+        ]
+
+    def _holder_lines(self) -> list[str]:
+        rows = [
+            (format_size(site.bytes), site.category, site.site or "", site.operator or "")
+            for site in self.holders[:SHOWN_HOLDERS]
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            f"  {size:>{widths[0]}}  {kind:<{widths[1]}}  {site:<{widths[2]}}  {operator}".rstrip()
+            for size, kind, site, operator in rows
+        ]
+        if rest := self.holders[SHOWN_HOLDERS:]:
+            total = sum(site.bytes for site in rest)
+            lines.append(f"  {format_size(total)} in {len(rest)} smaller sites")
+        return lines
+
+    def _remedy(self) -> str:
+        if self.avoided_by:
+            return (
+                f"it would have fitted with PYTORCH_CUDA_ALLOC_CONF={self.avoided_by[0]} "
+                "(found by replaying its allocations)"
+            )
+        tried = ", ".join(REMEDIES)
+        return f"no allocator setting would have helped (tried: {tried})"
+
+
+def last_failure(trace: Sequence[Json]) -> int | None:
+    """Return the index of the last allocation that failed, ``None`` where all succeeded."""
+    return max((i for i, event in enumerate(trace) if event["action"] == "oom"), default=None)
+
+
+def post_mortem(
+    snapshot: Json,
+    device: int,
+    *,
+    total: int,
+    version: tuple[int, int],
+    holders: Iterable[Site],
+    place: tuple[str | None, str | None] = (None, None),
+) -> OutOfMemory | None:
+    """Return what a snapshot of the allocator tells of its last failure, ``None`` without one.
+
+    ``holders`` are the sites that were live then, ``place`` the site and the operator that asked.
+    """
+    trace = snapshot["device_traces"][device]
+    index = last_failure(trace)
+    if index is None:
+        return None
+    event = trace[index]
+    sites = tuple(holders)
+    site, operator = place
+    return OutOfMemory(
+        requested=event["size"],
+        free=event.get("device_free", event.get("addr", 0)),
+        total=total,
+        allocated=sum(holder.bytes for holder in sites),
+        reserved=_reserved_at(snapshot, device, index),
+        site=site,
+        operator=operator,
+        holders=sites,
+        avoided_by=tuple(_remedies(snapshot, device, version)),
+    )
+
+
+def _reserved_at(snapshot: Json, device: int, index: int) -> int:
+    """Return what was reserved at event ``index``: the final state, and what came after undone."""
+    reserved: int = sum(
+        segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
+    )
+    for event in snapshot["device_traces"][device][index + 1 :]:
+        if event["action"] in _TAKEN:
+            reserved -= event["size"]
+        elif event["action"] in _GIVEN_BACK:
+            reserved += event["size"]
+    return reserved
+
+
+def _remedies(snapshot: Json, device: int, version: tuple[int, int]) -> Iterable[str]:
+    for setting in REMEDIES:
+        try:
+            result = replay(dict(snapshot), alloc_conf=setting, version=version)
+        except (SnapshotError, ValueError):
+            continue
+        found = next((one for one in result.devices if one.device == device), None)
+        if found is not None and found.what_if and found.what_if.out_of_memory is None:
+            yield setting

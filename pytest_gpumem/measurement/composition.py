@@ -1,0 +1,201 @@
+"""From what was recorded and seen of a test to the compositions of its peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pytest_gpumem.attribution.composition import (
+    Composition,
+    Site,
+    composition_of,
+    settled,
+    shown_path,
+)
+from pytest_gpumem.attribution.history import (
+    FOREVER,
+    WORKSPACE,
+    History,
+    Origin,
+    Sighting,
+    Span,
+)
+from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.holders import holders_of
+from pytest_gpumem.measurement.phases import PhaseTracker, Positions
+from pytest_gpumem.measurement.record import CALL, Measurement, PhaseRecord
+from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.measurement.witness import Witness
+
+HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
+
+
+@dataclass
+class Beginning:
+    """What every device held when the body began, and how far its allocator had come."""
+
+    positions: Positions
+    held: Mapping[int, list[tuple[int, int, Origin | None]]]
+
+    @classmethod
+    def of(cls, recorder: Recorder, own: frozenset[Block] | None) -> Beginning:
+        """Return the present state; ``own`` are the test's own blocks, ``None`` where all are."""
+        positions = recorder.positions()
+        addresses = None if own is None else {block.address for block in own}
+        held = {
+            device: [
+                block
+                for block in recorder.held(device)
+                if addresses is None or block[0] in addresses
+            ]
+            for device in range(len(positions))
+        }
+        return cls(positions, held)
+
+
+class Account:
+    """Accounts for the bytes of one test: composes its peaks, and what it left behind."""
+
+    def __init__(self, recorder: Recorder, root: str) -> None:
+        self._recorder = recorder
+        self._root = root
+        self._beginning = Beginning((), {})
+        self._end: Positions = ()
+        self.witness = Witness(recorder.positions)
+        self.positions = recorder.positions
+
+    def begin(self, fixtures: Iterable[Any], own: frozenset[Block] | None) -> None:
+        """A run of the body begins; ``fixtures`` are the values that the test was given.
+
+        ``own`` are the blocks that are the test's, ``None`` where there are no others.
+        """
+        for holder in _holders(fixtures):
+            self.witness.watch(holder)
+        self._beginning = Beginning.of(self._recorder, own)
+
+    def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
+        """See what memory is for inside, and find the phases of ``tracker``."""
+        return AutomaticPhases(tracker, self.witness).watching()
+
+    def end(self) -> None:
+        """The run is over: a last look at what is still there."""
+        self.witness.look()
+        self._end = self._recorder.positions()
+
+    def out_of_memory(
+        self, device: int, tracker: PhaseTracker, *, total: int, version: tuple[int, int]
+    ) -> OutOfMemory | None:
+        """Return what there is to say of the last allocation that failed, ``None`` without one.
+
+        ``total`` are the bytes of the device, ``version`` is the torch release.
+        """
+        failure = self._recorder.last_failure(device)
+        if failure is None:
+            return None
+        position, origin = failure
+        history = self.history(device, tracker, ())
+        live = history.live_at(position - _on(device, self._beginning.positions) - 1)
+        place = origin.place if origin else None
+        shown = f"{shown_path(place[0], self._root)}:{place[1]}" if place else None
+        return post_mortem(
+            torch.cuda.memory._snapshot(),
+            device,
+            total=total,
+            version=version,
+            holders=composition_of(history, live, {}).sites,
+            place=(shown, origin.operator_name if origin else None),
+        )
+
+    def history(self, device: int, tracker: PhaseTracker, workspaces: Iterable[Block]) -> History:
+        """Return what the last run did on ``device``; ``workspaces`` are its blocks of cuBLAS."""
+        begin = _on(device, self._beginning.positions)
+        witness = self.witness
+        seen = [one._replace(position=one.position - begin) for one in witness.sightings(device)]
+
+        def shifted(spans: Iterable[Span]) -> list[Span]:
+            return [Span(name, b - begin, e - begin) for name, b, e in spans if b >= begin]
+
+        end = _on(device, self._end) - begin
+        return History(
+            held=self._beginning.held.get(device, ()),
+            events=self._recorder.events(device, begin),
+            phases=shifted(
+                Span(phase.name, _on(device, b), _on(device, e))
+                for phase in tracker.phases.values()
+                for b, e in phase.windows
+            ),
+            automatic=shifted(witness.spans(device)),
+            modules=[(at - begin, path) for at, path in witness.modules(device) if at >= begin],
+            sightings=[
+                *seen,
+                *(Sighting(end, block.address, WORKSPACE, "", "") for block in workspaces),
+            ],
+            asides=[(_on(device, b) - begin, _on(device, e) - begin) for b, e in tracker.asides],
+            root=self._root,
+        )
+
+
+def composed(
+    phases: Mapping[str, PhaseRecord], found: Mapping[str, Composition]
+) -> dict[str, PhaseRecord]:
+    """Return ``phases`` with what was live at their peaks, to the byte."""
+    return {
+        name: _holding(phase, settled(found[name], phase.peak_allocated))
+        if name in found
+        else phase
+        for name, phase in phases.items()
+    }
+
+
+def explained_by(first: Measurement, again: Measurement) -> Measurement:
+    """Return the numbers of ``first`` with what ``again``, the same run repeated, tells of them."""
+    found = {
+        name: Composition(phase.composition, tuple(map(Site.from_dict, phase.sites)))
+        for name, phase in again.phases.items()
+        if phase.sites
+    }
+    phases = composed(first.phases, found)
+    call = phases[CALL]
+    return replace(
+        first, phases=phases, composition=call.composition, sites=call.sites, leaks=again.leaks
+    )
+
+
+def _holding(phase: PhaseRecord, composition: Composition) -> PhaseRecord:
+    sites = tuple(site.to_dict() for site in composition.sites)
+    return replace(phase, composition=composition.categories, sites=sites)
+
+
+def leaks(history: History, device: int, blocks: Iterable[Block]) -> tuple[dict[str, Any], ...]:
+    """Return the sites of the ``blocks`` on ``device`` that were left behind."""
+    addresses = {block.address for block in blocks if block.device == device}
+    lives = [life for life in history.lives if life.address in addresses and life.died == FOREVER]
+    holders = holders_of(frozenset(blocks)) if lives else {}
+    return tuple(site.to_dict() for site in composition_of(history, lives, holders).sites)
+
+
+def _on(device: int, positions: Positions) -> int:
+    return positions[device] if device < len(positions) else 0
+
+
+def _holders(values: Iterable[Any]) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:
+    """Yield the modules and optimizers among ``values`` and in what these hold directly."""
+    for value in values:
+        inner = [value, *_parts(value)]
+        yield from (part for part in inner if isinstance(part, HOLDERS))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, HOLDERS):
+        return []
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []

@@ -1,0 +1,158 @@
+"""The history that a real CUDA device records, as attribution reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pytest_gpumem.attribution.history import Event, Origin
+from pytest_gpumem.measurement.history import recording
+from pytest_gpumem.simulated.allocator.rounding import round_size
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).resolve().parents[1])
+_OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
+_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
+_WORKSPACE = re.compile(r"\b(getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
+_COPIES = ("to_copy", "to_dtype_layout", "to_device")
+_FACTORIES = ("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedOrigin:
+    """Where a block comes from, as the frames of its allocation tell."""
+
+    frames: Sequence[dict[str, Any]]
+    sequence: int = -1
+    shape: None = None
+    dtype: None = None
+
+    @cached_property
+    def place(self) -> tuple[str, int, str] | None:
+        """File, line and function of the innermost Python frame outside torch and the plugin."""
+        for frame in self.frames:
+            filename = frame["filename"]
+            if filename.endswith(".py") and not filename.startswith((_TORCH, _OWN)):
+                return filename, frame["line"], frame["name"]
+        return None
+
+    @cached_property
+    def library(self) -> str | None:
+        """cuBLAS, where C++ frames show that it asked for a workspace."""
+        return "cuBLAS" if self._found(_WORKSPACE) else None
+
+    @cached_property
+    def node(self) -> str | None:
+        """Autograd's node; needs C++ frames."""
+        return self._found(_NODE)
+
+    @cached_property
+    def operator_name(self) -> str | None:
+        """The operator in C++ frames, else the function of torch's own Python that was called."""
+        operator = self._found(_OPERATOR)
+        if operator:
+            base = operator.lstrip("_")
+            return f"torch.{base}" if hasattr(torch, base) else f"aten::{operator}"
+        return self._called()
+
+    @property
+    def kind(self) -> str:
+        """``copy``, ``factory`` or ``computed``, by the operator's name."""
+        base = (self._found(_OPERATOR) or self._called() or "").rpartition(".")[2].lstrip("_")
+        if base in _COPIES:
+            return "copy"
+        return "factory" if base.startswith(_FACTORIES) else "computed"
+
+    def _called(self) -> str | None:
+        """Return the outermost function of torch between the allocation and the user's code."""
+        called = None
+        for frame in self.frames:
+            filename = frame["filename"]
+            if not filename.endswith(".py"):
+                continue
+            if not filename.startswith(_TORCH):
+                break
+            called = f"{Path(filename).stem}.{frame['name']}"
+        return called
+
+    def _found(self, pattern: re.Pattern[str]) -> str | None:
+        matches = (pattern.search(frame["name"]) for frame in self.frames)
+        return next((match[1] for match in matches if match), None)
+
+
+class RecordedHistory:
+    """What ``torch.cuda`` records of every device since :meth:`during` began."""
+
+    def __init__(self) -> None:
+        self._start: Sequence[int] = ()
+
+    @contextmanager
+    def during(self, stacks: str) -> Iterator[None]:
+        """Record inside; ``stacks`` as in :func:`recording`."""
+        with recording(stacks):
+            self._start = self.positions()
+            yield
+
+    def positions(self) -> Sequence[int]:
+        """Return by device how often something was allocated or freed."""
+        if not torch.cuda.is_initialized():
+            return ()
+        return [
+            sum(torch._C._cuda_memoryStats(device)["allocation"]["all"][key] for key in _COUNTED)
+            for device in range(torch.cuda.device_count())
+        ]
+
+    def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
+        """Return address, bytes and origin of every live block."""
+        return [
+            (block["address"], block["size"], _origin(block))
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == device
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
+
+    def events(self, device: int, begin: int) -> Iterator[Event]:
+        """Yield what happened from position ``begin`` on, one event for each position.
+
+        Sizes are those asked for, rounded: a large block that was not split can be larger.
+        """
+        counted = [entry for entry in _trace(device) if entry["action"] in _ACTIONS]
+        for entry in counted[max(begin - self._started(device), 0) :]:
+            is_alloc = entry["action"] == "alloc"
+            nbytes = round_size(entry["size"])
+            yield Event(is_alloc, entry["addr"], nbytes, _origin(entry) if is_alloc else None)
+
+    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
+        """Return the position and the origin of the last allocation that found no memory."""
+        position = self._started(device)
+        failure = None
+        for entry in _trace(device):
+            if entry["action"] == "oom":
+                failure = position, _origin(entry)
+            position += entry["action"] in _ACTIONS
+        return failure
+
+    def _started(self, device: int) -> int:
+        return self._start[device] if device < len(self._start) else 0
+
+
+_COUNTED = ("allocated", "freed")
+_ACTIONS = ("alloc", "free_requested")
+
+
+def _trace(device: int) -> list[dict[str, Any]]:
+    traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
+    return traces[device] if device < len(traces) else []
+
+
+def _origin(entry: dict[str, Any]) -> RecordedOrigin | None:
+    frames = entry.get("frames")
+    return RecordedOrigin(frames) if frames else None

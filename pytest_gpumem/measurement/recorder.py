@@ -1,0 +1,24 @@
+"""What a device remembers of its blocks; real and simulated ones answer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pytest_gpumem.attribution.history import Event, Origin
+
+
+class Recorder(Protocol):
+    """The events of every device, for as long as they are recorded."""
+
+    def positions(self) -> Sequence[int]:
+        """Return by device how many events there have been."""
+
+    def held(self, device: int) -> Iterable[tuple[int, int, Origin | None]]:
+        """Return address, bytes and origin of every live block."""
+
+    def events(self, device: int, begin: int) -> Iterable[Event]:
+        """Return what happened from position ``begin`` on, one event for each position."""
+
+    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
+        """Return the position and the origin of the last allocation that found no memory."""

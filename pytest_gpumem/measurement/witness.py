@@ -1,0 +1,243 @@
+"""What is seen of a running test: whose tensors lie where, and which module runs when."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+
+from pytest_gpumem.attribution.history import (
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    Sighting,
+    Span,
+)
+from pytest_gpumem.measurement.phases import Positions
+
+Function = Callable[..., Any]
+
+DEEPEST_INPUT = 4
+"""Levels of containers in which the arguments of a module are looked for."""
+
+
+class Witness:
+    """Notes what memory holds while it holds it; afterwards nobody could tell.
+
+    ``positions`` says how far the allocator of each device has come. Everything that is watched is
+    held weakly: watching must not keep memory alive.
+    """
+
+    def __init__(self, positions: Callable[[], Positions]) -> None:
+        self._positions = positions
+        self._roots: WeakSet[torch.nn.Module] = WeakSet()
+        self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._running: list[str] = []
+        """Paths of the modules that have been called and not returned, outermost first."""
+        self._moving = False
+        self._span: tuple[str, Positions] | None = None
+        self._marks: list[tuple[Positions, str]] = []
+        self._spans: list[tuple[str, Positions, Positions]] = []
+        self._sightings: list[tuple[Positions, int, str, str, str]] = []
+
+    def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Know the module or optimizer ``holder`` from now on."""
+        if isinstance(holder, torch.optim.Optimizer):
+            self._optimizers.add(holder)
+            self._see_optimizer(self._positions(), holder)
+        else:
+            self._name(holder)
+            self._see_module(self._positions(), holder)
+
+    def look(self) -> None:
+        """See what every known module and optimizer holds now."""
+        now = self._positions()
+        for module in list(self._roots):
+            self._see_module(now, module)
+        for optimizer in list(self._optimizers):
+            self._see_optimizer(now, optimizer)
+
+    # What surrounds torch's functions while a test runs.
+
+    def calling(self, call: Function) -> Function:
+        """Return ``Module.__call__`` as ``call`` does it, seen."""
+
+        @functools.wraps(call)
+        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outermost = not self._running
+            if outermost:
+                self._outermost_called(module, (args, kwargs))
+            mine = outermost and self.begin("forward")
+            path = self._paths.get(module) or type(module).__name__
+            self._running.append(path)
+            self._marks.append((self._positions(), path))
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._running.pop()
+                self._marks.append((self._positions(), self._running[-1] if self._running else ""))
+                if mine:
+                    self.end()
+
+        return called
+
+    def moving(self, apply: Function) -> Function:
+        """Return ``Module._apply`` as ``apply`` does it: what ``cuda()`` and ``to()`` come to."""
+
+        @functools.wraps(apply)
+        def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._moving:
+                return apply(module, *args, **kwargs)
+            self._moving = True
+            try:
+                result = apply(module, *args, **kwargs)
+            finally:
+                self._moving = False
+            self.watch(module)
+            return result
+
+        return moved
+
+    def running_backward(self, run: Function) -> Function:
+        """Return autograd's entry as ``run`` does it, seen."""
+
+        @functools.wraps(run)
+        def ran(*args: Any, **kwargs: Any) -> Any:
+            mine = self.begin("backward")
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._see_gradients()
+                if mine:
+                    self.end()
+
+        return ran
+
+    def begin(self, name: str) -> bool:
+        """Begin an automatic phase; ``False`` within another one, whose part it is."""
+        if self._span is not None:
+            return False
+        self._span = name, self._positions()
+        return True
+
+    def end(self) -> None:
+        """End the phase that :meth:`begin` began."""
+        if self._span is not None:
+            name, begin = self._span
+            self._spans.append((name, begin, self._positions()))
+            self._span = None
+
+    # What attribution reads.
+
+    def sightings(self, device: int) -> list[Sighting]:
+        """Return what was seen; positions are those of ``device``."""
+        return [
+            Sighting(_on(device, positions), address, category, path, name)
+            for positions, address, category, path, name in self._sightings
+        ]
+
+    def modules(self, device: int) -> list[tuple[int, str]]:
+        """Return from which position on which module ran."""
+        return [(_on(device, positions), path) for positions, path in self._marks]
+
+    def spans(self, device: int) -> list[Span]:
+        """Return the automatic phases, in order."""
+        return [
+            Span(name, _on(device, begin), _on(device, end)) for name, begin, end in self._spans
+        ]
+
+    def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> None:
+        if module not in self._paths:
+            self.watch(module)
+        now = self._positions()
+        for tensor in _tensors(arguments, DEEPEST_INPUT):
+            if tensor.grad_fn is None:
+                self._see(now, tensor, INPUTS, "", "")
+
+    def _name(self, module: torch.nn.Module) -> None:
+        self._roots.add(module)
+        for name, part in module.named_modules():
+            self._paths[part] = name or type(module).__name__
+
+    def _see_module(self, now: Positions, module: torch.nn.Module) -> None:
+        for part in module.modules():
+            path = self._paths.get(part, "")
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    self._see(now, parameter, PARAMETERS, path, name)
+                    if parameter.grad is not None:
+                        self._see(now, parameter.grad, GRADIENTS, path, name)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    self._see(now, buffer, OTHER, path, name)
+
+    def _see_gradients(self) -> None:
+        now = self._positions()
+        for module in list(self._roots):
+            for part in module.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None and parameter.grad is not None:
+                        path = self._paths.get(part, "")
+                        self._see(now, parameter.grad, GRADIENTS, path, name)
+        for optimizer in list(self._optimizers):
+            for held in _parameters(optimizer):
+                if held.grad is not None:
+                    self._see(now, held.grad, GRADIENTS, "", "")
+
+    def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
+        owners = self._owners()
+        kind = type(optimizer).__name__
+        for parameter in _parameters(optimizer):
+            path = owners.get(id(parameter), "")
+            self._see(now, parameter, PARAMETERS, path, "")
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
+
+    def _owners(self) -> dict[int, str]:
+        return {
+            id(parameter): self._paths.get(part, "")
+            for module in list(self._roots)
+            for part in module.modules()
+            for parameter in part._parameters.values()
+            if parameter is not None
+        }
+
+    def _see(
+        self, now: Positions, tensor: torch.Tensor, category: str, path: str, name: str
+    ) -> None:
+        if not tensor.is_cuda:
+            return
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # sparse: no storage of its own
+            return
+        if address:
+            self._sightings.append((now, address, category, path, name))
+
+
+def _on(device: int, positions: Positions) -> int:
+    # A device that CUDA did not have yet had seen nothing.
+    return positions[device] if device < len(positions) else 0
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _tensors(value: Any, levels: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif levels and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, levels - 1)
+    elif levels and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, levels - 1)

@@ -1,0 +1,54 @@
+"""What simulated GPUs remember of their blocks, as attribution reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.attribution.history import Event, Origin
+from pytest_gpumem.simulated.allocator.trace import FREE
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+
+class SimulatedRecorder:
+    """Blocks and events of the simulated GPUs; they are recorded in any case."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._gpus = simulation.gpus
+
+    def positions(self) -> tuple[int, ...]:
+        """Return how many events each device has seen."""
+        return tuple([gpu.allocator.trace.position for gpu in self._gpus])
+
+    def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
+        """Return address, bytes and origin of every live block."""
+        memory = self._gpus[device].allocator
+        contexts = memory.live_contexts()
+        return [
+            (address, nbytes, contexts[address]) for address, nbytes in memory.live_blocks().items()
+        ]
+
+    def events(self, device: int, begin: int) -> Iterator[Event]:
+        """Yield what happened from position ``begin`` on, one event for each position."""
+        for action, address, size, _, context in self._gpus[device].allocator.trace.raw(begin):
+            yield _event(action, address, size, context)
+
+    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
+        """Return the position and the origin of the last allocation that found no memory."""
+        failures = [
+            (position, context)
+            for position, (action, *_, context) in enumerate(
+                self._gpus[device].allocator.trace.raw(0)
+            )
+            if action == "oom"
+        ]
+        return failures[-1] if failures else None
+
+
+def _event(action: str, address: int, size: int, context: Any) -> Event:
+    if action == "alloc":
+        return Event(True, address, context.nbytes if context else size, context)
+    # A free that a stream delays has been requested by then: its bytes are no more allocated.
+    return Event(False, address if action in (FREE, "free_requested") else 0, 0, None)

@@ -1,0 +1,213 @@
+"""Lives of blocks, peaks and what was live at them: worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pytest_gpumem.attribution.composition import Composition, compositions, settled
+from pytest_gpumem.attribution.history import Event, History, Sighting, Span
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """An origin whose every part is given."""
+
+    operator_name: str | None = "torch.mm"
+    place: tuple[str, int, str] | None = ("/home/me/project/model.py", 7, "forward")
+    kind: str = "computed"
+    library: str | None = None
+    node: str | None = None
+    sequence: int = -1
+    shape: Sequence[int] | None = (2, 2)
+    dtype: object = "torch.float32"
+
+
+def alloc(address: int, nbytes: int, origin: Made | None = None) -> Event:
+    return Event(True, address, nbytes, origin or Made())
+
+
+def free(address: int) -> Event:
+    return Event(False, address, 0, None)
+
+
+CALL = Span("call", 0, 100)
+
+
+def history(
+    *events: Event,
+    held: Sequence[tuple[int, int, Made | None]] = (),
+    phases: Sequence[Span] = (),
+    automatic: Sequence[Span] = (),
+    modules: Sequence[tuple[int, str]] = (),
+    sightings: Sequence[Sighting] = (),
+    asides: Sequence[tuple[int, int]] = (),
+) -> History:
+    return History(
+        held,
+        events,
+        phases or (Span("call", 0, len(events)),),
+        automatic,
+        modules,
+        sightings,
+        asides,
+        root="/home/me/project",
+    )
+
+
+def composition(told: History) -> Composition:
+    return compositions(told)["call"]
+
+
+def test_the_peak_is_the_first_moment_with_the_most_bytes() -> None:
+    told = history(alloc(1, 512), alloc(2, 1024), free(1), alloc(3, 512), free(2), free(3))
+    assert told.peaks() == {"call": 1}
+    assert [life.address for life in told.live_at(1)] == [1, 2]
+
+
+def test_what_was_held_before_counts() -> None:
+    told = history(alloc(1, 512), free(9), alloc(2, 1024), held=[(9, 4096, None)])
+    assert composition(told).total == 4096 + 512
+
+
+def test_a_phase_that_only_frees_has_its_peak_before_its_first_event() -> None:
+    told = history(alloc(1, 512), free(1), phases=[Span("call", 0, 2), Span("late", 1, 2)])
+    assert compositions(told)["late"].total == 512
+
+
+def test_a_phase_entered_twice_has_the_higher_peak() -> None:
+    told = history(
+        alloc(1, 512),
+        free(1),
+        alloc(2, 2048),
+        free(2),
+        phases=[Span("step", 0, 2), Span("step", 2, 4)],
+    )
+    assert compositions(told)["step"].total == 2048
+
+
+def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
+    told = history(
+        alloc(1, 512),
+        free(1),
+        alloc(1, 1024),
+        sightings=[
+            Sighting(1, 1, "inputs", "", ""),
+            Sighting(3, 1, "parameters", "head", "weight"),
+        ],
+    )
+    assert composition(told).categories == {"parameters": 1024}
+
+
+def test_a_parameter_that_is_passed_to_a_module_stays_a_parameter() -> None:
+    seen = [Sighting(1, 1, "parameters", "emb", "weight"), Sighting(1, 1, "inputs", "", "")]
+    told = history(alloc(1, 512), sightings=seen)
+    assert composition(told).categories == {"parameters": 512}
+
+
+def test_what_outlives_forward_is_an_activation_and_what_does_not_is_a_temporary() -> None:
+    told = history(
+        alloc(1, 512),
+        alloc(2, 1024),
+        free(1),
+        free(2),
+        automatic=[Span("forward", 0, 3), Span("backward", 3, 4)],
+    )
+    assert composition(told).categories == {"activations": 1024, "temporaries": 512}
+
+
+def test_backward_leaves_gradients() -> None:
+    backward = Made(node="MmBackward0")
+    told = history(
+        alloc(1, 512, backward),
+        alloc(2, 1024, backward),
+        free(1),
+        automatic=[Span("backward", 0, 3)],
+    )
+    assert composition(told).categories == {"gradients": 1024, "temporaries": 512}
+
+
+def test_a_module_that_runs_again_within_backward_makes_activations() -> None:
+    told = history(
+        alloc(1, 512),
+        free(1),
+        automatic=[Span("backward", 0, 2)],
+        modules=[(0, "block"), (1, "")],
+    )
+    assert composition(told).categories == {"activations": 512}
+
+
+def test_a_library_has_a_workspace_and_no_line() -> None:
+    told = history(alloc(1, 512, Made(library="cuBLAS")), automatic=[Span("forward", 0, 1)])
+    (site,) = composition(told).sites
+    assert (site.category, site.operator, site.site) == ("workspace", "cuBLAS", None)
+
+
+def test_outside_modules_a_tensor_is_by_what_made_it() -> None:
+    told = history(
+        alloc(1, 512, Made(kind="copy")),
+        alloc(2, 1024, Made(kind="factory")),
+        alloc(3, 2048),
+        alloc(4, 4096),
+        free(4),
+        automatic=[Span("backward", 5, 5)],
+    )
+    assert composition(told).categories == {
+        "inputs": 512,
+        "activations": 2048,
+        "temporaries": 4096,
+        "other": 1024,
+    }
+
+
+def test_blocks_of_one_line_and_layer_are_one_site() -> None:
+    told = history(
+        alloc(1, 512),
+        alloc(2, 1024),
+        automatic=[Span("forward", 0, 2)],
+        modules=[(0, "blocks.0.attn"), (1, "blocks.11.attn")],
+    )
+    (site,) = composition(told).sites
+    assert (site.bytes, site.count, site.site) == (1536, 2, "model.py:7")
+    assert (site.module, site.operator, site.dtype) == ("blocks.*.attn", "torch.mm", "float32")
+
+
+def test_backward_is_traced_to_the_forward_line_by_autograd_s_number() -> None:
+    forward = Made(sequence=8, place=("/home/me/project/model.py", 3, "forward"))
+    backward = Made(node="MmBackward0", sequence=7, place=("/home/me/project/t.py", 1, "test"))
+    told = history(
+        alloc(1, 512, forward),
+        free(1),
+        alloc(2, 1024, backward),
+        automatic=[Span("backward", 1, 3)],
+        modules=[(0, "blocks.0"), (1, "")],
+    )
+    (site,) = composition(told).sites
+    assert (site.site, site.module, site.operator) == ("model.py:3", "blocks.*", "MmBackward0")
+
+
+def test_a_fixture_that_the_body_asked_for_counts_as_held_before() -> None:
+    told = history(
+        alloc(1, 512),
+        free(1),
+        alloc(2, 4096),
+        alloc(3, 1024),
+        free(2),
+        asides=[(2, 5)],
+        phases=[Span("call", 0, 5)],
+    )
+    # What only the fixture's set-up needed, 4,096 bytes, belongs to no phase.
+    assert composition(told).total == 1024 + 512
+
+
+def test_paths_are_never_those_of_the_machine() -> None:
+    library = Made(place=("/opt/venv/lib/python3.11/site-packages/lib/nn.py", 5, "f"))
+    elsewhere = Made(place=("/tmp/other/thing.py", 6, "g"))
+    sites = composition(history(alloc(1, 512, library), alloc(2, 1024, elsewhere))).sites
+    assert [site.site for site in sites] == ["thing.py:6", "lib/nn.py:5"]
+
+
+def test_what_the_allocator_adds_is_other() -> None:
+    told = settled(composition(history(alloc(1, 512, Made(kind="copy")))), 1024)
+    assert told.categories == {"inputs": 512, "other": 512}
+    assert told.total == sum(site.bytes for site in told.sites) == 1024

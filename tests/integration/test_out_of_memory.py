@@ -1,0 +1,81 @@
+"""A body that runs out of memory, and one that leaks: what stands below the failure."""
+
+from __future__ import annotations
+
+from tests.pytest_project import Project
+
+OUT_OF_MEMORY = """
+    GIB = 1 << 30
+
+    def allocate(nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+    @pytest.mark.gpumem
+    def test_fragmented():
+        pieces = [allocate(3 << 20) for _ in range(4000)]
+        del pieces[::2]
+        allocate(2 * GIB)
+
+    @pytest.mark.gpumem
+    def test_too_large():
+        kept = allocate(10 * GIB)
+        allocate(9 * GIB)
+
+    @pytest.mark.gpumem
+    def test_expected():
+        kept = allocate(GIB)
+        with pytest.raises(torch.OutOfMemoryError):
+            allocate(40 * GIB)
+"""
+
+
+def test_out_of_memory_says_who_asked_who_holds_and_what_helps(project: Project) -> None:
+    project.write(test_oom=OUT_OF_MEMORY)
+
+    result = project.run(f"--gpumem-report=json:{project.path / 'report.json'}")
+
+    result.assert_outcomes(passed=1, failed=2)
+    # 4,000 blocks of 3 MiB, six to a segment of 20 MiB: 667 segments, and half of them freed.
+    result.stdout.fnmatch_lines(
+        [
+            "E *torch.OutOfMemoryError: CUDA out of memory*",
+            "test_oom.py:7: OutOfMemoryError",
+            "out of memory: 2.00 GiB asked for by test_oom.py:7 torch.empty, "
+            "1.72 GiB free of 14.75 GiB",
+            "  5.86 GiB allocated, 7.17 GiB reserved and not allocated, 0 B held outside PyTorch",
+            "  5.86 GiB  other  test_oom.py:7  torch.empty",
+            "  it would have fitted with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True *",
+            "  10.00 GiB  other  test_oom.py:7  torch.empty",
+            "  no allocator setting would have helped (tried: expandable_segments:True, *",
+        ]
+    )
+    report = project.written_report()
+    found = report["test_oom.py::test_fragmented"]["out_of_memory"]
+    assert found["requested"] == 2 << 30
+    assert found["allocated"] == 2000 * (3 << 20)
+    assert found["reserved"] == 667 * (20 << 20)
+    assert found["fragmentation"] == found["reserved"] - found["allocated"]
+    assert found["avoided_by"][0] == "expandable_segments:True"
+    assert report["test_oom.py::test_too_large"]["out_of_memory"]["avoided_by"] == []
+    assert "out_of_memory" not in report["test_oom.py::test_expected"]
+
+
+LEAK = """
+    KEPT = {}
+
+    @pytest.mark.gpumem(max_leak=0)
+    def test_keeps():
+        KEPT["x"] = [torch.ones(1024, device="cuda")]
+"""
+
+
+def test_a_leak_says_what_keeps_it(project: Project) -> None:
+    project.write(test_leak=LEAK)
+
+    report = project.report()["test_leak.py::test_keeps"]
+
+    (leak,) = [verdict for verdict in report["verdicts"] if verdict["kind"] == "leak"]
+    (line,) = leak["explanation"]
+    assert line["bytes"] == leak["actual"] == 4096
+    assert line["site"] == "test_leak.py:8"
+    assert line["held_by"] == "test_leak.KEPT['x'][0]"

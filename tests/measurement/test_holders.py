@@ -1,0 +1,63 @@
+"""What keeps a tensor: named by the expression that leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.measurement.holders import holders_of
+from pytest_gpumem.measurement.statistics import Block
+
+KEPT: dict[str, list[Any]] = {}
+
+
+class Registry:
+    entries: list[Any] = []  # noqa: RUF012  # a list on the class is the case
+
+
+class Node:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with simulate("T4"):
+        yield
+        KEPT.clear()
+        Registry.entries.clear()
+
+
+def block(tensor: torch.Tensor) -> Block:
+    return Block(0, tensor.data_ptr(), tensor.untyped_storage().nbytes())
+
+
+def test_a_global_container() -> None:
+    KEPT["losses"] = [None, torch.ones(128, device="cuda")]
+    wanted = block(KEPT["losses"][1])
+    assert holders_of(frozenset({wanted})) == {wanted.address: f"{__name__}.KEPT['losses'][1]"}
+
+
+def test_an_attribute_of_an_object_in_a_list_of_a_class() -> None:
+    Registry.entries.append(Node(torch.ones(128, device="cuda")))
+    wanted = block(Registry.entries[0].value)
+    found = holders_of(frozenset({wanted}))
+    assert found == {wanted.address: f"{__name__}.Registry.entries[0].value"}
+
+
+def test_what_autograd_saved_is_held_by_the_graph() -> None:
+    weight = torch.ones(128, device="cuda", requires_grad=True)
+    saved = weight * 2
+    wanted = block(saved)
+    KEPT["loss"] = [(saved * saved).sum()]
+    del saved
+    found = holders_of(frozenset({wanted}))
+    assert found == {wanted.address: f"the graph of {__name__}.KEPT['loss'][0]"}
+
+
+def test_what_nobody_names_is_left_out() -> None:
+    assert holders_of(frozenset({Block(0, 12345, 512)})) == {}

@@ -1,0 +1,85 @@
+"""A recorded history, read as on a real device: the simulated one stands in for it."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem import simulate
+from pytest_gpumem.attribution.composition import compositions
+from pytest_gpumem.attribution.history import History, Span
+from pytest_gpumem.measurement.recorded import RecordedHistory, RecordedOrigin
+
+FRAMES = [
+    {"filename": "??", "line": 0, "name": "at::_ops::_softmax::redispatch(c10::DispatchKeySet)"},
+    {"filename": "??", "line": 0, "name": "torch::autograd::generated::SoftmaxBackward0::apply()"},
+    {"filename": "??", "line": 0, "name": "THPVariable_softmax"},
+    {"filename": f"{torch.__path__[0]}/nn/functional.py", "line": 9, "name": "softmax"},
+    {"filename": "/home/me/model.py", "line": 71, "name": "forward"},
+    {"filename": "/home/me/train.py", "line": 3, "name": "main"},
+]
+
+
+def test_the_innermost_frame_outside_torch_is_the_place() -> None:
+    assert RecordedOrigin(FRAMES).place == ("/home/me/model.py", 71, "forward")
+
+
+def test_cpp_frames_name_operator_and_node() -> None:
+    origin = RecordedOrigin(FRAMES)
+    assert (origin.operator_name, origin.node) == ("torch.softmax", "SoftmaxBackward0")
+
+
+def test_without_cpp_frames_torch_s_own_python_names_the_operator() -> None:
+    origin = RecordedOrigin(FRAMES[3:])
+    assert (origin.operator_name, origin.node) == ("functional.softmax", None)
+
+
+def test_a_workspace_is_the_library_s() -> None:
+    frame = {"filename": "??", "line": 0, "name": "at::cuda::getNewWorkspace()"}
+    assert RecordedOrigin([frame, *FRAMES]).library == "cuBLAS"
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"), [("_to_copy", "copy"), ("empty", "factory"), ("mm", "computed")]
+)
+def test_kinds_of_operators(operator: str, kind: str) -> None:
+    name = f"at::_ops::{operator}::call(at::Tensor const&)"
+    assert RecordedOrigin([{"filename": "??", "line": 0, "name": name}]).kind == kind
+
+
+def test_events_add_up_to_the_peak_that_torch_reports() -> None:
+    with simulate("T4"):
+        history = RecordedHistory()
+        with history.during("all"):
+            layer = nn.Linear(256, 256).cuda()
+            torch.cuda.reset_peak_memory_stats()
+            begin = history.positions()[0]
+            held = history.held(0)
+            line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+            layer(torch.ones(8, 256, device="cuda")).sum().backward()
+            end = history.positions()[0]
+            told = History(held, list(history.events(0, begin)), [Span("call", 0, end - begin)])
+        peak = torch.cuda.max_memory_allocated()
+    found = compositions(told)["call"]
+    assert found.total == peak
+    assert f"test_recorded.py:{line}" in {site.site for site in found.sites}
+
+
+def test_the_last_failure_has_a_place() -> None:
+    with simulate("T4"):
+        history = RecordedHistory()
+        with history.during("all"):
+            kept = torch.ones(512, device="cuda")
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.ones(1 << 40, device="cuda")
+            failure = history.last_failure(0)
+    assert failure is not None
+    position, origin = failure
+    assert position == 1
+    assert origin is not None
+    assert origin.place is not None
+    assert origin.place[0] == __file__
+    del kept
