@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pytest_gpumem.cli import compare
+from pytest_gpumem.cli import compare, layers, lines, predict, replay
 
 BAD_INPUT = 2
 
@@ -22,13 +22,15 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``gpumem`` with ``argv``, the process's own arguments by default.
 
-    Returns the exit code: 0 fine, 1 regression, 2 bad input, with one sentence on stderr.
+    Returns the exit code: 0 fine, 1 regression or disagreement, 2 bad input, with one sentence on
+    stderr.
     """
-    parser = _Parser(prog="gpumem", description="What GPU memory tests measured, afterwards.")
+    parser = _Parser(prog="gpumem", description="GPU memory that was measured or recorded.")
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    compare.add_command(commands)
+    for command in (compare, layers, lines, predict, replay):
+        command.add_command(commands)
     try:
         arguments = parser.parse_args(argv)
         code: int = arguments.run(arguments)

@@ -1,0 +1,161 @@
+"""``gpumem layers TARGET``: a model layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.prediction.layers import Layer
+
+HEADER = (
+    "layer",
+    "kind",
+    "input",
+    "output",
+    "parameters",
+    "FLOPs",
+    "kept",
+    "peak",
+    "kept, inference",
+    "peak, inference",
+)
+_TEXTS = 4
+"""Columns of text; the others are numbers."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "layers",
+        help="print a model layer by layer: shapes, parameters, memory, FLOPs",
+        description="Run the first model that TARGET calls on a simulated GPU, with and without "
+        "gradients, and print for each module: shapes, parameters, FLOPs of the forward pass, the "
+        "memory that it keeps (for backward, and its output) and its peak.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="module:function or path.py:function that takes no arguments and calls a model, or "
+        "returns a model and its inputs",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="MODEL",
+        default="A100-40GB",
+        help="model of the catalogue (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print comma-separated values, in bytes")
+    form.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table; raises ``ValueError`` for bad input."""
+    found = layers_of_target(arguments.target, arguments.gpu)
+    shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
+    if arguments.json:
+        print(json.dumps([layer.to_dict() for layer in shown], indent=2))
+    elif arguments.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(HEADER)
+        writer.writerows(_values(layer) for layer in shown)
+    else:
+        for line in lines(arguments.target, shown):
+            print(line.rstrip())
+    return 0
+
+
+def layers_of_target(text: str, gpu: str) -> list[Layer]:
+    """Return the layers of what the target ``text`` calls."""
+    from pytest_gpumem.prediction.layers import layers_of
+    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.run import simulate
+
+    with simulate(gpu):  # what the module looks at while it is imported is a GPU
+        target = find_target(text)
+    if not isinstance(target, FunctionTarget):
+        raise TargetError(f"{text}: layers are those of a function; write path.py:function")
+    try:
+        return layers_of(target.call, gpu)
+    except (SimulationError, ValueError) as error:
+        raise TargetError(f"{text}: {error}") from error
+    except Exception as error:
+        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
+
+
+def lines(target: str, layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield what the command prints."""
+    model = layers[0]
+    yield f"{target}: {model.kind}, {model.parameters:,} parameters, {_count(model.flops)}FLOPs"
+    yield ""
+    rows = [HEADER, *map(_row, layers)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(
+            cell.ljust(width) if index < _TEXTS else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+    yield ""
+    yield (
+        f"the whole model keeps {format_size(model.training.kept)} for backward and peaks at "
+        f"{format_size(model.training.peak)} above its parameters and inputs; without gradients "
+        f"it keeps {format_size(model.inference.kept)} and peaks at "
+        f"{format_size(model.inference.peak)}"
+    )
+
+
+def _row(layer: Layer) -> tuple[str, ...]:
+    name = layer.path.rpartition(".")[2] or layer.kind
+    return (
+        f"{'  ' * layer.depth}{name}",
+        layer.kind,
+        _shapes(layer.inputs),
+        _shapes(layer.outputs),
+        f"{layer.parameters:,}" if layer.parameters else "",
+        _count(layer.flops).rstrip() if layer.flops else "",
+        format_size(layer.training.kept),
+        format_size(layer.training.peak),
+        format_size(layer.inference.kept),
+        format_size(layer.inference.peak),
+    )
+
+
+def _values(layer: Layer) -> tuple[str | int, ...]:
+    return (
+        layer.path or layer.kind,
+        layer.kind,
+        _shapes(layer.inputs),
+        _shapes(layer.outputs),
+        layer.parameters,
+        layer.flops,
+        layer.training.kept,
+        layer.training.peak,
+        layer.inference.kept,
+        layer.inference.peak,
+    )
+
+
+def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    shown = ["×".join(map(str, shape)) or "scalar" for shape in shapes[:2]]
+    return ", ".join(shown) + (f", {len(shapes) - 2} more" if len(shapes) > 2 else "")
+
+
+def _count(flops: int) -> str:
+    amount = float(flops)
+    for unit in ("", "K", "M", "G", "T"):
+        if amount < 1000 or unit == "T":
+            break
+        amount /= 1000
+    return f"{amount:,.0f} {unit}" if not unit else f"{amount:,.2f} {unit}"

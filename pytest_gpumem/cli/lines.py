@@ -1,0 +1,120 @@
+"""``gpumem lines TARGET``: memory by source line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.prediction.lines import Group, Line
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "lines",
+        help="print what each source line allocated and freed",
+        description="Run TARGET on a simulated GPU and print for each line of it, and of the "
+        "functions given with --function, the memory before and after it, and the tensors that it "
+        "added and removed.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="module:function or path.py:function that takes no arguments",
+    )
+    parser.add_argument(
+        "--function",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="follow this function, too: module:function or path.py:Class.method",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="MODEL",
+        default="A100-40GB",
+        help="model of the catalogue (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lines; raises ``ValueError`` for bad input."""
+    found = lines_of_target(arguments.target, arguments.function, arguments.gpu)
+    if arguments.json:
+        print(json.dumps([line.to_dict() for line in found], indent=2))
+    else:
+        for line in text_lines(found):
+            print(line.rstrip())
+    return 0
+
+
+def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
+    """Return the lines of what the target ``text`` runs."""
+    from pytest_gpumem.prediction.lines import lines_of
+    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.run import simulate
+
+    with simulate(gpu):  # what the module looks at while it is imported is a GPU
+        target = find_target(text)
+        followed = [_function(name) for name in functions]
+    if not isinstance(target, FunctionTarget):
+        raise TargetError(f"{text}: lines are those of a function; write path.py:function")
+    try:
+        return lines_of(target.call, [_plain(text, target.call), *followed], gpu)
+    except (SimulationError, ValueError) as error:
+        raise TargetError(f"{text}: {error}") from error
+    except Exception as error:
+        raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
+
+
+def _function(text: str) -> Callable[..., Any]:
+    target = find_target(text, takes_arguments=True)
+    if not isinstance(target, FunctionTarget):
+        raise TargetError(f"{text}: give a function; write path.py:function")
+    return _plain(text, target.call)
+
+
+def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function below decorators; only one written in Python has lines."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    if not hasattr(function, "__code__"):
+        raise TargetError(f"{text}: {type(function).__name__} has no lines; name a function")
+    return function
+
+
+def text_lines(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield what the command prints."""
+    from pytest_gpumem.prediction.lines import shown
+
+    number = max((len(str(line.number)) for line in lines), default=1)
+    source = min(max((len(line.source) for line in lines), default=1), 60)
+    heading = ""
+    for line in lines:
+        place = f"{shown(line.path)}, {line.function}()"
+        if place != heading:
+            yield ("\n" if heading else "") + place
+            heading = place
+        text = line.source if len(line.source) <= source else f"{line.source[: source - 1]}…"
+        times = f"  {line.times} times" if line.times > 1 else ""
+        yield (
+            f"  {line.number:>{number}}  {text:<{source}}  {format_size(line.before):>10} -> "
+            f"{format_size(line.after):>10}  peak {format_size(line.peak):>10}{times}"
+        )
+        for sign, groups in (("+", line.added), ("-", line.removed)):
+            for group in groups:
+                yield f"  {'':>{number}}    {sign} {_group(group)}"
+
+
+def _group(group: Group) -> str:
+    shape = "" if group.shape is None else f"({','.join(map(str, group.shape))})"
+    words = [f"{group.count} ×", shape, format_size(group.bytes), group.dtype, group.kind]
+    return " ".join(word for word in words if word)

@@ -1,0 +1,113 @@
+"""``gpumem predict TARGET --gpu MODEL``: what it would need, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.cli.target import FunctionTarget, find_target
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.prediction.simulated import Prediction
+
+DOES_NOT_FIT = 1
+SHOWN_PHASES = 6
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "predict",
+        help="say what a function or test would need on models of GPU",
+        description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
+        "it fits. No GPU is needed. Exit code 1 where it does not fit one of them.",
+    )
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="module:function or path.py:function that takes no arguments, or a test id",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="MODEL",
+        action="append",
+        help="model of the catalogue, like A100-40GB; may be given several times (default: all)",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the table and return the exit code; raises ``ValueError`` for bad input."""
+    from pytest_gpumem.simulated.gpus import GPUS
+
+    gpus = arguments.gpu or list(GPUS)
+    predictions = predictions_of(arguments.target, gpus)
+    if arguments.json:
+        rows = [prediction.to_dict() for prediction in predictions]
+        print(json.dumps({"target": arguments.target, "gpus": rows}, indent=2))
+    else:
+        for line in lines(arguments.target, predictions):
+            print(line.rstrip())
+    return 0 if all(prediction.fits for prediction in predictions) else DOES_NOT_FIT
+
+
+def predictions_of(text: str, gpus: Sequence[str]) -> list[Prediction]:
+    """Return what the target ``text`` needs on each of ``gpus``."""
+    from pytest_gpumem.prediction.process import PredictionError
+    from pytest_gpumem.prediction.simulated import predict, predict_test
+    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.run import simulate
+
+    with simulate(gpus[0]):  # what the module looks at while it is imported is a GPU
+        target = find_target(text)
+    if not isinstance(target, FunctionTarget):
+        return predict_test(target.nodeid, gpus)
+    try:
+        return [predict(target.call, gpu) for gpu in gpus]
+    except SimulationError as error:
+        raise PredictionError(f"{text}: {error}") from error
+    except Exception as error:
+        raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
+
+
+def lines(target: str, predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Yield what the command prints."""
+    import torch
+
+    yield f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
+    yield ""
+    phases = list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
+    header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
+    rows = [header, *(_row(one, phases) for one in predictions)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *middle, last = (
+            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join((first, *middle, last))
+    yield ""
+    yield "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
+    yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
+
+
+def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
+    known: dict[str, Any] = dict(prediction.phases)
+    left = format_size(abs(prediction.left))
+    if prediction.fits:
+        # Cached memory that is given back on the way can make more fit than is reserved in all.
+        fits = f"yes, {left} left" if prediction.left >= 0 else "yes, after releasing its cache"
+    else:
+        fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"
+    return [
+        prediction.gpu,
+        format_size(prediction.total_memory),
+        format_size(prediction.peak_allocated),
+        format_size(prediction.peak_reserved),
+        *(format_size(known[phase]) if phase in known else "" for phase in phases),
+        fits,
+    ]

@@ -1,0 +1,114 @@
+"""What a command runs: a function of a module or file, or a test."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FORMS = "write module:function, path.py:function or path.py::test"
+
+
+class TargetError(ValueError):
+    """A target that cannot be run; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class TestTarget:
+    """A test, by its node id."""
+
+    __test__ = False  # pytest would take the name for a test class
+
+    nodeid: str
+
+
+@dataclass(frozen=True)
+class FunctionTarget:
+    """A function that takes no arguments."""
+
+    name: str
+    call: Callable[[], Any]
+
+
+def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget | TestTarget:
+    """Return what ``text`` names; a file or module is imported for it.
+
+    Raises :class:`TargetError` where nothing is there, or where the function needs arguments and
+    may not take any.
+    """
+    if "::" in text:
+        path = text.partition("::")[0]
+        if not Path(path).is_file():
+            raise TargetError(f"{text}: there is no file {path}")
+        return TestTarget(text)
+    place, separator, name = text.rpartition(":")
+    if not separator or not place or not name:
+        raise TargetError(f"{text!r} is no target; {FORMS}")
+    function = _function(text, _module(text, place), name)
+    if not takes_arguments:
+        _check_callable_alone(text, name, function)
+    return FunctionTarget(text, function)
+
+
+def _module(text: str, place: str) -> ModuleType:
+    is_path = place.endswith(".py")
+    loaded = sys.modules.get(Path(place).stem)
+    if is_path and loaded and _is_file(loaded, place):
+        return loaded
+    if is_path and not Path(place).is_file():
+        raise TargetError(f"{text}: there is no file {place}")
+    # As python itself does for a script, and for -m.
+    folder = str(Path(place).resolve().parent if is_path else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return _from_file(Path(place)) if is_path else importlib.import_module(place)
+    except Exception as error:
+        raise TargetError(
+            f"{text}: importing {place} raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_file(module: ModuleType, place: str) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == Path(place).resolve()
+
+
+def _from_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _function(text: str, module: ModuleType, name: str) -> Callable[[], Any]:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise TargetError(f"{text}: {module.__name__} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TargetError(f"{text}: {name} is {type(found).__name__}, not a function")
+    function: Callable[[], Any] = found
+    return function
+
+
+def _check_callable_alone(text: str, name: str, function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TargetError(
+            f"{text}: {name}() cannot be called without arguments ({error}); name a function that "
+            "makes what it needs itself"
+        ) from error
+    except ValueError:  # a builtin without a signature
+        return

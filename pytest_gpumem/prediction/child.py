@@ -1,0 +1,207 @@
+"""A plugin for a process of its own: tests run on simulated GPUs, and what they took is told.
+
+The process is pytest with the arguments of the one that asks, so that its conftest files, ini file,
+options and plugins apply. What must not happen twice is switched off: reports, caches, baselines,
+workers, debuggers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.device.select import SELECTOR, DeviceSelector
+from pytest_gpumem.options import DEFAULT_GPU, DeviceChoice
+from pytest_gpumem.session.results import ATTRIBUTE
+from pytest_gpumem.simulated.gpus import GpuModel, Machine
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.device.simulated import SimulatedDevice
+
+REQUEST = "PYTEST_GPUMEM_REQUEST"
+"""The environment variable with the path of a :class:`Request`."""
+
+UNBOUNDED = 1 << 50
+"""Memory of a device on which everything fits, to see how much a program would need."""
+
+_OPTIONS: dict[str, Any] = {
+    "gpumem_all": True,
+    "gpumem_sim_scope": "session",  # a real GPU is there while modules are imported, too
+    "gpumem_update_baselines": None,
+    "gpumem_prune_baselines": None,
+    "gpumem_report": None,
+    "gpumem_artifacts": None,
+    "dist": "no",
+    "numprocesses": None,
+    "maxfail": 0,
+    "usepdb": False,
+    "trace": False,
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "stepwise": False,
+    "xmlpath": None,
+    "report_log": None,
+    "htmlpath": None,
+    "log_file": os.devnull,
+}
+"""Of pytest and well-known plugins, by their names in ``config.option``."""
+
+INI = (
+    "gpumem_update_baselines=",
+    "gpumem_prune_baselines=false",
+    "gpumem_report=",
+    "gpumem_artifacts=",
+)
+"""What the ini file must not say, as values of ``-o``."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of the process."""
+
+    tests: tuple[str, ...]
+    """Node ids, or paths in front of ``::`` that are absolute."""
+    machines: tuple[Machine, ...]
+    answer: Path
+    unbounded: bool = False
+    """Whether a test that runs out of memory runs again with as much as it wants."""
+    basetemp: str | None = None
+    options: dict[str, Any] | None = None
+    """Further values of ``config.option``."""
+
+    def write(self, path: Path) -> None:
+        """Write it for :meth:`read`."""
+        machines = [asdict(machine) for machine in self.machines]
+        data = {**vars(self), "machines": machines, "answer": str(self.answer)}
+        path.write_text(json.dumps(data))
+
+    @classmethod
+    def read(cls, path: Path) -> Request:
+        """Read what :meth:`write` wrote."""
+        data = json.loads(path.read_text())
+        machines = tuple(_machine(machine) for machine in data["machines"])
+        rest = {"tests": tuple(data["tests"]), "answer": Path(data["answer"])}
+        return cls(**{**data, **rest, "machines": machines})
+
+
+def _machine(data: dict[str, Any]) -> Machine:
+    model = data["model"]
+    capability = tuple(model["compute_capability"])
+    return Machine(GpuModel(**{**model, "compute_capability": capability}), data["count"])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace what the command line says of tests, workers and reports."""
+    request = Request.read(Path(os.environ[REQUEST]))
+    options = {**_OPTIONS, "basetemp": request.basetemp, **(request.options or {})}
+    for name, value in options.items():
+        if hasattr(config.option, name):
+            setattr(config.option, name, value)
+    config.args = list(request.tests)
+    selector = config.stash[SELECTOR] = Simulations(request.machines[0])
+    config.pluginmanager.register(_Runs(request, selector), "gpumem-prediction")
+
+
+class Simulations(DeviceSelector):
+    """Chooses the machine of the present run, whatever the options say."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
+        self.machine = machine
+        self._devices: dict[tuple[Machine, bool], SimulatedDevice] = {}
+
+    def real(self) -> None:
+        """Return nothing: no test is measured."""
+
+    def select(self, model: str | None, *, real_values: bool = False) -> Device:
+        """Return the simulated device of the present machine."""
+        key = self.machine, real_values
+        if key not in self._devices:
+            from pytest_gpumem.device.simulated import SimulatedDevice
+
+            self.check_torch()
+            self._devices[key] = SimulatedDevice(self.machine, real_values=real_values)
+        return self._devices[key]
+
+    def forget(self, fixture: object) -> None:
+        """Drop what any device knows of a fixture that has been torn down."""
+        for device in self._devices.values():
+            device.forget(fixture)
+
+
+class _Runs:
+    """Runs all tests on each machine."""
+
+    def __init__(self, request: Request, selector: Simulations) -> None:
+        self._request = request
+        self._selector = selector
+        self._answers: list[dict[str, Any]] = []
+        self._present: dict[str, dict[str, Any]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run the tests; what other plugins do there is for one run on one machine."""
+        if session.testsfailed:
+            return None
+        for machine in self._request.machines:
+            told = self._run(session.items, machine)
+            short = [item for item in session.items if _out_of_memory(told.get(item.nodeid))]
+            if short and self._request.unbounded:
+                large = replace(machine.model, total_memory=UNBOUNDED)
+                again = self._run(short, Machine(large, machine.count))
+                for nodeid, answer in again.items():
+                    told[nodeid] = {**answer, "fits": False}
+            self._answers += told.values()
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take what a report tells."""
+        nothing = {"nodeid": report.nodeid, "record": None, "fits": True, "problem": ""}
+        answer = self._present.setdefault(report.nodeid, {**nothing})
+        if record := getattr(report, ATTRIBUTE, None):
+            answer["record"] = record
+        if not report.passed and not answer["problem"]:
+            answer["problem"] = _problem(report)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the answer."""
+        self._request.answer.write_text(json.dumps(self._answers))
+
+    def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
+        self._selector.machine = machine
+        self._present = {}
+        # After the last test everything is torn down: the next machine has fixtures of its own.
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        return {
+            nodeid: {**answer, "gpu": machine.model.name}
+            for nodeid, answer in self._present.items()
+        }
+
+
+def _out_of_memory(answer: dict[str, Any] | None) -> bool:
+    return bool(answer and answer["record"] and answer["record"]["out_of_memory"])
+
+
+def _problem(report: pytest.TestReport) -> str:
+    """Return in one line why a test was skipped or failed."""
+    longrepr: Any = report.longrepr
+    if isinstance(longrepr, tuple):
+        return str(longrepr[2]).removeprefix("Skipped: ")
+    crash = getattr(longrepr, "reprcrash", None)
+    text = crash.message if crash else report.longreprtext
+    return next(_lines(text), report.outcome)
+
+
+def _lines(text: str) -> Iterator[str]:
+    return (line.strip() for line in text.splitlines() if line.strip())

@@ -1,0 +1,374 @@
+"""Memory by formula: parameters, gradients, optimizer state and what layers keep for backward.
+
+Bytes are those of live blocks: every tensor takes its elements' bytes rounded up to
+:data:`BLOCK`, the caching allocator's smallest block. Modules and optimizers may live on any
+device, also on ``meta``: only shapes and types are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+BLOCK = 512
+"""kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp."""
+
+Shape = Sequence[int]
+
+
+def block_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes that a tensor of ``shape`` takes on the device; an empty one takes none."""
+    return -(-prod(shape) * dtype.itemsize // BLOCK) * BLOCK
+
+
+def parameter_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Bytes of the parameters, each counted once; as if they were of ``dtype`` where one is given.
+
+    Buffers are not parameters: see :func:`buffer_bytes`.
+    """
+    return sum(block_bytes(p.shape, dtype or p.dtype) for p in model.parameters())
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """Bytes of the buffers: the running statistics of batch norm, for example."""
+    return sum(block_bytes(b.shape, b.dtype) for b in model.buffers())
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients after backward: one tensor like each parameter that requires one."""
+    return sum(block_bytes(p.shape, p.dtype) for p in model.parameters() if p.requires_grad)
+
+
+def autocast_cache_bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the copies that autocast keeps of float32 parameters until its context ends.
+
+    Of every parameter that such an operator casts and that requires grad: all weights of linear and
+    convolution layers. Source: aten/src/ATen/autocast_mode.cpp, ``cached_cast``.
+    """
+    layers = (nn.Linear, nn.modules.conv._ConvNd)
+    parameters = {
+        id(p): p
+        for layer in model.modules()
+        if isinstance(layer, layers)
+        for p in layer.parameters(recurse=False)
+        if p.requires_grad and p.dtype == torch.float32
+    }
+    return sum(block_bytes(p.shape, dtype) for p in parameters.values())
+
+
+# Optimizers.
+
+Group = Mapping[str, Any]
+State = Callable[[torch.Tensor, Group], Iterable[tuple[Shape, torch.dtype]]]
+"""The tensors on the device that an optimizer keeps of one parameter."""
+
+
+def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state on the device once it has stepped, by its options.
+
+    Source: ``_init_group`` of each module in torch/optim. Raises ``ValueError`` for an optimizer
+    that has no closed form here: of a library, or one whose state depends on the run (LBFGS).
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _STATES and kind.__module__.startswith("torch.optim"):
+            tensors = _STATES[kind.__name__]
+            break
+    else:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no closed form; there are: {', '.join(_STATES)}"
+        )
+    return sum(
+        block_bytes(shape, dtype)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+        for shape, dtype in tensors(parameter, group)
+    )
+
+
+_SCALAR: Shape = ()
+
+
+def _like(count: int, *, scalars: int = 1) -> State:
+    """``count`` tensors like the parameter, and scalars that are on the device if asked for."""
+
+    def state(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
+        yield from [(parameter.shape, parameter.dtype)] * count
+        yield from _steps(group, scalars)
+
+    return state
+
+
+def _steps(group: Group, count: int = 1) -> Iterable[tuple[Shape, torch.dtype]]:
+    # Else a step counter is a CPU tensor (torch/optim/optimizer.py, _get_scalar_dtype).
+    on_device = group.get("capturable") or group.get("fused")
+    return [(_SCALAR, torch.float32)] * count if on_device else []
+
+
+def _adam(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
+    return _like(3 if group["amsgrad"] else 2)(parameter, group)
+
+
+def _sgd(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
+    return [(parameter.shape, parameter.dtype)] if group["momentum"] else []
+
+
+def _rmsprop(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
+    count = 1 + bool(group["momentum"] > 0) + bool(group["centered"])
+    return _like(count)(parameter, group)
+
+
+def _asgd(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
+    yield parameter.shape, parameter.dtype
+    # step, eta and mu are made on the parameter's device, whatever the options.
+    yield from [(_SCALAR, torch.float32)] * 3
+
+
+def _adafactor(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
+    shape = list(parameter.shape)
+    if len(shape) < 2:
+        return [(shape, parameter.dtype)]
+    rows, columns = [*shape[:-1], 1], [*shape[:-2], 1, shape[-1]]
+    return [(rows, parameter.dtype), (columns, parameter.dtype)]
+
+
+_STATES: Mapping[str, State] = {
+    "SGD": _sgd,
+    "Adam": _adam,
+    "AdamW": _adam,
+    "Adamax": _like(2),
+    "NAdam": _like(2, scalars=2),
+    "RAdam": _like(2),
+    "Adagrad": _like(1),
+    "Adadelta": _like(2),
+    "ASGD": _asgd,
+    "RMSprop": _rmsprop,
+    "Rprop": _like(2),
+    "SparseAdam": _like(2, scalars=0),
+    "Adafactor": _adafactor,
+    "Muon": _like(1, scalars=0),
+}
+
+
+# Layers.
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a layer keeps for backward.
+
+    Its ``input`` and ``output`` are tensors that a neighbour may keep too, so that they count once;
+    ``extra`` are bytes of its own.
+    """
+
+    shape: tuple[int, ...]
+    """Of the output."""
+    input: bool = False
+    output: bool = False
+    extra: int = 0
+
+
+Layer = Callable[[Any, tuple[int, ...], torch.dtype], Kept]
+
+
+def activation_bytes(
+    layers: nn.Module | Sequence[nn.Module],
+    shape: Shape,
+    dtype: torch.dtype = torch.float32,
+    *,
+    requires_grad: bool = False,
+) -> int:
+    """Bytes that a chain of layers keeps for backward, its output included and its input not.
+
+    ``shape`` and ``dtype`` are those of the input; ``requires_grad`` says whether that needs a
+    gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises
+    ``ValueError`` for a layer that has no closed form here.
+    """
+    chain = _flattened([layers] if isinstance(layers, nn.Module) else layers)
+    current = tuple(shape)
+    graph = requires_grad
+    # The tensor between two layers: is it kept, and how large is it? The input is the caller's.
+    kept, between = True, 0
+    total = 0
+    for layer in chain:
+        rule = kept_by(layer, current, dtype)
+        graph = graph or any(p.requires_grad for p in layer.parameters())
+        if not _makes_new(layer):
+            current = rule.shape
+            kept = kept or (graph and rule.output)
+            continue
+        if graph and rule.input:
+            kept = True
+        total += between if kept else 0
+        total += rule.extra if graph else 0
+        current = rule.shape
+        kept, between = graph and rule.output, block_bytes(current, dtype)
+    return total + between
+
+
+def kept_by(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """Return what one layer keeps of an input of ``shape``.
+
+    Raises ``ValueError`` for a layer that has no closed form here.
+    """
+    for kind in type(layer).__mro__:
+        if kind in _LAYERS:
+            return _LAYERS[kind](layer, shape, dtype)
+    raise ValueError(
+        f"{type(layer).__name__} has no closed form; there are: "
+        f"{', '.join(kind.__name__ for kind in _LAYERS)}"
+    )
+
+
+def _flattened(layers: Iterable[nn.Module]) -> Iterable[nn.Module]:
+    for layer in layers:
+        if isinstance(layer, nn.Sequential):
+            yield from _flattened(layer)
+        else:
+            yield layer
+
+
+def _makes_new(layer: nn.Module) -> bool:
+    """Whether the output is a tensor of its own: not for views and in-place layers."""
+    if isinstance(layer, (nn.Identity, nn.Flatten)):
+        return False
+    if isinstance(layer, nn.Dropout) and (not layer.training or layer.p == 0):
+        return False
+    return not getattr(layer, "inplace", False)
+
+
+def _linear(layer: nn.Linear, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml, addmm: the weight's gradient needs the input; batch · in elements."""
+    return Kept((*shape[:-1], layer.out_features), input=layer.weight.requires_grad)
+
+
+def _convolution(
+    layer: nn.modules.conv._ConvNd, shape: tuple[int, ...], dtype: torch.dtype
+) -> Kept:
+    """derivatives.yaml, convolution: the input; batch · channels · height · width elements."""
+    spatial = [
+        (size + 2 * int(padding) - dilation * (kernel - 1) - 1) // stride + 1
+        for size, padding, dilation, kernel, stride in zip(
+            shape[2:],
+            _numbers(layer.padding),
+            layer.dilation,
+            layer.kernel_size,
+            layer.stride,
+            strict=True,
+        )
+    ]
+    return Kept((shape[0], layer.out_channels, *spatial), input=layer.weight.requires_grad)
+
+
+def _numbers(padding: Any) -> Sequence[int]:
+    if isinstance(padding, str):
+        raise ValueError(f"padding={padding!r} has no closed form; give it in numbers")
+    return tuple(padding)
+
+
+def _layer_norm(layer: nn.LayerNorm, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml, native_layer_norm: input, and mean and rstd of each row in float32."""
+    rows = shape[: len(shape) - len(layer.normalized_shape)]
+    return Kept(shape, input=True, extra=2 * block_bytes(rows, torch.float32))
+
+
+def _batch_norm(layer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml, native_batch_norm: input, mean and inverse deviation of each channel."""
+    return Kept(shape, input=True, extra=2 * block_bytes((shape[1],), torch.float32))
+
+
+def _embedding(layer: nn.Embedding, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml, embedding: the indices."""
+    return Kept((*shape, layer.embedding_dim), input=True)
+
+
+def _saves_input(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml: gelu, silu, softplus, elu, leaky_relu, hardswish, mish: self."""
+    return Kept(shape, input=True)
+
+
+def _saves_output(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml: relu, sigmoid, tanh, _softmax, _log_softmax: result."""
+    return Kept(shape, output=True)
+
+
+def _dropout(layer: nn.Dropout, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """native_dropout (aten/src/ATen/native/cuda/Dropout.cu): a mask of one byte per element."""
+    active = layer.training and layer.p > 0
+    return Kept(shape, extra=block_bytes(shape, torch.bool) if active else 0)
+
+
+def _max_pool(layer: nn.MaxPool2d, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """derivatives.yaml, max_pool2d_with_indices: self, and an int64 index per output element."""
+    kernel, stride, padding = (
+        _pair(value) for value in (layer.kernel_size, layer.stride, layer.padding)
+    )
+    spatial = [
+        (size + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i, size in enumerate(shape[2:])
+    ]
+    output = (*shape[:2], *spatial)
+    return Kept(output, input=True, extra=block_bytes(output, torch.int64))
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def _flatten(layer: nn.Flatten, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """A view."""
+    end = layer.end_dim % len(shape)
+    begin = layer.start_dim
+    return Kept((*shape[:begin], prod(shape[begin : end + 1]), *shape[end + 1 :]))
+
+
+def _identity(layer: nn.Identity, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
+    """The input itself."""
+    return Kept(shape)
+
+
+_LAYERS: Mapping[type[nn.Module], Layer] = {
+    nn.Linear: _linear,
+    nn.Conv1d: _convolution,
+    nn.Conv2d: _convolution,
+    nn.Conv3d: _convolution,
+    nn.LayerNorm: _layer_norm,
+    nn.modules.batchnorm._BatchNorm: _batch_norm,
+    nn.Embedding: _embedding,
+    nn.Dropout: _dropout,
+    nn.MaxPool2d: _max_pool,
+    nn.Flatten: _flatten,
+    nn.Identity: _identity,
+    **dict.fromkeys((nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax), _saves_output),
+    **dict.fromkeys(
+        (nn.GELU, nn.SiLU, nn.Softplus, nn.ELU, nn.LeakyReLU, nn.Hardswish, nn.Mish), _saves_input
+    ),
+}
+
+
+def attention_bytes(
+    batch: int, heads: int, queries: int, keys: int, head_size: int, dtype: torch.dtype, kind: str
+) -> int:
+    """Bytes that ``scaled_dot_product_attention`` keeps beside query, key and value.
+
+    ``kind`` is the kernel: ``flash`` and ``efficient`` keep the output and the logarithm of the
+    normaliser in float32, one number per query (for ``efficient`` rows are padded to 32 queries);
+    ``math`` keeps the scaled query and key, the probabilities and the output. Source:
+    derivatives.yaml, _scaled_dot_product_flash_attention and
+    _scaled_dot_product_efficient_attention; aten/src/ATen/native/transformers/attention.cpp,
+    _scaled_dot_product_attention_math.
+    """
+    output = block_bytes((batch, heads, queries, head_size), dtype)
+    if kind == "flash":
+        return output + block_bytes((batch, heads, queries), torch.float32)
+    if kind == "efficient":
+        padded = -(-queries // 32) * 32
+        return output + block_bytes((batch, heads, padded), torch.float32)
+    if kind == "math":
+        scaled = output + block_bytes((batch, heads, keys, head_size), dtype)
+        return output + scaled + block_bytes((batch, heads, queries, keys), dtype)
+    raise ValueError(f"{kind!r} is no kernel of attention; write flash, efficient or math")

@@ -1,0 +1,230 @@
+"""A model layer by layer: shapes, parameters, what is kept for backward, peaks and FLOPs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from pytest_gpumem.simulated.run import simulate
+
+
+class NoModelError(ValueError):
+    """The target calls no module; the message is one sentence for the user."""
+
+
+@dataclass
+class Run:
+    """What one call of a module did, the modules inside it included; sizes in bytes."""
+
+    kept: int = 0
+    """Allocated by the call and still there when it returned: its output, and what is saved."""
+    peak: int = 0
+    """The most that was allocated on top of what there was when it began."""
+
+
+@dataclass
+class Layer:
+    """One call of a module."""
+
+    path: str
+    kind: str
+    depth: int
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    parameters: int = 0
+    """Numbers, not bytes: those of the modules inside included, each once."""
+    flops: int = 0
+    """Of the forward pass, as torch counts them."""
+    training: Run = field(default_factory=Run)
+    inference: Run = field(default_factory=Run)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "depth": self.depth,
+            "inputs": [list(shape) for shape in self.inputs],
+            "outputs": [list(shape) for shape in self.outputs],
+            "parameters": self.parameters,
+            "flops": self.flops,
+            "training": vars(self.training),
+            "inference": vars(self.inference),
+        }
+
+
+def layers_of(target: Callable[[], Any], gpu: str = "A100-40GB") -> list[Layer]:
+    """Return the module calls of the first model that ``target`` calls, in order, outermost first.
+
+    ``target`` may also return a model, or a model and its inputs, which is then called. It runs on
+    a simulated ``gpu``. The model runs once without gradients and once with them. Raises
+    :class:`NoModelError` where no model is found.
+    """
+    with simulate(gpu):
+        analysis = _Analysis()
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(nn.Module, "__call__", analysis.calling(nn.Module.__call__))
+            try:
+                returned = target()
+                if not analysis.layers:
+                    _call(returned)
+            except _DoneError:
+                pass
+    if not analysis.layers:
+        raise NoModelError(
+            "no model was called; let the function call one, or return it with its inputs"
+        )
+    return analysis.layers
+
+
+class _DoneError(BaseException):
+    """Ends the target: everything is known."""
+
+
+def _call(returned: Any) -> None:
+    if isinstance(returned, nn.Module):
+        returned()
+    elif isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module):
+        model, *inputs = returned
+        model(*inputs)
+
+
+class _Analysis:
+    """Runs the first model twice and follows each call."""
+
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self._names: Mapping[int, str] = {}
+        self._follows: _Pass | None = None
+
+    def calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``Module.__call__``, followed."""
+
+        @functools.wraps(call)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._follows is not None:
+                with self._follows.inside(module, (args, kwargs)) as outputs:
+                    outputs.append(call(module, *args, **kwargs))
+                return outputs[0]
+            self._names = {id(part): name for name, part in module.named_modules()}
+            with torch.no_grad():
+                self._ran(call, module, args, kwargs)  # libraries take their workspaces
+                inference = self._ran(call, module, args, kwargs)
+            with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+                training = self._ran(call, module, args, kwargs, counter)
+            self.layers = _merged(training.layers, inference.layers)
+            raise _DoneError
+
+        return called
+
+    def _ran(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        counter: FlopCounterMode | None = None,
+    ) -> _Pass:
+        self._follows = _Pass(self._names, counter)
+        with self._follows.inside(module, (args, kwargs)) as outputs:
+            outputs.append(call(module, *args, **kwargs))
+        return self._follows
+
+
+@dataclass
+class _Open:
+    layer: Layer
+    before: int
+    flops_before: int
+    highest: int = 0
+
+
+class _Pass:
+    """One pass through the model."""
+
+    def __init__(self, names: Mapping[int, str], counter: FlopCounterMode | None) -> None:
+        self.layers: list[Layer] = []
+        self._names = names
+        self._counter = counter
+        self._open: list[_Open] = []
+
+    def inside(self, module: nn.Module, arguments: Any) -> _Call:
+        """Return a context around one call, whose value is where the output goes."""
+        return _Call(self, module, arguments)
+
+    def enter(self, module: nn.Module, arguments: Any) -> None:
+        """A call begins."""
+        self._reach()
+        layer = Layer(
+            path=self._names.get(id(module), ""),
+            kind=type(module).__name__,
+            depth=len(self._open),
+            inputs=tuple(_shapes(arguments)),
+            parameters=sum(p.numel() for p in module.parameters()),
+        )
+        self.layers.append(layer)
+        now = torch.cuda.memory_allocated()
+        self._open.append(_Open(layer, now, self._flops(), now))
+
+    def leave(self, outputs: Any) -> None:
+        """The call that was entered last returns."""
+        self._reach()
+        call = self._open.pop()
+        call.layer.outputs = tuple(_shapes(outputs))
+        call.layer.flops = self._flops() - call.flops_before
+        kept = torch.cuda.memory_allocated() - call.before
+        call.layer.training = Run(kept, call.highest - call.before)
+
+    def _reach(self) -> None:
+        highest = torch.cuda.max_memory_allocated()
+        for call in self._open:
+            call.highest = max(call.highest, highest)
+        torch.cuda.reset_peak_memory_stats()
+
+    def _flops(self) -> int:
+        return 0 if self._counter is None else int(self._counter.get_total_flops())
+
+
+class _Call:
+    def __init__(self, follows: _Pass, module: nn.Module, arguments: Any) -> None:
+        self._follows = follows
+        self._module = module
+        self._arguments = arguments
+        self._outputs: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        self._follows.enter(self._module, self._arguments)
+        return self._outputs
+
+    def __exit__(self, *_: object) -> None:
+        self._follows.leave(self._outputs)
+
+
+def _merged(training: list[Layer], inference: list[Layer]) -> list[Layer]:
+    """Return the calls of the training pass with the numbers of the other one beside them."""
+    by_path: dict[str, list[Layer]] = {}
+    for layer in inference:
+        by_path.setdefault(layer.path, []).append(layer)
+    for layer in training:
+        same = by_path.get(layer.path)
+        if same:
+            layer.inference = same.pop(0).training
+    return training
+
+
+def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    if isinstance(value, torch.Tensor):
+        yield tuple(value.shape)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _shapes(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _shapes(item)

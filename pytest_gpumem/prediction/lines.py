@@ -1,0 +1,195 @@
+"""Memory by source line: what each line of a function allocated and freed."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from pytest_gpumem.attribution.composition import category_of
+from pytest_gpumem.attribution.history import PARAMETERS, WORKSPACE, History, Life
+from pytest_gpumem.measurement.composition import Account
+from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.simulated.device import SimulatedGPU
+from pytest_gpumem.simulated.recorder import SimulatedRecorder
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal tensors; ``bytes`` are those of all ``count``."""
+
+    count: int
+    shape: tuple[int, ...] | None
+    dtype: str
+    kind: str
+    """``Parameter``, ``Tensor`` or ``workspace``."""
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {**vars(self), "shape": None if self.shape is None else list(self.shape)}
+
+
+@dataclass
+class Line:
+    """One line of a function, all its executions together; sizes in bytes."""
+
+    path: str
+    number: int
+    function: str
+    source: str
+    times: int = 0
+    before: int = 0
+    """Allocated when the line was reached for the first time."""
+    after: int = 0
+    """Allocated when it was left for the last time."""
+    peak: int = 0
+    """The most that was allocated meanwhile."""
+    added: tuple[Group, ...] = ()
+    removed: tuple[Group, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        groups = {
+            name: [group.to_dict() for group in getattr(self, name)]
+            for name in ("added", "removed")
+        }
+        return {**vars(self), **groups}
+
+
+@dataclass
+class _Execution:
+    """A line from when it was reached to when the next one was; positions in the history."""
+
+    code: CodeType
+    number: int
+    begin: int
+    end: int = 0
+
+
+@dataclass
+class _Follower:
+    """Follows the lines of some functions, as ``sys.settrace`` tells of them."""
+
+    codes: frozenset[CodeType]
+    position: Callable[[], int]
+    executions: list[_Execution] = field(default_factory=list)
+    _open: dict[FrameType, _Execution] = field(default_factory=dict)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow what runs inside."""
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code in self.codes else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event in ("line", "return"):
+            now = self.position()
+            if (execution := self._open.pop(frame, None)) is not None:
+                execution.end = now
+            if event == "line":
+                execution = _Execution(frame.f_code, frame.f_lineno, now)
+                self._open[frame] = execution
+                self.executions.append(execution)
+        return self._line
+
+
+def lines_of(
+    target: Callable[[], Any], functions: Iterable[Callable[..., Any]], gpu: str = "A100-40GB"
+) -> list[Line]:
+    """Run ``target`` on a simulated ``gpu`` and return what each line of ``functions`` did.
+
+    Lines stand in the order in which they were reached first. What a line calls counts to it.
+    """
+    device = SimulatedGPU.machine(gpu)[0]
+    recorder = SimulatedRecorder(device.simulation)
+    follower = _Follower(
+        frozenset(function.__code__ for function in functions),
+        lambda: recorder.positions()[device.index],
+    )
+    with device.active():
+        account = Account(recorder, "")
+        tracker = PhaseTracker(CudaStatistics(), account.positions)
+        account.begin((), None)
+        with account.watching(tracker), follower.following():
+            kept = target()
+        account.end()
+        history = account.history(device.index, tracker, ())
+        del kept
+    return _lines(history, follower.executions)
+
+
+def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
+    allocated = history.allocated()
+    found: dict[tuple[CodeType, int], list[_Execution]] = defaultdict(list)
+    for execution in executions:
+        found[execution.code, execution.number].append(execution)
+    return [
+        Line(
+            path=code.co_filename,
+            number=number,
+            function=code.co_name,
+            source=linecache.getline(code.co_filename, number).strip(),
+            times=len(times),
+            before=allocated[times[0].begin],
+            after=allocated[times[-1].end],
+            peak=max(max(allocated[one.begin : one.end + 1]) for one in times),
+            added=_groups(history, (life for one in times for life in _added(history, one))),
+            removed=_groups(history, (life for one in times for life in _removed(history, one))),
+        )
+        for (code, number), times in found.items()
+    ]
+
+
+def _added(history: History, execution: _Execution) -> Iterator[Life]:
+    for life in history.lives:
+        if execution.begin <= life.born < execution.end <= life.died:
+            yield life
+
+
+def _removed(history: History, execution: _Execution) -> Iterator[Life]:
+    for life in history.lives:
+        if life.born < execution.begin <= life.died < execution.end:
+            yield life
+
+
+def _groups(history: History, lives: Iterable[Life]) -> tuple[Group, ...]:
+    groups: dict[tuple[Any, ...], list[Life]] = defaultdict(list)
+    for life in lives:
+        origin = life.origin
+        shape = None if origin is None or origin.shape is None else tuple(origin.shape)
+        dtype = "" if origin is None or origin.dtype is None else str(origin.dtype)
+        groups[shape, dtype.removeprefix("torch."), _kind(history, life)].append(life)
+    found = [
+        Group(len(same), shape, dtype, kind, sum(life.nbytes for life in same))
+        for (shape, dtype, kind), same in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda group: (-group.bytes, str(group))))
+
+
+def _kind(history: History, life: Life) -> str:
+    category = category_of(history, life)
+    if category in (PARAMETERS, WORKSPACE):
+        return "Parameter" if category == PARAMETERS else WORKSPACE
+    return "Tensor"
+
+
+def shown(path: str) -> str:
+    """Return ``path`` relative to the current folder where it lies below it."""
+    folder = Path.cwd()
+    full = Path(path)
+    return full.relative_to(folder).as_posix() if full.is_relative_to(folder) else path

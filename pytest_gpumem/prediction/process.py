@@ -1,0 +1,106 @@
+"""Tests on simulated GPUs, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytest_gpumem.prediction.child import INI, REQUEST, Request
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.simulated.gpus import Machine
+
+
+class PredictionError(ValueError):
+    """What cannot be predicted; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one test took on one simulated machine."""
+
+    nodeid: str
+    gpu: str
+    record: TestRecord | None
+    """``None`` where it was not measured."""
+    fits: bool
+    """``False``: it ran out of memory, and ran again with as much as it wants, if asked for."""
+    problem: str
+    """Why it was skipped or failed; its numbers stand where only a verdict failed it."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the body ran to its end on the device."""
+        record = self.record
+        return record is not None and (record.judged or record.outcome == "passed")
+
+
+def run_tests(
+    tests: Sequence[str],
+    machines: Sequence[Machine],
+    *,
+    arguments: Sequence[str] = (),
+    folder: Path | None = None,
+    unbounded: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> list[Answer]:
+    """Run ``tests`` on each of ``machines``; the caller's process stays as it is.
+
+    ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
+    of the pytest that asks, and ``options`` values of its ``config.option``, by name. With
+    ``unbounded`` a test that runs out of memory runs again with as much as it wants. Raises
+    :class:`PredictionError` where pytest does not get as far as running tests.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        own = Path(temporary)
+        request = Request(
+            tuple(tests),
+            tuple(machines),
+            own / "answer.json",
+            unbounded,
+            str(own / "tmp"),
+            dict(options or {}),
+        )
+        request.write(own / "request.json")
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
+            cwd=folder,
+            env={**os.environ, REQUEST: str(own / "request.json")},
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if not request.answer.is_file():
+            raise PredictionError(_last_words(ran))
+        answers = json.loads(request.answer.read_text())
+        if not answers:
+            raise PredictionError(_last_words(ran))
+    return [_answer(answer) for answer in answers]
+
+
+def _arguments(given: Sequence[str], folder: Path) -> list[str]:
+    """Return ``given`` with ours behind its options; only tests stand behind ``--``."""
+    end = list(given).index("--") if "--" in given else len(given)
+    ini = [f"cache_dir={folder / 'cache'}", *INI]
+    own = ["-p", "pytest_gpumem.prediction.child", *(arg for text in ini for arg in ("-o", text))]
+    return [*given[:end], *own, *given[end:]]
+
+
+def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
+    """Return what pytest said: its first error, else its last line."""
+    lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
+    said = [line.strip() for line in lines if line.strip(" =")]
+    errors = [line for line in said if line.startswith(("ERROR", "E  "))]
+    return (errors or said[-1:] or [f"pytest ended with code {ran.returncode}"])[0].strip("= ")
+
+
+def _answer(data: Mapping[str, Any]) -> Answer:
+    record = data["record"]
+    return Answer(**{**data, "record": None if record is None else TestRecord.from_dict(record)})

@@ -1,0 +1,53 @@
+"""Peaks as a line over the batch, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem import simulate
+from pytest_gpumem.prediction.batch import fit_batch
+
+MIB = 1 << 20
+
+
+class Step:
+    """100 MiB of model, and 3 MiB for each sample."""
+
+    def __init__(self) -> None:
+        self.model: torch.Tensor | None = None
+
+    def __call__(self, batch: int) -> None:
+        if self.model is None:
+            self.model = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(batch * 3 * MIB, dtype=torch.uint8, device="cuda")
+
+
+def test_a_line_is_found_and_the_largest_batch_confirmed() -> None:
+    fit = fit_batch(Step(), [10, 20, 40], gpu="T4")
+    assert (fit.model_bytes, fit.bytes_per_sample, fit.residual) == (100 * MIB, 3 * MIB, 0)
+    assert fit.peaks == {10: 130 * MIB, 20: 160 * MIB, 40: 220 * MIB}
+    # 15,102.06 MiB: 100 for the model, and 5,000 samples of 3 MiB.
+    assert fit.largest == 5000
+    assert str(fit) == "100.0 MiB + batch × 3.0 MiB; largest batch in 14.75 GiB: 5000"
+
+
+def test_on_the_current_device() -> None:
+    with simulate("T4"):
+        layer = nn.Linear(1024, 1024).cuda()
+
+        def step(batch: int) -> None:
+            layer(torch.ones(batch, 1024, device="cuda")).sum().backward()
+            layer.zero_grad()
+
+        fit = fit_batch(step, [64, 128, 256], largest=False)
+    # Input and output; sum() does not keep the output, so its gradient takes its place.
+    assert fit.bytes_per_sample == 2 * 1024 * 4
+    assert fit.largest is None
+
+
+@pytest.mark.parametrize("sizes", [[8], [8, 8], [], [0, 4]])
+def test_two_sizes_are_needed(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="give at least two different batch sizes from 1 up"):
+        fit_batch(Step(), sizes, gpu="T4")
