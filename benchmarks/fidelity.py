@@ -1,191 +1,285 @@
-"""Recorded GPU traces against the same programs under simulation, event by event.
+"""How close simulation comes to recorded GPUs: every comparison, as a table or a page.
 
-    python benchmarks/fidelity.py [NAME...]
+    python benchmarks/fidelity.py [-v] [NAME...]      programs against their recorded traces
+    python benchmarks/fidelity.py --write PATH        everything, as Markdown (about ten minutes)
 
-The traces are read from $GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository).
-An event is an allocation or a free with its requested size.
+Recordings are read from $GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository);
+they are not part of it.
 """
 
 from __future__ import annotations
 
-import difflib
-import io
-import lzma
-import os
-import pickle
+import json
+import statistics
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from producers import einsum_transformer, lm_step, naive_attention, small_models
+from measured_tables import mlp_table, operator_table, usable
+from measured_tables import rows as table_rows
+from recordings import (
+    GROUND_TRUTH,
+    REPLAYED_ONLY,
+    ROOT,
+    TRACES,
+    Comparison,
+    Trace,
+    compare,
+    differences,
+    load,
+)
+from single_numbers import numbers
 
-from pytest_gpumem import simulate
 from pytest_gpumem.simulated.allocator.replay import replay
 
-ROOT = Path(__file__).resolve().parent.parent
-GROUND_TRUTH = Path(os.environ.get("GPUMEM_GROUNDTRUTH", ROOT.parent / "shared" / "groundtruth"))
-
-Event = tuple[str, int]
-"""``+`` or ``-``, and the requested bytes."""
+SAMPLE = 300
+"""Rows of the table of perceptrons that the page compares."""
 
 
-@dataclass(frozen=True)
-class Trace:
-    """One recorded trace and the program that makes it under simulation."""
-
-    file: str
-    gpu: str
-    torch: str
-    run: Callable[[Callable[[], None]], Any]
-    """Called with what marks the moment recording began; returns what lives at the end."""
-
-
-NIU = "NiuHuangxiaozi__assignment2-systems__"
-
-TRACES = {
-    "einsum-forward-100": Trace(
-        f"{NIU}forward_memory_snapshot_100",
-        "RTX-4060",
-        "2.6",
-        lambda start: einsum_transformer.forward(100),
-    ),
-    "einsum-forward-200": Trace(
-        f"{NIU}forward_memory_snapshot_200",
-        "RTX-4060",
-        "2.6",
-        lambda start: einsum_transformer.forward(200),
-    ),
-    "einsum-forward-200-bf16": Trace(
-        f"{NIU}forward_memory_snapshot_200_mixed_precision",
-        "RTX-4060",
-        "2.6",
-        lambda start: einsum_transformer.forward(200, autocast=True),
-    ),
-    "einsum-training-100": Trace(
-        f"{NIU}forward_and_backward_memory_snapshot_100",
-        "RTX-4060",
-        "2.6",
-        lambda start: einsum_transformer.training(100),
-    ),
-    "naive-attention": Trace(
-        "silmont2000__assignment2-systems__mem_snapshot",
-        "RTX-4060",
-        "2.6",
-        lambda start: naive_attention.step(),
-    ),
-    "large-linear": Trace(
-        "shreyansh26__MLSys-Experiments__profile_grad",
-        "H100",
-        "2.6",
-        lambda start: small_models.large_linear(),
-    ),
-    "lm-small-forward": Trace(
-        "CliffKai__assignment2-systems__memory_snapshot_small_fwd",
-        "H100",
-        "2.6",
-        lambda start: lm_step.step("small", False, start),
-    ),
-    "lm-medium-training": Trace(
-        "CliffKai__assignment2-systems__memory_snapshot_medium_bwd",
-        "H100",
-        "2.6",
-        lambda start: lm_step.step("medium", True, start),
-    ),
-    "tiny-steps": Trace("Da1sypetals__tomi__snapshot", "RTX-4060", "2.6", small_models.tiny_steps),
-}
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a memory snapshot")
-
-
-def load(name: str) -> dict[str, Any]:
-    """The snapshot called ``name``: dicts, lists, strings and numbers only."""
-    with lzma.open(GROUND_TRUTH / "snapshots" / f"{name}.pickle.xz") as file:
-        data = file.read()
-    snapshot: dict[str, Any] = _Plain(io.BytesIO(data)).load()
-    return snapshot
-
-
-def events(trace: Iterable[Any]) -> list[Event]:
-    """Allocations and frees of a trace of dicts or of trace entries."""
-    signs = {"alloc": "+", "free_requested": "-"}
-    found = []
-    for entry in trace:
-        action, size = (
-            (entry["action"], entry["size"])
-            if isinstance(entry, dict)
-            else (entry.action, entry.size)
-        )
-        if action in signs:
-            found.append((signs[action], size))
-    return found
-
-
-def differences(recorded: list[Event], simulated: list[Event]) -> list[str]:
-    """Every stretch in which the two sequences differ, in words."""
-    matcher = difflib.SequenceMatcher(None, recorded, simulated, autojunk=False)
-    found = []
-    for tag, i, j, k, m in matcher.get_opcodes():
-        if tag != "equal":
-            found.append(f"{i}: recorded {_text(recorded[i:j])}, simulated {_text(simulated[k:m])}")
-    return found
-
-
-def _text(stretch: list[Event]) -> str:
-    if not stretch:
-        return "nothing"
-    return " ".join(f"{sign}{size:,}" for sign, size in stretch[:8]) + " ..." * (len(stretch) > 8)
-
-
-def first_difference(recorded: list[Event], simulated: list[Event]) -> int | None:
-    """Index of the first event that differs; ``None`` if all are equal."""
-    for index, (one, other) in enumerate(zip(recorded, simulated)):  # noqa: B905  # shorter one counts
-        if one != other:
-            return index
-    return None if len(recorded) == len(simulated) else min(len(recorded), len(simulated))
-
-
-def compare(name: str, trace: Trace, verbose: bool) -> str:
-    """One row of the table, and with ``verbose`` the differences below it."""
-    snapshot = load(trace.file)
-    recorded = max(snapshot["device_traces"], key=len)
-    started = time.perf_counter()
-    with simulate(trace.gpu, torch_version=trace.torch, alloc_conf="") as gpu:
-        began = [0]
-        alive = trace.run(lambda: began.__setitem__(0, len(gpu.trace)))
-        simulated = events(gpu.trace[began[0] :])
-        peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        del alive
-    seconds = time.perf_counter() - started
-    wanted = events(recorded)
-    first = first_difference(wanted, simulated)
-    result = replay(snapshot)
-    wanted_peak = result.peak_allocated, result.peak_reserved
-    row = (
-        f"{name:26} {len(wanted):7,} {len(simulated):7,} {'none' if first is None else first:>7} "
-        f"{wanted_peak[0]:14,} {peak[0]:14,} {wanted_peak[1]:14,} {peak[1]:14,} {seconds:6.1f}"
-    )
-    if verbose and first is not None:
-        row += "".join(f"\n    {line}" for line in differences(wanted, simulated)[:40])
-    return row
-
-
-def main() -> None:
-    """Print the table."""
-    names = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+def print_table(names: list[str], verbose: bool) -> None:
+    """Compare the programs whose name contains one of ``names``; all without names."""
     print(
         f"{'trace':26} {'events':>7} {'sim':>7} {'first':>7} {'peak allocated':>14} {'sim':>14} "
         f"{'peak reserved':>14} {'sim':>14} {'s':>6}"
     )
     for name, trace in TRACES.items():
-        if not names or any(part in name for part in names):
-            print(compare(name, trace, "-v" in sys.argv), flush=True)
+        if names and not any(part in name for part in names):
+            continue
+        found = compare(trace)
+        first = found.first_difference
+        (allocated, reserved), (allocated_here, reserved_here) = (
+            found.recorded_peaks,
+            found.simulated_peaks,
+        )
+        print(
+            f"{name:26} {len(found.recorded):7,} {len(found.simulated):7,} "
+            f"{'none' if first is None else first:>7} {allocated:14,} {allocated_here:14,} "
+            f"{reserved:14,} {reserved_here:14,} {found.seconds:6.1f}",
+            flush=True,
+        )
+        if verbose and first is not None:
+            for line in differences(found.recorded, found.simulated)[:40]:
+                print(f"    {line}")
+
+
+# The page.
+
+
+def page() -> Iterator[str]:
+    """Lines of Markdown."""
+    yield "# Fidelity"
+    yield ""
+    yield (
+        "How close the simulated device comes to real GPUs. Every number on this page was made by "
+        f"`python benchmarks/fidelity.py --write docs/fidelity.md` with torch {torch.__version__}. "
+        "The recordings and measurements are other people's, from public repositories; they are "
+        "not part of this one (`GPUMEM_GROUNDTRUTH` names their folder). *Equal* means equal to "
+        "the byte."
+    )
+    for section in (allocators, programs, perceptrons, operators, single, speed, unmatched):
+        yield ""
+        yield from section()
+
+
+def allocators() -> Iterator[str]:
+    """Recorded requests through the simulated allocator."""
+    yield "## The allocator alone"
+    yield ""
+    yield (
+        "The requests of a recorded memory snapshot, in their order, through the simulated caching "
+        "allocator (`gpumem replay`). *Exact* addresses are those that the real allocator gave; "
+        "*all equal* includes segments, statistics and the final layout."
+    )
+    yield ""
+    yield from header("recording", "allocations", "exact addresses", "all equal")
+    manifest = json.loads((GROUND_TRUTH / "snapshots" / "MANIFEST.json").read_text())
+    exact = total = 0
+    for entry in manifest:
+        name = entry["file"].removesuffix(".pickle.xz")
+        result = replay(load(name))
+        exact, total = exact + result.exact_addresses, total + result.total
+        yield row(name, result.total, result.exact_addresses, "yes" if result.exact else "no")
+    yield row(f"**{len(manifest)} recordings**", total, exact, "")
+
+
+def programs() -> Iterator[str]:
+    """Programs under simulation, event by event."""
+    yield "## Programs against their recorded traces"
+    yield ""
+    yield (
+        "The program behind a recording, written anew (`benchmarks/producers`) and run under "
+        "simulation: every allocation and free with its size, in order, and the highest bytes "
+        "while recording. The rules are those of the torch named; composite operators are those "
+        "of the torch that runs."
+    )
+    yield ""
+    yield from header(
+        "program", "GPU, torch", "events", "events equal", "peak allocated", "peak reserved"
+    )
+    notes = []
+    for name, trace in TRACES.items():
+        found = compare(trace)
+        same, note = verdict(trace, found)
+        if note:
+            notes.append(f"- {name}: {note}")
+        yield row(
+            name,
+            f"{trace.gpu}, {trace.torch}{', WSL 2' if trace.wsl else ''}",
+            len(found.recorded),
+            same,
+            *map(beside, found.recorded_peaks, found.simulated_peaks),
+        )
+    if notes:
+        yield ""
+        yield "What differs:"
+        yield ""
+        yield from notes
+    yield ""
+    yield "Not run as programs, only replayed above:"
+    yield ""
+    yield from (f"- {name}: {reason}" for name, reason in REPLAYED_ONLY.items())
+
+
+def verdict(trace: Trace, found: Comparison) -> tuple[str, str]:
+    """How many events are equal, and what differs."""
+    first = found.first_difference
+    if first is None:
+        return "all", "" if found.exact else trace.note
+    if found.reordered:
+        return "all, in another order", trace.note
+    stretches = differences(found.recorded, found.simulated)
+    note = trace.note or f"{len(stretches)} stretches differ, the first at {stretches[0]}"
+    return f"up to {first:,}", note
+
+
+def perceptrons() -> Iterator[str]:
+    """nvidia-smi while perceptrons train."""
+    table = mlp_table(SAMPLE)
+    every = sum(usable(each) for each in table_rows("gpumemnet_mlp.csv"))
+    yield "## 300 training runs against nvidia-smi"
+    yield ""
+    yield (
+        "Perceptrons of random shape trained for a minute with Adam on an A100 "
+        "(itu-rad/GPUMemNet): the highest `memory.used` beside simulated reserved memory plus one "
+        f"constant, {table.context:.0f} MiB of CUDA context, over a random sample of "
+        f"{len(table.rows)} of {every:,} rows that did not fail."
+    )
+    yield ""
+    yield from header("", "share of rows")
+    yield row("equal to the MiB", f"{table.within(0):.1%}")
+    yield row("within 2 MiB", f"{table.within(2):.1%}")
+    yield row("within 20 MiB", f"{table.within(20):.1%}")
+    yield ""
+    yield (
+        f"Median error {statistics.median(table.errors):.0f} MiB, 95th percentile "
+        f"{table.percentile(0.95):.0f} MiB, largest {table.errors[-1]:.0f} MiB. What is left is "
+        "mostly the choice between free blocks of one size, which torch makes by address: the "
+        "driver's addresses are modelled, not known."
+    )
+
+
+def operators() -> Iterator[str]:
+    """Peak allocated of single operators."""
+    found = list(operator_table())
+    equal = sum(same for *_, same in found)
+    yield "## Single operators"
+    yield ""
+    yield (
+        "Peak allocated of one PyTorch operator or module (the torch rows of Liger-Kernel's "
+        f"benchmark, below 16 GiB), in MiB: {equal} of {len(found)} equal to the printed precision."
+    )
+    yield ""
+    yield from header("operator", "mode", "size", "GPU", "measured", "simulated")
+    for each, simulated, same in found:
+        text = f"{simulated:.4f}" if not same else "equal"
+        yield row(each["operator"], each["mode"], each["x"], each["gpu"], each["peak_mib"], text)
+
+
+def single() -> Iterator[str]:
+    """Numbers stated on their own."""
+    yield "## Single numbers"
+    yield ""
+    yield from header("what", "source", "measured", "simulated", "off", "")
+    for number in numbers():
+        off = number.simulated / number.measured - 1
+        yield row(
+            number.what,
+            number.source,
+            f"{number.measured:,.0f} {number.unit}",
+            "equal" if not off else f"{number.simulated:,.0f} {number.unit}",
+            "" if not off else f"{off:+.1%}",
+            number.note,
+        )
+
+
+def speed() -> Iterator[str]:
+    """What the other benchmarks print."""
+    yield "## Speed"
+    yield ""
+    yield "On the machine that made this page:"
+    for script in ("training_step.py", "large_model.py"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "benchmarks" / script)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        yield ""
+        yield f"`python benchmarks/{script}`"
+        yield ""
+        yield "```text"
+        yield from done.stdout.rstrip().splitlines()
+        yield "```"
+
+
+def unmatched() -> Iterator[str]:
+    """Known differences and their causes."""
+    yield "## Known not to match"
+    yield ""
+    yield from (f"- {line}" for line in _UNMATCHED)
+
+
+_UNMATCHED = (
+    "The order of frees when an autocast region ends: torch keeps the casts in a hash map of host "
+    "addresses. Their sizes and their number are equal, and so are peaks.",
+    "Ties between free blocks of one size are broken by address, and the driver's addresses are a "
+    "model read from recordings of Linux (32 MiB ranges downwards). Reserved memory can be off by "
+    "a segment, allocated memory by the unsplit rest of a block.",
+    "Composite operators run as the installed torch takes them apart: `einsum` of torch 2.6 and of "
+    "2.13 order the operands of their product differently, which decides layouts and with them "
+    "buffers of reductions.",
+    "cuDNN's workspaces are estimates, reported as such: image models trained in large batches are "
+    "off by what cuDNN chose.",
+    "The CUDA context, and what lies outside the allocator, is not simulated.",
+)
+
+
+def header(*names: str) -> Iterable[str]:
+    """The first two lines of a table."""
+    return row(*names), row(*("---" for _ in names))
+
+
+def row(*cells: object) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(f"{c:,}" if isinstance(c, int) else str(c) for c in cells) + " |"
+
+
+def beside(recorded: int, simulated: int) -> str:
+    """``equal``, or both numbers and how far they are apart."""
+    if recorded == simulated:
+        return f"{recorded:,}, equal"
+    return f"{recorded:,}, simulated {simulated:,} ({simulated / recorded - 1:+.3%})"
+
+
+def main() -> None:
+    """Print a table or write the page."""
+    arguments = sys.argv[1:]
+    if "--write" in arguments:
+        Path(arguments[arguments.index("--write") + 1]).write_text("\n".join(page()) + "\n")
+        return
+    print_table([name for name in arguments if not name.startswith("-")], "-v" in arguments)
 
 
 if __name__ == "__main__":

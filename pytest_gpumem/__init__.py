@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pytest_gpumem.prediction.batch import fit_batch as fit_batch
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
     from pytest_gpumem.simulated.allocator.replay import replay as replay
+    from pytest_gpumem.simulated.described import simulate_operator as simulate_operator
     from pytest_gpumem.simulated.run import simulate as simulate
 
-__all__ = ["Gpumem", "replay", "simulate"]
+__all__ = ["Gpumem", "fit_batch", "replay", "simulate", "simulate_operator"]
+
+_PLACES = {
+    "Gpumem": "session.fixture",
+    "fit_batch": "prediction.batch",
+    "replay": "simulated.allocator.replay",
+    "simulate": "simulated.run",
+    "simulate_operator": "simulated.described",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Importing the package must not import torch: pytest does so in every project.
-    if name == "simulate":
-        from pytest_gpumem.simulated.run import simulate
-
-        return simulate
-    if name == "replay":
-        from pytest_gpumem.simulated.allocator.replay import replay
-
-        return replay
-    if name == "Gpumem":
-        from pytest_gpumem.session.fixture import Gpumem
-
-        return Gpumem
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -173,7 +173,7 @@ def _count(least: int) -> Callable[[object], int]:
 
 def _gpus(value: object) -> tuple[str, ...]:
     # Most test suites name no GPU, and every one with the plugin installed imports this module.
-    from pytest_gpumem.simulated.gpus import GpuError, find_gpu
+    from pytest_gpumem.simulated.gpus import GpuError, find_machine
 
     names = [value] if isinstance(value, str) else value
     if (
@@ -182,7 +182,7 @@ def _gpus(value: object) -> tuple[str, ...]:
         or not all(isinstance(name, str) for name in names)
     ):
         raise MarkerError(f'{value!r} is not a GPU model; write one like "A100-40GB", or a list')
-    models = tuple(find_gpu(name).name for name in names)
+    models = tuple(find_machine(name).name for name in names)
     for model in models:
         if models.count(model) > 1:
             raise GpuError(f"{value!r} names {model} twice; name each GPU model once")

@@ -37,12 +37,22 @@ _VALUE_FLAGS = {
 }
 _VALUES = {
     "gpumem_device": (
-        "auto|cuda|cuda:N|sim|sim:MODEL[,MODEL...]|off",
+        "auto|cuda|cuda:N|sim|sim:MODEL[*N][,MODEL...]|off",
         "where marked tests run (default: auto, a GPU if there is one, else sim)",
     ),
     "gpumem_sim_scope": (
         "test|session",
         "the simulated GPU exists only inside marked tests, or always (default: test)",
+    ),
+    "gpumem_sim_values": (
+        "auto|always|never",
+        "compute real values on the CPU: in a second run of a test that needs them, or always "
+        "(default: auto)",
+    ),
+    "gpumem_explain": (
+        "failed|always|never",
+        "on a GPU, record where memory is allocated in a second run of a failing test, or in every "
+        "test (default: failed; a simulated GPU always does)",
     ),
     "gpumem_baselines": ("DIR", "folder of the stored baselines (default: baselines)"),
     "gpumem_tolerance": ("TOLERANCE", 'how far a baseline may be exceeded, like "1%% + 1MiB"'),
@@ -85,6 +95,7 @@ class Settings:
 
     device: DeviceChoice
     sim_scope: Literal["test", "session"]
+    sim_values: Literal["auto", "always", "never"]
     all: bool
     baselines: Path
     update: Literal["all", "new"] | None
@@ -94,6 +105,7 @@ class Settings:
     reports: tuple[ReportTarget, ...]
     history: Literal["python", "all"] | None
     """``None`` where the user leaves it to the plugin."""
+    explain: Literal["failed", "always", "never"]
     artifacts: Path | None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
@@ -150,6 +162,7 @@ def settings_from(config: pytest.Config) -> Settings:
     return Settings(
         device=reader.one("gpumem_device", _device) or _device("auto"),
         sim_scope=reader.one("gpumem_sim_scope", _choice("test", "session")) or "test",
+        sim_values=reader.one("gpumem_sim_values", _choice("auto", "always", "never")) or "auto",
         all=bool(reader.flag("gpumem_all")),
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
         update=reader.one("gpumem_update_baselines", _choice("all", "new")),
@@ -158,6 +171,7 @@ def settings_from(config: pytest.Config) -> Settings:
         tolerance=tolerance,
         reports=reader.reports(),
         history=reader.one("gpumem_history", _choice("python", "all")),
+        explain=reader.one("gpumem_explain", _choice("failed", "always", "never")) or "failed",
         artifacts=reader.path("gpumem_artifacts"),
         defaults=_marker_defaults(reader, tolerance),
     )
@@ -311,7 +325,10 @@ def _device(value: str) -> DeviceChoice:
     if kind == "cuda" and rest.isascii() and rest.isdecimal():
         return DeviceChoice("cuda", index=int(rest))
     if kind == "sim" and rest:
-        return DeviceChoice("sim", models=_models(rest))
+        try:
+            return DeviceChoice("sim", models=_models(rest))
+        except ValueError as error:
+            raise ValueError(f"{value!r}: {error}") from None
     raise ValueError(f"{value!r} is not a device; write {_VALUES['gpumem_device'][0]}")
 
 

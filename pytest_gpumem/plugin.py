@@ -9,7 +9,7 @@ import pytest
 
 from pytest_gpumem.marker import MARKER
 from pytest_gpumem.options import add_options
-from pytest_gpumem.session.results import Results, skip_unsimulated
+from pytest_gpumem.session.results import Results, hide_own_frames, skip_unsimulated
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 
 if TYPE_CHECKING:
@@ -77,8 +77,15 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
     Innermost, because it may skip: an outer wrapper's set-up has to have happened by then.
     """
-    item.config.stash[SESSION].begin(item)
-    return (yield)
+    session = item.config.stash[SESSION]
+    session.begin(item)
+    try:
+        return (yield)
+    except BaseException as error:
+        again = session.second_run(item, error)
+        if again is None:
+            raise
+    again.set_up()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -100,8 +107,17 @@ def pytest_fixture_post_finalizer(
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Measure and judge the body."""
-    with item.config.stash[SESSION].calling():
-        return (yield)
+    session = item.config.stash[SESSION]
+    try:
+        with session.calling():
+            yield
+        again = session.second_run(item)
+    except BaseException as error:
+        again = session.second_run(item, error)
+        if again is None:
+            raise
+    if again is not None:
+        again.call()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -118,6 +134,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Put the record on the final report of the call."""
+    if call.excinfo is not None:
+        hide_own_frames()
     report = yield
     if call.excinfo is not None:
         skip_unsimulated(item, report, call.excinfo.value)

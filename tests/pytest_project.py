@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch  # noqa: F401  # before pytester forgets what a run imports: numpy loads only once
 
 DEVICE = "--gpumem-device=sim:T4"
 
@@ -40,9 +41,16 @@ class Project:
     def write_ini(self, text: str) -> None:
         self._pytester.makeini("[pytest]\n" + _dedented(text))
 
-    def run(self, *args: str, device: str = DEVICE, use: tuple[str, ...] = ()) -> pytest.RunResult:
-        """Run pytest in this process; ``use`` names further plugins."""
-        return self._pytester.runpytest_inprocess(*_arguments(args, device, use))
+    def run(
+        self,
+        *args: str,
+        device: str = DEVICE,
+        use: tuple[str, ...] = (),
+        plugins: Sequence[object] = (),
+    ) -> pytest.RunResult:
+        """Run pytest in this process; ``use`` names further plugins, ``plugins`` are such."""
+        arguments = _arguments(args, device, use)
+        return self._pytester.runpytest_inprocess(*arguments, plugins=plugins)
 
     def run_apart(
         self, *args: str, device: str = DEVICE, use: tuple[str, ...] = ()
@@ -64,6 +72,8 @@ class Project:
         data = json.loads((self.path / "report.json").read_text())
         # A test's environment stands in the report only where it is not the most common one.
         common = {"environment": data["environment"]}
+        for test in data["tests"]:
+            _sums_to_its_peaks(test["measurement"])
         return {test["nodeid"]: {**common, **test} for test in data["tests"]}
 
     def baselines(self) -> dict[str, Mapping[str, Any]]:
@@ -73,6 +83,16 @@ class Project:
             path.relative_to(folder).as_posix(): json.loads(path.read_text())["tests"]
             for path in sorted(folder.rglob("*.json"))
         }
+
+
+def _sums_to_its_peaks(measurement: Mapping[str, Any] | None) -> None:
+    """Hold every test that any test runs to it: what holds the bytes sums to the peak."""
+    if measurement is None:
+        return
+    composed = [(name, p) for name, p in measurement["phases"].items() if name != "setup"]
+    for name, peak in (("the test", measurement), *composed):
+        assert sum(peak["composition"].values()) == peak["peak_allocated"], name
+        assert sum(site["bytes"] for site in peak["sites"]) == peak["peak_allocated"], name
 
 
 def _arguments(args: tuple[str, ...], device: str, use: tuple[str, ...]) -> list[str]:

@@ -176,8 +176,11 @@ def test_a_gpu_is_named_once() -> None:
     )
 
 
-def test_several_gpus_of_a_model_are_refused_for_now() -> None:
-    assert "gpu='A100-80GB*2' asks for several simulated GPUs" in refusal(gpu="A100-80GB*2")
+def test_a_gpu_may_be_several_of_a_model() -> None:
+    assert expectation_of([gpumem(gpu=["T4", "a100-80gb * 2"])]).gpu == ("T4", "A100-80GB*2")
+    assert refusal(gpu="A100-80GB*0").startswith(
+        "gpumem marker: gpu='A100-80GB*0' does not say how many GPUs; write a number from 1 to 120"
+    )
 
 
 def test_an_unknown_keyword_gets_a_suggestion() -> None:

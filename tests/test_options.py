@@ -60,6 +60,7 @@ def test_without_options(read: Read, pytester: pytest.Pytester) -> None:
     assert read() == Settings(
         device=DeviceChoice("auto", models=("A100-40GB",)),
         sim_scope="test",
+        sim_values="auto",
         all=False,
         baselines=pytester.path / "baselines",
         update=None,
@@ -68,6 +69,7 @@ def test_without_options(read: Read, pytester: pytest.Pytester) -> None:
         tolerance=None,
         reports=(),
         history=None,
+        explain="failed",
         artifacts=None,
         defaults={},
     )
@@ -86,6 +88,7 @@ def test_the_default_gpu_is_in_the_catalogue() -> None:
         ("sim", DeviceChoice("sim", models=("A100-40GB",))),
         ("sim:t4", DeviceChoice("sim", models=("T4",))),
         ("sim:T4, H100", DeviceChoice("sim", models=("T4", "H100"))),
+        ("sim:a100-80gb*2,T4", DeviceChoice("sim", models=("A100-80GB*2", "T4"))),
         ("off", DeviceChoice("off")),
     ],
 )
@@ -98,13 +101,13 @@ def test_device(read: Read, value: str, device: DeviceChoice) -> None:
 def test_a_bad_device(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-device={value}") == (
         f"--gpumem-device={value!r} is not a device; "
-        "write auto|cuda|cuda:N|sim|sim:MODEL[,MODEL...]|off"
+        "write auto|cuda|cuda:N|sim|sim:MODEL[*N][,MODEL...]|off"
     )
 
 
 def test_an_unknown_model_gets_a_suggestion(read: Read) -> None:
     assert refusal(read, ini="gpumem_device = sim:A100").startswith(
-        "gpumem_device='A100' is not a simulated GPU; did you mean A100-40GB or A100-80GB? known: "
+        "gpumem_device='sim:A100': 'A100' is not a simulated GPU; did you mean A100-40GB or A100-80GB? known: "
     )
 
 
@@ -113,6 +116,7 @@ def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> 
         ini="""
         gpumem_device = cuda:2
         gpumem_sim_scope = session
+        gpumem_sim_values = always
         gpumem_all = true
         gpumem_baselines = stored
         gpumem_update_baselines = new
@@ -123,12 +127,14 @@ def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> 
             json:one.json
             json:two.json
         gpumem_history = all
+        gpumem_explain = always
         gpumem_artifacts = kept
         """
     )
     assert settings == Settings(
         device=DeviceChoice("cuda", index=2),
         sim_scope="session",
+        sim_values="always",
         all=True,
         baselines=pytester.path / "stored",
         update="new",
@@ -140,6 +146,7 @@ def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> 
             ReportTarget("json", pytester.path / "two.json"),
         ),
         history="all",
+        explain="always",
         artifacts=pytester.path / "kept",
         defaults={"tolerance": Tolerance(1.0, 1_048_576)},
     )
@@ -149,6 +156,7 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
     settings = read(
         "--gpumem-device=off",
         "--gpumem-sim-scope=test",
+        "--gpumem-sim-values=never",
         "--gpumem-all",
         "--gpumem-baselines=there",
         "--gpumem-update-baselines=all",
@@ -158,10 +166,12 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
         "--gpumem-report=json:a.json",
         "--gpumem-report=json:b.json",
         "--gpumem-history=python",
+        "--gpumem-explain=never",
         "--gpumem-artifacts=elsewhere",
         ini="""
         gpumem_device = cuda
         gpumem_sim_scope = session
+        gpumem_sim_values = always
         gpumem_all = false
         gpumem_baselines = stored
         gpumem_update_baselines = new
@@ -170,12 +180,14 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
         gpumem_tolerance = 5%
         gpumem_report = json:ini.json
         gpumem_history = all
+        gpumem_explain = always
         gpumem_artifacts = kept
         """,
     )
     assert settings == Settings(
         device=DeviceChoice("off"),
         sim_scope="test",
+        sim_values="never",
         all=True,
         baselines=pytester.path / "there",
         update="all",
@@ -187,6 +199,7 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
             ReportTarget("json", pytester.path / "b.json"),
         ),
         history="python",
+        explain="never",
         artifacts=pytester.path / "elsewhere",
         defaults={"tolerance": Tolerance(0.0, 0)},
     )
@@ -451,6 +464,7 @@ def test_help_shows_every_option_and_its_ini_twin(
         *("--gpumem-device", "--gpumem-sim-scope", "--gpumem-all", "--gpumem-baselines"),
         *("--gpumem-update-baselines", "--gpumem-prune-baselines", "--gpumem-require-baselines"),
         *("--gpumem-tolerance", "--gpumem-report", "--gpumem-history", "--gpumem-artifacts"),
+        "--gpumem-sim-values",
     ):
         assert f"  {option}" in options
         assert f"  {option[2:].replace('-', '_')} (" in ini

@@ -14,6 +14,7 @@ from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.measurement.recorder import Recorder
 
 
 def find_device(index: int | None, *, required: bool) -> CudaDevice | None:
@@ -69,6 +70,11 @@ class CudaDevice:
         """Bytes; initialises CUDA."""
         total: int = torch.cuda.get_device_properties(self.index).total_memory
         return total
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Nothing is recorded."""
+        return None
 
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one, if it was named: else CUDA's own choice stands."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.measurement.recorder import Recorder
 
 
 class Device(Protocol):
@@ -24,6 +25,10 @@ class Device(Protocol):
     @property
     def total_memory(self) -> int:
         """Bytes; asking a real device initialises CUDA."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What remembers every block, ``None`` where nothing is recorded."""
 
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""

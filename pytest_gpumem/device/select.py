@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from pytest_gpumem.device.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ class DeviceSelector:
 
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
-        self._simulated: dict[str, Device] = {}
+        self._simulated: dict[tuple[str, bool], Device] = {}
         self._real: Device | None = None
         self._decided = False
 
@@ -46,12 +48,13 @@ class DeviceSelector:
         """
         return expectation.gpu or (self._choice.models if self._choice.kind == "sim" else ())
 
-    def select(self, model: str | None) -> Device:
+    def select(self, model: str | None, *, real_values: bool = False) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
+        One with ``real_values`` is another device: it computes on the CPU what it simulates.
         Raises :class:`DeviceError` where the options ask for a CUDA device that is not there.
         """
-        return self.real() or self._simulate(model or self._choice.models[0])
+        return self.real() or self._simulate(model or self._choice.models[0], real_values)
 
     def check_torch(self) -> None:
         """Raise :class:`DeviceError` where torch is not installed."""
@@ -83,9 +86,14 @@ class DeviceSelector:
 
         return find_device(self._choice.index, required=self._choice.kind == "cuda")
 
-    def _simulate(self, model: str) -> Device:
-        if model not in self._simulated:
+    def _simulate(self, model: str, real_values: bool) -> Device:
+        key = model, real_values
+        if key not in self._simulated:
             from pytest_gpumem.device.simulated import SimulatedDevice
 
-            self._simulated[model] = SimulatedDevice(model)
-        return self._simulated[model]
+            self._simulated[key] = SimulatedDevice(model, real_values=real_values)
+        return self._simulated[key]
+
+
+SELECTOR = pytest.StashKey[DeviceSelector]()
+"""Of a config whose devices another plugin chooses."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import pytest
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.measurement.record import PhaseRecord
+    from pytest_gpumem.prediction.batch import BatchFit
     from pytest_gpumem.session.item import MeasuredItem
 
 
@@ -20,8 +20,6 @@ class Gpumem:
     """What a test asks of its measurement."""
 
     def __init__(self, measured: MeasuredItem) -> None:
-        # Weakly, so that watching keeps nothing alive: it would be a leak of the test's.
-        self._watched: list[tuple[ref[torch.nn.Module], ref[torch.optim.Optimizer] | None]] = []
         self._measured = measured
 
     @property
@@ -49,6 +47,9 @@ class Gpumem:
     def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Say what the bytes belong to: parameters and gradients, and the optimizer's state.
 
+        Modules that are called or moved to the device, and optimizers that step, are known anyway.
+        Nothing is kept alive by it.
+
         Raises ``TypeError`` for anything but a module and an optimizer of torch.
         """
         import torch
@@ -57,7 +58,21 @@ class Gpumem:
             raise TypeError(f"gpumem.watch(model={model!r}): give a torch.nn.Module")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"gpumem.watch(optimizer={optimizer!r}): give a torch.optim.Optimizer")
-        self._watched.append((ref(model), None if optimizer is None else ref(optimizer)))
+        self._measured.watch(model)
+        if optimizer is not None:
+            self._measured.watch(optimizer)
+
+
+    def fit_batch(
+        self, step: Callable[[int], Any], sizes: Sequence[int], *, largest: bool = True
+    ) -> BatchFit:
+        """Run ``step(batch)`` for ``sizes`` on the test's device and fit a line through its peaks.
+
+        See :func:`pytest_gpumem.fit_batch`.
+        """
+        from pytest_gpumem.prediction.batch import fit_batch
+
+        return fit_batch(step, sizes, largest=largest)
 
 
 class IdleGpumem:
@@ -85,6 +100,10 @@ class IdleGpumem:
 
     def watch(self, model: Any, optimizer: Any = None) -> None:
         """Do nothing."""
+
+    def fit_batch(self, step: Any, sizes: Any, *, largest: bool = True) -> BatchFit:
+        """Skip the test, with the reason: there is nothing to measure on."""
+        pytest.skip(f"the test calls gpumem.fit_batch, and {self._reason}")
 
 
 class _Phases(dict[str, "PhaseRecord"]):

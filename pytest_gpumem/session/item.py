@@ -8,14 +8,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from pytest_gpumem.baseline.store import BaselineError
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.composition import Account, explained_by
 from pytest_gpumem.measurement.fixtures import FixtureLedger
-from pytest_gpumem.measurement.history import recording, write_snapshot
+from pytest_gpumem.measurement.history import write_snapshot
 from pytest_gpumem.measurement.leaks import holders_of_class
 from pytest_gpumem.measurement.meter import Meter, values_of
+from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
@@ -26,9 +28,13 @@ if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.measurement.record import PhaseRecord
+    from pytest_gpumem.measurement.record import Measurement, PhaseRecord
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.judge import Judge
+
+
+EXPLAINED_BY = "all"
+"""Stacks that are recorded to explain a failure: Python's, and C++'s, which name operators."""
 
 
 class MeasuredItem:
@@ -53,14 +59,23 @@ class MeasuredItem:
         self._resources = ExitStack()
         self.device = device
         self._in_body = False
+        self.body_raised = False
+        """Whether the body failed, and not what was measured of it."""
         self._subtest_failed = False
         self._record: TestRecord | None = None
+        self._sections: list[str] = []
+        """What is shown below the failure."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
             statistics = CudaStatistics()
             starting.enter_context(statistics.screened())
-            starting.enter_context(recording(settings.history))
-            self._meter = Meter(statistics, ledger)
+            recorder = device.recorder
+            if recorder is None and (settings.history or settings.explain == "always"):
+                recorder = RecordedHistory()
+                starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
+            self._explained = recorder is not None
+            account = Account(recorder, str(item.config.rootpath)) if recorder else None
+            self._meter = Meter(statistics, ledger, account)
             device.begin_test(ledger.with_nested(_shared_before(item)))
             self._resources = starting.pop_all()
 
@@ -87,6 +102,10 @@ class MeasuredItem:
         with self._meter.tracker.window(name):
             yield
 
+    def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
+        """Let what ``holder`` holds be known as its own."""
+        self._meter.watch(holder)
+
     def phases(self) -> Mapping[str, PhaseRecord]:
         """Return the phases left so far, on the test's device."""
         return self._meter.phases(self.device.index)
@@ -96,9 +115,12 @@ class MeasuredItem:
         if self._in_body:  # a subtest's: they are reported while the body runs
             self._subtest_failed |= raised and report.failed
         elif report.when == "call" and self._record is not None:
-            if report.failed and self._record.measurement and self._record.measurement.notes:
+            measurement = self._record.measurement
+            if report.failed and measurement:
                 # A failure may come from a value that was made up.
-                report.sections.append(("gpumem", "\n".join(self._record.measurement.notes)))
+                sections = [*self._sections, *measurement.notes]
+                if sections:
+                    report.sections.append(("gpumem", "\n".join(sections)))
             record = _with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
@@ -117,17 +139,79 @@ class MeasuredItem:
                 yield
         except (pytest.skip.Exception, SimulationError):
             raise
-        except BaseException:
+        except BaseException as error:
+            self.body_raised = True
             with suppress(BaselineError):  # the body's own failure matters more
                 self._finish(passed=False)
+            if isinstance(error, torch.OutOfMemoryError):
+                self._examine()
             raise
         try:
-            self._finish(passed=self._passed())
+            self.body_raised = not self._passed()
+            self._finish(passed=not self.body_raised)
         except BaselineError as error:
             pytest.fail(str(error), pytrace=False)
         if self._record is not None and self._record.broken:
+            if not self._explained and self._settings.explain == "failed":
+                self._explain()
             self._write_snapshot()
             pytest.fail(self._judge.failure_text(self._record), pytrace=False)
+
+    def _examine(self) -> None:
+        """Find out why the body ran out of memory; unrecorded, it is run once more for that."""
+        if not self._explained and self._settings.explain == "failed":
+            recorder = RecordedHistory()
+            with recorder.during(EXPLAINED_BY), suppress(Exception):
+                self._meter.account_by(Account(recorder, str(self._item.config.rootpath)))
+                try:
+                    with self._run():
+                        self._item.runtest()
+                except torch.OutOfMemoryError:
+                    self._take_post_mortem()
+        else:
+            self._take_post_mortem()
+
+    def _take_post_mortem(self) -> None:
+        release = self.device.environment.torch.split(".")
+        found = self._meter.out_of_memory(
+            self.device.index,
+            total=self.device.total_memory,
+            version=(int(release[0]), int(release[1])),
+        )
+        if found is not None and self._record is not None:
+            self._record = replace(self._record, out_of_memory=found.to_dict())
+            self._sections.append("\n".join(found.lines()))
+
+    def _explain(self) -> None:
+        """Run the body once more, with its allocations recorded, to say who holds the bytes.
+
+        The numbers that count are those of the run before.
+        """
+        assert self._record is not None
+        judged = self._record
+        recorder = RecordedHistory()
+        try:
+            with recorder.during(EXPLAINED_BY):
+                self._meter.account_by(Account(recorder, str(self._item.config.rootpath)))
+                with self._run():
+                    self._item.runtest()
+                again = self._measured(passed=True)
+        except Exception as error:
+            self._note(
+                f"{self._item.nodeid}: nothing explains its memory, because the body does not run "
+                f"twice: {type(error).__name__}: {error}"
+            )
+            return
+        pairs = [(first, again.get(first.device)) for first in judged.measurements]
+        explained = [explained_by(one, two) if two else one for one, two in pairs]
+        self._record = self._judge.record(
+            self._item.nodeid,
+            self._expectation,
+            self.device,
+            explained[0],
+            explained[1:],
+            passed=True,
+        )
 
     def _runs(self) -> int:
         expectation = self._expectation
@@ -138,7 +222,7 @@ class MeasuredItem:
         with self._meter.running(fixtures_of(self._item)):
             self._in_body = True
             try:
-                with AutomaticPhases(self._meter.tracker).watching():
+                with self._meter.watching():
                     yield
             finally:
                 self._in_body = False
@@ -166,14 +250,8 @@ class MeasuredItem:
             self._record = replace(record, measurement=replace(record.measurement, notes=notes))
 
     def _finish(self, *, passed: bool) -> None:
-        fixtures = fixtures_of(self._item)
-        measured = {
-            index: self.device.complete(measurement)
-            for index, measurement in self._meter.measurements(
-                fixtures, self._holders(fixtures), device=self.device.index, passed=passed
-            ).items()
-        }
-        own = measured.pop(self.device.index)
+        measured = self._measured(passed=passed)
+        own = measured.pop(f"cuda:{self.device.index}")
         others = tuple(other for other in measured.values() if other.peak_allocated > 0)
         self._record = self._judge.record(
             self._item.nodeid, self._expectation, self.device, own, others, passed=passed
@@ -182,6 +260,15 @@ class MeasuredItem:
             set_user_properties(self._item.user_properties, self._record)
         if not passed:
             self._write_snapshot()
+
+    def _measured(self, *, passed: bool) -> dict[str, Measurement]:
+        """Return what the last run came to, by device."""
+        fixtures = fixtures_of(self._item)
+        found = self._meter.measurements(
+            fixtures, self._holders(fixtures), device=self.device.index, passed=passed
+        )
+        completed = map(self.device.complete, found.values())
+        return {measurement.device: measurement for measurement in completed}
 
     def _holders(self, fixtures: Sequence[FixtureDef[Any]]) -> list[Any]:
         """Return what may keep memory after the body: the values that the test was given."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,14 @@ def suggested_command(config: pytest.Config) -> str:
     """Return how pytest was started, as far as baselines depend on it."""
     device = config.getoption("gpumem_device", None)
     return f"pytest --gpumem-device={device}" if device else "pytest"
+
+
+def hide_own_frames() -> None:
+    """Let tracebacks end in the user's code: pytest leaves out modules that ask for it."""
+    own = f"{__package__.partition('.')[0]}."
+    for name, module in list(sys.modules.items()):
+        if name.startswith(own):
+            vars(module)["__tracebackhide__"] = True
 
 
 def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:

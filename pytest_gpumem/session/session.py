@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from pytest_gpumem.device.errors import DeviceError
-from pytest_gpumem.device.select import DeviceSelector
+from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.marker import Expectation, MarkerError, expectation_of
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
 from pytest_gpumem.session.results import SKIPPED_AT_IMPORT, Results
+from pytest_gpumem.session.second_run import SecondRun, second_run
+from pytest_gpumem.simulated.errors import SimulationError
+from pytest_gpumem.simulated.neutral import NeutralFloat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +45,7 @@ class GpumemSession:
         self._config = config
         self._always_active = ExitStack()
         self.settings = settings_from(config)
-        self.selector = DeviceSelector(self.settings.device)
+        self.selector = config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
         self._devices = FixtureDevices()
@@ -70,7 +73,7 @@ class GpumemSession:
             and not self.selector.off
             and _runs_tests(self._config)
         ):
-            self._ambient = _reported(self.selector, None)
+            self._ambient = self._reported(None)
             self._always_active.enter_context(self._ambient.active())
 
     def stop(self) -> None:
@@ -126,8 +129,11 @@ class GpumemSession:
             report.longrepr = "\n".join(errors)
             report.result = []
 
-    def begin(self, item: pytest.Item) -> None:
-        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence."""
+    def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
+        """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
+
+        A simulated device computes ``real_values`` where this or the options say so.
+        """
         self.current = None
         if self.selector.off or item.get_closest_marker("skip"):
             return
@@ -135,7 +141,7 @@ class GpumemSession:
             pytest.fail(problem, pytrace=False)
         expectation = self._expectation(item)
         if expectation is not None or self._measures_unmarked(_fixture_names(item)):
-            device = self._device(item, expectation)
+            device = self._device(item, expectation, real_values)
             self._devices.renew(item, self._machine(device))
             self.current = self._measured(item, expectation, device)
         else:
@@ -158,6 +164,10 @@ class GpumemSession:
             "the test's arguments"
         )
 
+    def second_run(self, item: pytest.Item, error: BaseException | None = None) -> SecondRun | None:
+        """Return the run that ``item`` needs after ``error``, ``None`` where it needs no other."""
+        return second_run(self, item, error)
+
     def calling(self) -> AbstractContextManager[None]:
         """Return the context in which pytest calls the current test."""
         return self.current.calling() if self.current else nullcontext()
@@ -177,6 +187,11 @@ class GpumemSession:
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report."""
         if self.current is not None:
+            # pytest-xdist carries builtin types only.
+            report.user_properties = [
+                (name, float(value) if isinstance(value, NeutralFloat) else value)
+                for name, value in report.user_properties
+            ]
             self.current.complete(report, raised=raised)
 
     @contextmanager
@@ -192,6 +207,7 @@ class GpumemSession:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
                 contexts.enter_context(self.current.setting_up(fixture, request))
+            contexts.enter_context(_taken_back(fixture, request))
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
@@ -205,10 +221,12 @@ class GpumemSession:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
         return None if device is None or device is self.selector.real() else device
 
-    def _device(self, item: pytest.Item, expectation: Expectation | None) -> Device:
+    def _device(
+        self, item: pytest.Item, expectation: Expectation | None, real_values: bool
+    ) -> Device:
         models = self.selector.models(expectation or Expectation())
         model = _parameter(item) or (models[0] if models else None)
-        device = _reported(self.selector, model)
+        device = self._reported(model, real_values)
         if self.selector.real() and model not in (*models[:1], None):
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
@@ -216,6 +234,14 @@ class GpumemSession:
         if expectation and expectation.min_memory is not None:
             _skip_below(expectation.min_memory, device)
         return device
+
+    def _reported(self, model: str | None, real_values: bool = False) -> Device:
+        real_values |= self.settings.sim_values == "always"
+        try:
+            return self.selector.select(model, real_values=real_values)
+        except DeviceError as error:
+            problem = str(error)
+        pytest.fail(problem, pytrace=False)
 
     def _measured(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
@@ -248,6 +274,20 @@ class GpumemSession:
         )
 
 
+@contextmanager
+def _taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take ``fixture`` back if the simulation cannot set it up, which goes on inside.
+
+    pytest does so for ordinary exceptions; any other leaves it half set up for the next test.
+    """
+    try:
+        yield
+    except SimulationError:
+        fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest
+        fixture.finish(request)  # type: ignore[arg-type]
+        raise
+
+
 def _torch_release() -> str | None:
     """Return the installed release of torch, which collecting must not import."""
     from importlib.metadata import PackageNotFoundError, version
@@ -256,14 +296,6 @@ def _torch_release() -> str | None:
         return version("torch")
     except PackageNotFoundError:
         return None
-
-
-def _reported(selector: DeviceSelector, model: str | None) -> Device:
-    try:
-        return selector.select(model)
-    except DeviceError as error:
-        problem = str(error)
-    pytest.fail(problem, pytrace=False)
 
 
 def _skip(reason: str) -> NoReturn:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
+from pytest_gpumem.simulated.allocator.addresses import DriverAddresses
+from pytest_gpumem.simulated.allocator.allocator import DEVICE_ADDRESSES, FIRST_ADDRESS
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.allocator.trace import TraceEntry
-from pytest_gpumem.simulated.callsite import current_stack
-from pytest_gpumem.simulated.gpus import GpuModel, find_gpu
+from pytest_gpumem.simulated.callsite import Provenance, provenance
+from pytest_gpumem.simulated.estimates import Estimates
+from pytest_gpumem.simulated.gpus import GpuError, GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.simulation import Simulation
 from pytest_gpumem.simulated.storages import SimulatedStorage
 from pytest_gpumem.simulated.workspaces import Version, Workspaces
@@ -28,6 +36,7 @@ class SimulatedGPU:
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
     CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment. ``torch_version`` (``"2.6"``) says
     whose rules the allocator and the workspaces follow; the default is the torch that runs.
+    With ``real_values`` all values are computed on the CPU.
     Raises ``ValueError`` for an unknown model, version or setting.
     """
 
@@ -39,11 +48,15 @@ class SimulatedGPU:
         torch_version: str | None = None,
         cublas_workspace_config: str | None = None,
         index: int = 0,
+        real_values: bool = False,
+        timeline: Timeline | None = None,
     ) -> None:
-        self.model = model if isinstance(model, GpuModel) else find_gpu(model)
+        self.model = model if isinstance(model, GpuModel) else _single(model)
         self.version = parse_version(torch_version)
         self.index = index
-        self.stream = 0
+        self._real_values = real_values
+        self.timeline = Timeline() if timeline is None else timeline
+        self.uncached = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"
         self.torch_device = torch.device("cuda", index)
         self.alloc_conf = alloc_conf_of_process(self.version) if alloc_conf is None else alloc_conf
         self.cublas_workspace_config = (
@@ -60,8 +73,34 @@ class SimulatedGPU:
             self.cublas_workspace_config,
             lambda: torch._C._current_graph_task_id() != -1,
         )
-        self.simulation = Simulation([self])
         self._open_logs: list[SetupLog] = []
+        self.estimates = Estimates(self._allocated_and_peak)
+
+    @classmethod
+    def machine(cls, name: str | GpuModel | Machine, **settings: Any) -> tuple[SimulatedGPU, ...]:
+        """The GPUs of the machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
+
+        ``settings`` are those of the constructor, and so are the errors.
+        """
+        machine = find_machine(name)
+        timeline = Timeline()
+        gpus = tuple(
+            cls(machine.model, index=i, timeline=timeline, **settings) for i in range(machine.count)
+        )
+        simulation = Simulation(gpus, real_values=gpus[0]._real_values)
+        for gpu in gpus:
+            gpu.simulation = simulation
+        return gpus
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The machine that this device is in; alone where nobody put it into another."""
+        return Simulation([self], real_values=self._real_values)
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that work goes to now."""
+        return self.simulation.streams.current(self.index)
 
     @property
     def environment(self) -> Environment:
@@ -69,7 +108,7 @@ class SimulatedGPU:
         major, minor = self.model.compute_capability
         return Environment(
             simulated=True,
-            gpu=self.model.name,
+            gpu=Machine(self.model, len(self.simulation.gpus)).name,
             compute_capability=f"{major}.{minor}",
             torch=f"{self.version[0]}.{self.version[1]}",
             alloc_conf=self.alloc_conf,
@@ -102,7 +141,8 @@ class SimulatedGPU:
             log.events += trace[log.position :]
             if outer is not None:
                 outer.position = len(trace)
-            log.records = self.simulation.storages.at({event.addr for event in log.events})
+            addresses = {event.addr for event in log.events}
+            log.records = self.simulation.storages.at(addresses, self.allocator)
 
     def renew(self, logs: Iterable[SetupLog]) -> None:
         """Go on with an empty allocator in which only ``logs`` have happened, in this order.
@@ -130,28 +170,42 @@ class SimulatedGPU:
         memory.trace.clear()
         memory.reset_peak_stats()
         self.allocator = self.workspaces.memory = memory
+        self.estimates = Estimates(self._allocated_and_peak)
 
     @property
     def left_behind(self) -> int:
         """Bytes of live blocks that :meth:`renew` did not take along."""
         return sum(
             record.allocator.block(record.address)
-            for record in self.simulation.storages.by_key.values()
+            for record in list(self.simulation.storages.by_key.values())
             if record.device is self and record.allocator is not self.allocator and record.address
         )
 
     def _empty_memory(self) -> Memory:
-        return Memory(
+        memory = Memory(
             self.model.total_memory,
             settings=self._settings,
             version=self.version,
             device=self.index,
+            place_segment=DriverAddresses(FIRST_ADDRESS + (self.index + 1) * DEVICE_ADDRESSES),
+            timeline=self.timeline,
         )
+        memory.enable_caching(not self.uncached)
+        return memory
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that readers of the numbers have to know."""
-        return tuple(self.simulation.notes)
+        estimate = self.estimates.note
+        return (*self.simulation.notes, *([] if estimate is None else [estimate]))
+
+    @property
+    def estimated(self) -> int:
+        """Bytes of the highest peak allocated whose number only a closed library knows."""
+        return self.estimates.in_peak
+
+    def _allocated_and_peak(self) -> tuple[int, int]:
+        return self.allocator.allocated, self.allocator.peak_allocated
 
 
 @dataclass(eq=False)
@@ -165,19 +219,98 @@ class SetupLog:
 
 
 class Memory(Allocator):
-    """The caching allocator, with stacks, and torch's own exception when the GPU is full."""
+    """The caching allocator, with stacks, and torch's own exception when the GPU is full.
+
+    Python's garbage collector may run wherever an object is made, here too, and the storages that
+    it finds give back their blocks at once. In C++ it cannot come in between: what is freed while
+    an operation is under way waits for its end.
+    """
 
     history = True
     """Whether allocations remember where in the code they were made."""
 
+    def __init__(self, total_memory: int, **options: Any) -> None:
+        self._busy = False
+        self._freed_meanwhile: deque[tuple[int, Any]] = deque()
+        super().__init__(total_memory, **options)
+
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes; raises ``torch.OutOfMemoryError``."""
         if context is None and self.history:
-            context = current_stack()
+            context = provenance()
+        self._busy = True
         try:
-            return super().malloc(size, stream, context)
+            address = Allocator.malloc(self, size, stream, context)
+            if address and isinstance(context, Provenance):
+                context.nbytes = self.block(address)
+            return address
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(str(error)) from None
+        finally:
+            self._busy = False
+            if self._freed_meanwhile:
+                self._free_late()
+
+    def free(self, address: int, context: Any = None) -> None:
+        """Give a block back, after the operation that is under way."""
+        if self._busy:
+            self._freed_meanwhile.append((address, context))
+            return
+        self._busy = True
+        try:
+            Allocator.free(self, address, context)
+        finally:
+            self._busy = False
+            if self._freed_meanwhile:
+                self._free_late()
+
+    def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
+        """Return every segment without a live block to the device."""
+        with self._undisturbed():
+            super().empty_cache(pool)
+
+    def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
+        """Describe the segments and their blocks, by address."""
+        with self._undisturbed():
+            return super().segments(pool, frames=frames)
+
+    def live_blocks(self) -> dict[int, int]:
+        """Address and size of every live block."""
+        with self._undisturbed():
+            return super().live_blocks()
+
+    def live_contexts(self) -> dict[int, Any]:
+        """Address and context of every live block."""
+        with self._undisturbed():
+            return super().live_contexts()
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            self._free_late()
+
+    def _free_late(self) -> None:
+        freed = self._freed_meanwhile
+        self._busy = True
+        try:
+            while freed:
+                Allocator.free(self, *freed.popleft())
+        finally:
+            self._busy = False
+
+
+def _single(name: str) -> GpuModel:
+    machine = find_machine(name)
+    if machine.count > 1:
+        raise GpuError(
+            f"{name!r} is a machine with {machine.count} GPUs and not one of them; write "
+            f'"{machine.model.name}"'
+        )
+    return machine.model
 
 
 def parse_version(text: str | None) -> Version:

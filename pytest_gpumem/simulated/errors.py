@@ -17,3 +17,7 @@ class UnknownValueError(SimulationError):
 
 class UnsupportedOperatorError(SimulationError):
     """An operator that the simulated device does not know how to run."""
+
+
+class HostMemoryError(SimulationError):
+    """Real values of all tensors do not fit in the memory of this machine."""

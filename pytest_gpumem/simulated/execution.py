@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated import operators, raw
-from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.callsite import FROM_HOST, running, user_line
+from pytest_gpumem.simulated.described import (
+    DESCRIPTIONS,
+    checked_outputs,
+    how_to_describe,
+    on_gpu,
+)
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
+from pytest_gpumem.simulated.surface import graphs
+from pytest_gpumem.simulated.values import CPU, Operator
 
 if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
     from pytest_gpumem.simulated.simulation import Simulation
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+_Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_empty_strided = torch.empty_strided
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 class ShapeExecution(TorchDispatchMode):
@@ -29,15 +44,22 @@ class ShapeExecution(TorchDispatchMode):
     """
 
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
+    supports_higher_order_operators = True
+    shape_env = None
+    """Tracing inside an operator (``flex_attention``) asks a fake mode for it."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in torch
         self._simulation = simulation
         self._storages = simulation.storages
+        self._values = simulation.values
         self._handlers: dict[Any, Handler] = {}
         self._shapes = Shapes()
         self.inside = False
         """True while a meta kernel runs: tensors then report the device they really have."""
+        self.lock: RLock | None = None
+        """Held while an operator runs, once the code under test has started a thread."""
+        self._owner_thread = 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -57,19 +79,53 @@ class ShapeExecution(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one operator."""
-        handler = self._handlers.get(func)
-        if handler is None:
-            handler = self._handlers[func] = self._bind(func)
-        return handler(args, kwargs or {})
+        if types and any(kind.__torch_dispatch__ is not _DISABLED for kind in types):
+            # A subclass that handles operators itself; what it calls inside comes back here.
+            return NotImplemented
+        lock = self.lock
+        if lock is not None:
+            lock.acquire()
+            self._owner_thread = get_ident()
+        try:
+            running.operator = func
+            handler = self._handlers.get(func)
+            if handler is None:
+                handler = self._handlers[func] = self._bind(func)
+            return handler(args, kwargs or {})
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def share(self) -> None:
+        """Let several threads run operators, one at a time."""
+        if self.lock is None:
+            self.lock = self._storages.lock = RLock()
+            self._owner_thread = get_ident()
+
+    @property
+    def inside_here(self) -> bool:
+        """Whether the kernel that runs was called from this thread."""
+        return self.inside and (self.lock is None or self._owner_thread == get_ident())
 
     def _bind(self, func: Any) -> Handler:
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func)
+        if func.namespace not in _TORCHS_OWN:
+            return self._custom(func)
+        handler = self._bind_kind(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return graphs.noting_randomness(self._simulation, handler)
+        return handler
+
+    def _bind_kind(self, func: Any) -> Handler:
         schema = func._schema
         name = schema.name
         if _is_composite(func):
             return self._composite(operators.COMPOSITES.get(str(func), func.decompose))
         in_view = operators.IN_VIEW.get(str(func))
         if in_view is not None:
-            return self._composite(in_view)
+            elsewhere = self._computing(func, None, resizes=False)
+            return self._whole(func, self._on_cuda(self._composite(in_view), elsewhere))
         if name in _READS:
             return self._read(func)
         if name == "aten::scalar_tensor":
@@ -86,6 +142,14 @@ class ShapeExecution(TorchDispatchMode):
         if any(aliases) and not all(writes):
             return self._plain(func)
         handler = self._computing(func, rule, resizes)
+        if _DATA_DEPENDENT & set(func.tags):
+            handler = self._sized_by_values(func, rule, handler)
+        if name in _MASKED:
+            handler = self._masked(handler)
+        if name == "aten::masked_select" and not resizes:
+            handler = self._selected(handler)
+        if self._simulation.placement is not None and name.startswith("aten::_foreach_"):
+            handler = self._simulation.placement.each(handler)
         in_place = operators.IN_PLACE.get(str(func))
         return handler if in_place is None else self._in_place(handler, in_place)
 
@@ -94,17 +158,31 @@ class ShapeExecution(TorchDispatchMode):
     def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not func._schema.name.startswith(_MIXES_DEVICES):
             self._refuse_mixed_devices(args, kwargs)
+        if kwargs.get("generator") is not None and raw.is_meta(args[0]):
+            kwargs = {**kwargs, "generator": None}
         return self._run(func, args, kwargs)
+
+    def _shaped_by(self, shapes: operators.ShapesOf) -> _Execute:
+        def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._refuse_mixed_devices(args, kwargs)
+            return shapes(args, kwargs)
+
+        return execute
 
     def _refuse_mixed_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Meta kernels do not look; on CUDA only a CPU scalar may stand beside CUDA tensors.
         large = [t for t in _tensors((args, kwargs)) if t.dim() or raw.is_meta(t)]
         on_cpu = [not raw.is_meta(t) or self._storages.is_on_host(t) for t in large]
         if any(on_cpu) and not all(on_cpu):
+            records = filter(None, map(self._storages.of, large))
+            device = next((record.device for record in records), self._simulation.current)
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
-                f"{self._simulation.current.torch_device} and cpu! (at {user_line()})"
+                f"{device.torch_device} and cpu! (at {user_line()})"
             )
+
+    def _unknown(self, func: Any) -> str:
+        return self._values.refusal(f"{func} at {user_line()} reads")
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside = True
@@ -112,21 +190,59 @@ class ShapeExecution(TorchDispatchMode):
             return func(*args, **kwargs)
         except NotImplementedError as error:
             if _DATA_DEPENDENT & set(func.tags):
-                raise UnknownValueError(_unknown(func)) from error
+                raise UnknownValueError(self._unknown(func)) from error
             raise UnsupportedOperatorError(_no_shapes(func)) from error
         except RuntimeError as error:
             text = str(error)
             if "no fake impl" in text:
                 raise UnsupportedOperatorError(_no_shapes(func)) from error
+            if "not linked with support for cuda" in text or "INTERNAL ASSERT" in text:
+                raise UnsupportedOperatorError(_no_shapes(func)) from error
             if "meta tensor" in text:
-                raise UnknownValueError(_unknown(func)) from error
+                raise UnknownValueError(self._unknown(func)) from error
             raise
         finally:
             self.inside = False
 
     def _plain(self, func: Any) -> Handler:
         run = self._run
-        return lambda args, kwargs: run(func, args, kwargs)
+        return self._followed(lambda args, kwargs: run(func, args, kwargs))
+
+    def _higher_order(self, func: HigherOrderOperator) -> Handler:
+        if func.name() == "cond":
+            return self._composite(_cond)
+        # What it runs where nothing compiles it.
+        eagerly = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+        if eagerly is not None:
+            return self._composite(eagerly)
+
+        def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise UnsupportedOperatorError(
+                f"{func.name()} at {user_line()} is for compiled code, so it cannot run on a "
+                f"simulated GPU"
+            )
+
+        return refuse
+
+    def _custom(self, func: Any) -> Handler:
+        undescribed = self._bind_kind(func)
+        schema = func._schema
+
+        def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            description = DESCRIPTIONS.of(schema.name, schema.overload_name)
+            assert description is not None
+            with self:
+                return checked_outputs(schema, description(*args, **kwargs))
+
+        described = self._whole(func, describe)
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            description = DESCRIPTIONS.of(schema.name, schema.overload_name)
+            if description is None or not on_gpu(args, kwargs):
+                return undescribed(args, kwargs)
+            return described(args, kwargs)
+
+        return handle
 
     def _composite(self, implementation: Callable[..., Any]) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,7 +250,30 @@ class ShapeExecution(TorchDispatchMode):
             with self:
                 return implementation(*args, **kwargs)
 
+        return self._followed(handle)
+
+    def _followed(self, handler: Handler) -> Handler:
+        placement = self._simulation.placement
+        return handler if placement is None else placement.following(handler)
+
+    def _whole(self, func: Any, handler: Handler) -> Handler:
+        """What is built from other operators has the right shapes; its values are its own."""
+        operator = Operator.of(func)
+        values = self._values
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with values.ignoring():
+                result = handler(args, kwargs)
+            values.replace(operator, args, kwargs, result)
+            return result
+
         return handle
+
+    def _on_cuda(self, handler: Handler, elsewhere: Handler) -> Handler:
+        owner = self._owner
+        return lambda args, kwargs: (handler if owner(args, kwargs) == CUDA else elsewhere)(
+            args, kwargs
+        )
 
     def _computing(self, func: Any, rule: operators.Rule | None, resizes: bool) -> Handler:
         simulation = self._simulation
@@ -144,12 +283,16 @@ class ShapeExecution(TorchDispatchMode):
         storages = self._storages
         fresh = not any(r.alias_info is not None for r in func._schema.returns)
         placed = None if rule is None else rule.placed
-        writes = func._schema.is_mutable
+        operator = Operator.of(func)
+        follow = self._values.follow
+        placement = simulation.placement
+        name = func._schema.name
+        execute: _Execute = self._run_checked
+        if rule is not None and rule.shapes is not None:
+            execute = self._shaped_by(rule.shapes)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            device = simulation.current
-            if writes:
-                storages.written(_tensors((args, kwargs)))
+            device = simulation.current if placement is None else placement.of(name, args, kwargs)
             if simulation.has_real_meta or storages.on_host or rule is not None:
                 owner = self._owner(args, kwargs)
                 if owner is None:
@@ -162,7 +305,7 @@ class ShapeExecution(TorchDispatchMode):
             if resizes:
                 result = run(func, args, kwargs)
             else:
-                result = shapes.run(func, args, kwargs, self._run_checked)
+                result = shapes.run(func, args, kwargs, execute)
             if fresh or resizes:
                 if placed is None:
                     adopt(result, device)
@@ -175,9 +318,83 @@ class ShapeExecution(TorchDispatchMode):
                 rule.after(device, args, kwargs, result)
             if scratch is not None:
                 scratch.free()
+            follow(operator, args, kwargs, result)
             return result
 
         return handle
+
+    def _sized_by_values(
+        self, func: Any, rule: operators.Rule | None, otherwise: Handler
+    ) -> Handler:
+        """Operators whose results have as many elements as their arguments' values say."""
+        operator = Operator.of(func)
+        simulation = self._simulation
+        placement = simulation.placement
+        name = func._schema.name
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            computed = None
+            if self._owner(args, kwargs) == CUDA:
+                computed = self._values.computed(operator, args, kwargs)
+            if computed is None:
+                return otherwise(args, kwargs)
+            device = simulation.current if placement is None else placement.of(name, args, kwargs)
+            scratch = None
+            if rule is not None and rule.before is not None:
+                scratch = rule.before(device, args, kwargs)
+            result = _shaped_as(func, computed)
+            self._adopt(result, device)
+            if rule is not None and rule.after is not None:
+                rule.after(device, args, kwargs, result)
+            if scratch is not None:
+                scratch.free()
+            for tensor, values in zip(_tensors(result), _tensors(computed), strict=True):
+                self._values.keep(tensor, values)
+            return result
+
+        return handle if "out" not in func._schema.overload_name else otherwise
+
+    def _selected(self, handler: Handler) -> Handler:
+        """``masked_select``, where the mask alone is known.
+
+        Source: aten/src/ATen/native/cuda/IndexKernel.cpp (masked_select_out_cuda_impl).
+        """
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            tensor, mask = args
+            if self._owner(args[:1], {}) != CUDA or not self._is_countable(mask):
+                return handler(args, kwargs)
+            with self:
+                pair = [one if one.dim() else one.unsqueeze(0) for one in (mask, tensor)]
+                chosen, whole = torch.broadcast_tensors(*pair)
+                return torch.ops.aten.index.Tensor(whole, [chosen])
+
+        return handle
+
+    def _masked(self, handler: Handler) -> Handler:
+        """Indexing by masks: CUDA makes indices of them first, as many as are set.
+
+        Source: aten/src/ATen/native/IndexingUtils.h (expandTensors).
+        """
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if (
+                any(map(_is_mask, args[1]))
+                and self._owner(args[:1], {}) == CUDA
+                and all(map(self._is_countable, args[1]))
+                and not operators.is_masked_fill(self._storages, args, kwargs)
+            ):
+                with self:
+                    indices = _expanded(args[1], args[0].device)
+                args = (args[0], indices, *args[2:])
+            return handler(args, kwargs)
+
+        return handle
+
+    def _is_countable(self, index: torch.Tensor | None) -> bool:
+        if index is None or not _is_mask(index) or not raw.is_meta(index):
+            return True
+        return self._values.of(index) is not None
 
     def _in_place(self, handler: Handler, in_place: operators.InPlace) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,77 +411,102 @@ class ShapeExecution(TorchDispatchMode):
     def _factory(self, func: Any) -> Handler:
         simulation = self._simulation
         copies = func._schema.name == "aten::_to_copy"
+        rule = operators.RULES.get(func._schema.name)
+        after = None if rule is None else rule.after
+        operator = Operator.of(func)
+        placement = simulation.placement
+
+        def place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SimulatedGPU:
+            assert placement is not None
+            source = source_of_node() if copies else None
+            return source or placement.of(func._schema.name, args, kwargs)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target = kwargs.get("device")
             if kwargs.get("pin_memory"):
                 # Host memory is pageable here: pinning it needs a driver.
-                kwargs = {**kwargs, "pin_memory": False}
+                return simulation.pinned.add(handle(args, {**kwargs, "pin_memory": False}))
             owner = self._owner(args, kwargs)
             if target is None:
                 if owner is None:
                     return self._run(func, args, kwargs)
                 kind = "cpu" if owner == HOST else "meta"
             else:
-                kind = simulation.destination or target.type
+                where = simulation.here.destination or target
+                kind = where.type
             if kind == "cpu":
                 if owner is None:
                     return self._run(func, args, kwargs)
+                computed = self._values.computed(operator, args, {**kwargs, "device": CPU})
+                if computed is not None:
+                    return computed
                 return self._on_host(func, args, {**kwargs, "device": META})
             if kind == "cuda":
-                device = simulation.device(target.index if target is not None else None)
+                device = simulation.device(where.index)
                 kwargs = {**kwargs, "device": META}
-            elif kind == "meta" and not simulation.making_real_meta:
-                device = simulation.current
+            elif kind == "meta" and not simulation.here.making_real_meta:
+                device = simulation.current if placement is None else place(args, kwargs)
             else:
                 return self._run(func, args, kwargs)
+            shapes_only = kwargs
             if kwargs.get("generator") is not None:
-                kwargs = {**kwargs, "generator": None}
-            result = self._run(func, args, kwargs)
-            self._adopt(result, device)
+                shapes_only = {**kwargs, "generator": None}
             if copies and not raw.is_meta(args[0]):
-                self._storages.know(result, args[0])
+                running.operator = FROM_HOST
+            result = self._run(func, args, shapes_only)
+            self._adopt(result, device)
+            if after is not None:
+                after(device, args, kwargs, result)
+            self._values.make(operator, args, kwargs, result)
             return result
 
         return handle
 
     def _scalar(self, func: Any) -> Handler:
         factory = self._factory(func)
+        operator = Operator.of(func)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target = kwargs.get("device")
             if target is not None and target.type == "meta":
                 # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
                 # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
-                return self._run(func, args, kwargs)
+                result = self._run(func, args, kwargs)
+                self._values.make(operator, args, kwargs, result)
+                return result
             return factory(args, kwargs)
 
         return handle
 
     def _copy(self, func: Any) -> Handler:
+        operator = Operator.of(func)
+
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target, source = args[0], args[1]
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
-                raise UnknownValueError(_unknown(func))
-            self._storages.written((target,))
-            return self._run(func, args, kwargs)
+                if self._values.computed(operator, args, kwargs) is None:
+                    raise UnknownValueError(self._unknown(func))
+                return target
+            result = self._run(func, args, kwargs)
+            self._values.follow(operator, args, kwargs, result)
+            return result
 
         return handle
 
     def _read(self, func: Any) -> Handler:
         simulation = self._simulation
+        operator = Operator.of(func)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tensor = args[0]
             if self._owner(args, kwargs) is None:
                 return self._run(func, args, kwargs)
-            known = self._storages.known(tensor) if func in _NEUTRAL else None
-            if known is not None:
-                return known.item()
-            neutral = simulation.neutral_value(tensor) if func in _NEUTRAL else None
-            if neutral is None:
-                raise UnknownValueError(_unknown(func))
-            return neutral
+            simulation.streams.host_waits(simulation.current_index)
+            value = self._values.computed(operator, args, kwargs)
+            if value is None and func in _NEUTRAL:
+                value = simulation.neutral_value(args[0])
+            if value is None:
+                raise UnknownValueError(self._unknown(func))
+            return value
 
         return handle
 
@@ -278,7 +520,7 @@ class ShapeExecution(TorchDispatchMode):
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable and not raw.is_meta(args[0]):
-            raise UnknownValueError(_unknown(func))
+            raise UnknownValueError(self._unknown(func))
         result = self._run(func, _shapes_only(args), _shapes_only(kwargs))
         for tensor in _tensors(result):
             if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
@@ -308,14 +550,31 @@ _MIXES_DEVICES = (
     "aten::_ctc_loss",
     "aten::ctc_loss",
 )
+_DISABLED = torch._C._disabled_torch_dispatch_impl
+_TORCHS_OWN = frozenset({"aten", "prim", "prims"})
+_MASKED = frozenset(
+    {
+        "aten::index",
+        "aten::_unsafe_index",
+        "aten::index_put",
+        "aten::index_put_",
+        "aten::_unsafe_index_put",
+        "aten::_index_put_impl_",
+    }
+)
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )
 
 
+def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
+    return (if_true if condition else if_false)(*operands)
+
+
 def _is_composite(func: Any) -> bool:
-    return bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+    # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
+    return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
 
 
 def _tensors(value: Any) -> Iterable[torch.Tensor]:
@@ -343,14 +602,35 @@ def _shapes_only(value: Any) -> Any:
 
 
 def _no_shapes(func: Any) -> str:
-    return (
+    sentence = (
         f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
         f"simulated GPU"
     )
+    return sentence if func.namespace in _TORCHS_OWN else f"{sentence}: {how_to_describe(func)}"
 
 
-def _unknown(func: Any) -> str:
-    return (
-        f"{func} at {user_line()} reads a value of a CUDA tensor, which a simulated GPU does not "
-        f"have: only shapes are computed"
-    )
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _expanded(indices: Sequence[Any], device: torch.device) -> list[Any]:
+    expanded: list[Any] = []
+    for index in indices:
+        if _is_mask(index):
+            places = index.nonzero()
+            columns = [places.select(1, at) for at in range(index.dim())]
+            expanded += [column.to(device) for column in columns]
+        else:
+            expanded.append(index)
+    return expanded
+
+
+def _shaped_as(func: Any, computed: Any) -> Any:
+    """Meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
+    if isinstance(computed, torch.Tensor):
+        strides = computed.stride()
+        if func is torch.ops.aten.nonzero.default:
+            # aten/src/ATen/native/cuda/Nonzero.cu writes one row for each dimension.
+            strides = (1, max(computed.shape[0], 1))
+        return _empty_strided(computed.shape, strides, dtype=computed.dtype, device=META)
+    return type(computed)(_shaped_as(func, item) for item in computed)

@@ -79,16 +79,51 @@ GPUS: Mapping[str, GpuModel] = MappingProxyType({gpu.name: gpu for gpu in _CATAL
 """Every model by name. ``total_memory`` is exact to the byte, except A10G's, exact to 1 MiB."""
 
 
+MOST_GPUS = 120
+"""Devices that torch can use: C10_COMPILE_TIME_MAX_GPUS in c10/cuda/CUDAMacros.h."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal GPUs in one machine, written ``"A100-80GB*2"``; one of them needs no ``*1``."""
+
+    model: GpuModel
+    count: int
+
+    @property
+    def name(self) -> str:
+        """As it is written, with the catalogue's spelling."""
+        return self.model.name if self.count == 1 else f"{self.model.name}*{self.count}"
+
+
+def find_machine(name: str | GpuModel | Machine) -> Machine:
+    """Return what ``"A100-80GB*2"`` or ``"T4"`` stands for; a model of one's own stands for itself.
+
+    Raises :class:`GpuError` for a model or a number that there is not.
+    """
+    if isinstance(name, Machine):
+        return name
+    if isinstance(name, GpuModel):
+        return Machine(name, 1)
+    if not isinstance(name, str):
+        raise GpuError(f'{name!r} is not a simulated GPU; write a name like "A100-40GB"')
+    model, star, number = name.partition("*")
+    number = number.strip()
+    if not star:
+        return Machine(find_gpu(name), 1)
+    if number.isascii() and number.isdecimal() and 1 <= int(number) <= MOST_GPUS:
+        return Machine(find_gpu(model), int(number))
+    raise GpuError(
+        f"{name!r} does not say how many GPUs; write a number from 1 to {MOST_GPUS} behind the "
+        f'star, as in "{model.strip() or "A100-80GB"}*2"'
+    )
+
+
 def find_gpu(name: str) -> GpuModel:
     """Return the model called ``name``, without regard to case.
 
     Raises :class:`GpuError` with the closest names and the whole list.
     """
-    if "*" in name:
-        raise GpuError(
-            f"{name!r} asks for several simulated GPUs, which are not available in this version; "
-            f"write {name.partition('*')[0].strip()!r} for one"
-        )
     by_folded_name = {known.casefold(): gpu for known, gpu in GPUS.items()}
     if (gpu := by_folded_name.get(name.strip().casefold())) is not None:
         return gpu

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
+
+PLAIN: frozenset[Any] = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that do not override what is done with them."""
 
 
 def base(name: str) -> Callable[..., Any]:
@@ -17,10 +19,10 @@ def base(name: str) -> Callable[..., Any]:
     method = _getters[name]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _modes_enabled() and not is_lazy(args[0]):
+        if args[0].__class__ in PLAIN and not _modes_enabled():
             return method(*args, **kwargs)
-        # Under a mode torch would look the method up again and find the replaced one; parameters
-        # of lazy modules know only torch's own.
+        # Under a mode, or for a subclass, torch would look the method up again and find the
+        # replaced one; parameters of lazy modules know only torch's own.
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 
@@ -31,7 +33,7 @@ def _getter(name: str) -> Callable[[torch.Tensor], Any]:
     get = _getters[name].__get__
 
     def read(tensor: torch.Tensor) -> Any:
-        if not _modes_enabled():
+        if tensor.__class__ in PLAIN and not _modes_enabled():
             return get(tensor)
         # Under a mode (torch.device("cuda") as a context) torch reads the replaced attribute.
         with torch._C.DisableTorchFunction():

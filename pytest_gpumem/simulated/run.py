@@ -7,23 +7,32 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
+from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.device import SimulatedGPU
 from pytest_gpumem.simulated.gpus import GpuModel
 
 
 class SimulatedRun:
-    """What one ``with simulate(...)`` did to its GPU; readable inside and afterwards."""
+    """What one ``with simulate(...)`` did to its GPU; readable inside and afterwards.
 
-    def __init__(self, gpu: SimulatedGPU) -> None:
+    Of a machine with several GPUs it is the first one; :attr:`devices` has a run of each.
+    """
+
+    def __init__(
+        self, gpu: SimulatedGPU, statistics: CudaStatistics, tracker: PhaseTracker
+    ) -> None:
         self._gpu = gpu
-        self._statistics = CudaStatistics()
+        self._statistics = statistics
         self._statistics.listeners.append(self._reach)
         self._peak_allocated = 0
         self._peak_reserved = 0
-        self._tracker = PhaseTracker(self._statistics)
+        self._tracker = tracker
+        self.devices: tuple[SimulatedRun, ...] = (self,)
+        """A run of each GPU of the machine, by index; phases and notes are common to all."""
 
     @property
     def model(self) -> GpuModel:
@@ -53,6 +62,11 @@ class SimulatedRun:
         return self._gpu.allocator.reserved
 
     @property
+    def estimated(self) -> int:
+        """Bytes of the peak whose number only a closed library knows: cuDNN's workspaces."""
+        return self._gpu.estimated
+
+    @property
     def phases(self) -> Mapping[str, PhaseRecord]:
         """The phases left so far, by name."""
         workspaces = frozenset(
@@ -77,9 +91,15 @@ class SimulatedRun:
         with self._tracker.window(name):
             yield
 
+    @contextmanager
+    def finding_phases(self) -> Iterator[None]:
+        """Find forward, backward and step by themselves inside, as in a measured test."""
+        with AutomaticPhases(self._tracker).watching():
+            yield
+
     def snapshot(self) -> dict[str, Any]:
-        """The schema of ``torch.cuda.memory._snapshot()``."""
-        return self._gpu.allocator.snapshot()
+        """The schema of ``torch.cuda.memory._snapshot()``, with every GPU of the machine."""
+        return snapshot([gpu.allocator for gpu in self._gpu.simulation.gpus])
 
     def finish(self) -> None:
         """Take the last reading; afterwards the numbers stand."""
@@ -94,26 +114,34 @@ class SimulatedRun:
 
 @contextmanager
 def simulate(
-    model: str = "A100-40GB",
+    model: str | GpuModel = "A100-40GB",
     *,
     alloc_conf: str | None = None,
     torch_version: str | None = None,
     cublas_workspace_config: str | None = None,
+    real_values: bool = False,
 ) -> Iterator[SimulatedRun]:
     """Run the body on a simulated GPU of ``model``; see :class:`SimulatedGPU` for the settings.
 
+    ``"A100-80GB*2"`` is a machine with two of them; a ``GpuModel`` need not be in the catalogue.
     Raises ``ValueError`` for an unknown model, version or setting.
     """
-    gpu = SimulatedGPU(
+    gpus = SimulatedGPU.machine(
         model,
         alloc_conf=alloc_conf,
         torch_version=torch_version,
         cublas_workspace_config=cublas_workspace_config,
+        real_values=real_values,
     )
-    with gpu.active():
-        run = SimulatedRun(gpu)
-        with run._statistics.screened():
+    with gpus[0].active():
+        statistics = CudaStatistics()
+        tracker = PhaseTracker(statistics)
+        runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
+        for run in runs:
+            run.devices = runs
+        with statistics.screened():
             try:
-                yield run
+                yield runs[0]
+                gpus[0].simulation.threads.raise_failures()
             finally:
-                run.finish()
+                runs[0].finish()

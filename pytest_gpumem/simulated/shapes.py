@@ -98,6 +98,8 @@ def _recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
     if args and result is args[0]:
         return lambda args: args[0]
     if isinstance(result, torch.Tensor):
+        if result.layout is not torch.strided:
+            raise _UnknownError
         if result.untyped_storage()._cdata in inputs:
             # A view whose schema does not say so (_unsafe_view): only running it makes one.
             raise _UnknownError

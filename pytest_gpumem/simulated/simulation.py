@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -14,10 +15,19 @@ import torch._dynamo
 
 from pytest_gpumem.simulated import operators, surface
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.described import DESCRIPTIONS
+from pytest_gpumem.simulated.errors import UnknownValueError
 from pytest_gpumem.simulated.execution import ShapeExecution
+from pytest_gpumem.simulated.neutral import NeutralFloat
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.patching import Patches
+from pytest_gpumem.simulated.placement import Placement
 from pytest_gpumem.simulated.storages import Storages
+from pytest_gpumem.simulated.surface import graphs, streams
+from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
+from pytest_gpumem.simulated.surface.pinned import Pinned
+from pytest_gpumem.simulated.threads import Threads, ThreadState
+from pytest_gpumem.simulated.values import Values
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -26,40 +36,73 @@ _stack: list[Simulation] = []
 """Active simulations, innermost last: what is patched is the process, so the stack is its."""
 
 MOST_NOTES = 20
+MOST_READS = 10_000
+"""Neutral values that one line may read."""
 
 
 class Simulation:
-    """Makes the process believe it has ``gpus``; can be entered and left many times."""
+    """Makes the process believe it has ``gpus``; can be entered and left many times.
 
-    def __init__(self, gpus: Sequence[SimulatedGPU]) -> None:
+    With ``real_values`` every operator is computed on the CPU beside its shapes.
+    """
+
+    def __init__(self, gpus: Sequence[SimulatedGPU], *, real_values: bool = False) -> None:
         self.gpus = tuple(gpus)
         self.storages = Storages()
-        self.current_index = 0
+        self.values = Values(self, everything=real_values)
+        self.storages.died = self.values.forget
+        self.storages.regrown = self.values.resized
+        self.neutral_reads: Counter[str] = Counter()
+        """By line: how often a neutral value was read there."""
+        self.here = ThreadState()
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
-        self.making_real_meta = False
-        self.destination: str | None = None
-        """Where ``Tensor.to`` is moving a tensor, which ``meta`` alone does not tell."""
         self.notes: dict[str, None] = {}
         self.autocast = CastCache()
+        self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
+        """Which GPU an operator runs on; ``None`` where there is but one."""
+        self.streams = streams.Streams(self.gpus[0].timeline)
+        self.stream_type: type[streams.SimulatedStream]
+        self.event_type: type[streams.SimulatedEvent]
+        self.pool_ids = graphs.PoolIds()
+        self.random_state = graphs.RandomState()
         self.execution = ShapeExecution(self)
+        self.threads = Threads(self)
+        self.pinned = Pinned()
         self._patches = Patches()
         surface.plan(self, self._patches)
+        self.threads.plan(self._patches)
+        self.pinned.plan(self, self._patches)
         self._resources: ExitStack | None = None
 
     @property
     def current(self) -> SimulatedGPU:
         """The current CUDA device."""
-        return self.gpus[self.current_index]
+        return self.gpus[self.here.current_index]
+
+    @property
+    def current_index(self) -> int:
+        """The index of the current CUDA device of this thread."""
+        return self.here.current_index
+
+    @current_index.setter
+    def current_index(self, index: int) -> None:
+        self.here.current_index = index
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it serves ``cuda`` now."""
+        return bool(_stack) and _stack[-1] is self
 
     def device(self, index: int | None) -> SimulatedGPU:
         """The GPU that ``cuda:index`` names; raises torch's error for one that is not there."""
         if index is None:
             return self.current
         if not 0 <= index < len(self.gpus):
+            count = len(self.gpus)
             raise RuntimeError(
-                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with "
-                f"{len(self.gpus)} simulated GPU)"
+                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with {count} "
+                f"simulated GPU{'s' if count > 1 else ''})"
             )
         return self.gpus[index]
 
@@ -84,15 +127,27 @@ class Simulation:
             if outer is not None:
                 outer._enter()
 
-    def neutral_value(self, tensor: torch.Tensor) -> float | None:
+    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
 
-        Zero lets loss scaling and logging go on (no infinity was found, the loss is finite).
+        Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
         if not tensor.dtype.is_floating_point:
             return None
-        self.note(f"item() at {user_line()} read a value that shapes do not have: it got 0.0")
-        return 0.0
+        line = user_line()
+        self.neutral_reads[line] += 1
+        if self.neutral_reads[line] > MOST_READS:
+            raise UnknownValueError(
+                f"item() at {line} read values that a simulated GPU does not have {MOST_READS:,} "
+                f"times: a loop that waits for one of them would never end"
+            )
+        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
+        return NeutralFloat()
+
+    def forget_reads(self) -> None:
+        """Begin anew to count what is read, and to see what the host has room for."""
+        self.neutral_reads.clear()
+        self.values.begin()
 
     def note(self, sentence: str) -> None:
         """Remember a sentence that readers of the numbers have to know."""
@@ -109,8 +164,12 @@ class Simulation:
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
             # What was compiled before the simulation runs eagerly too.
             resources.enter_context(torch.compiler.set_stance("force_eager"))
+            resources.enter_context(EXTENSIONS.guarded())
+            resources.enter_context(DESCRIPTIONS.served())
             resources.enter_context(operators.installed(self))
             resources.enter_context(self.execution)
+            self.here.joined = True
+            resources.callback(setattr, self.here, "joined", False)
             self._resources = resources.pop_all()
 
     def _leave(self) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.simulated.callsite import Provenance, provenance
+
 if TYPE_CHECKING:
+    from threading import RLock
+
     from pytest_gpumem.simulated.device import Memory, SimulatedGPU
-
-
-MOST_KNOWN = 4096
-"""Elements of a tensor whose values are kept beside its shape."""
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
@@ -36,8 +36,12 @@ class Storages:
         self.by_key: dict[int, SimulatedStorage] = {}
         self.on_host: dict[int, SimulatedStorage] = {}
         """Copies of CUDA tensors in host memory: CPU tensors whose values nobody knows."""
-        self._known: dict[int, torch.Tensor] = {}
-        """By key: the elements, on the CPU, of small storages that were copied from there."""
+        self.lock: RLock | None = None
+        """Held while a storage's block is freed, once several threads run operators."""
+        self.died: Callable[[int], None] = _ignore
+        """Told the key of each storage that dies, before another can take its address."""
+        self.regrown: Callable[[torch.Tensor], None] = _ignore
+        """Told each tensor whose storage an operator may have resized."""
         self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
         self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
 
@@ -45,30 +49,9 @@ class Storages:
         """The block behind ``tensor``; ``None`` if it does not live on a simulated device."""
         try:
             return self.by_key.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
-            return None
-
-    def know(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Remember that ``tensor``, on a device, is a copy of ``source``, a small CPU tensor."""
-        if source.numel() <= MOST_KNOWN and tensor.is_contiguous() and tensor.numel():
-            values = source.detach().to(tensor.dtype).flatten().clone()
-            self._known[tensor.untyped_storage()._cdata] = values
-
-    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return ``tensor``'s values, as a CPU tensor of its shape, if they are known."""
-        values = self._known.get(tensor.untyped_storage()._cdata) if self._known else None
-        if values is None or values.dtype != tensor.dtype:
-            return None
-        offset = int(tensor.storage_offset())
-        return values.as_strided(tensor.shape, tensor.stride(), offset).clone()
-
-    def written(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Forget the values of ``tensors``: an operator may have written to them."""
-        if self._known:
-            for tensor in tensors:
-                record = self.of(tensor)
-                if record is not None:
-                    self._known.pop(record.key, None)
+        except (NotImplementedError, RuntimeError):
+            values = values_of_sparse(tensor)
+            return None if values is None else self.of(values)
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a CPU tensor of unknown values."""
@@ -91,13 +74,15 @@ class Storages:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
+            for part in parts_of_sparse(tensor):
+                self.adopt(part, device)
             return
         key = storage._cdata
         if key in self.by_key:
             return
         nbytes = storage.nbytes()
         allocator = device.allocator
-        address = allocator.malloc(nbytes, device.stream) if nbytes else 0
+        address = allocator.malloc(nbytes, device.stream, _holding(tensor)) if nbytes else 0
         record = SimulatedStorage(storage, self._died)
         record.key = key
         record.allocator = allocator
@@ -111,9 +96,13 @@ class Storages:
         record = self.of(tensor)
         if record is None:
             return
+        self.regrown(tensor)
         nbytes = tensor.untyped_storage().nbytes()
-        if nbytes == record.nbytes:
-            return
+        if nbytes != record.nbytes:
+            self.reallocate(record, nbytes)
+
+    def reallocate(self, record: SimulatedStorage, nbytes: int) -> None:
+        """Give a storage a new block of ``nbytes`` bytes."""
         # resize_bytes_cuda allocates the new block before it drops the old one.
         allocator = record.device.allocator
         address = allocator.malloc(nbytes, record.device.stream) if nbytes else 0
@@ -123,10 +112,12 @@ class Storages:
         record.address = address
         record.nbytes = nbytes
 
-    def at(self, addresses: Collection[int]) -> dict[int, SimulatedStorage]:
-        """Return the live storages whose blocks lie at ``addresses``, by address."""
+    def at(self, addresses: Collection[int], allocator: Memory) -> dict[int, SimulatedStorage]:
+        """Return the live storages whose blocks ``allocator`` has at ``addresses``, by address."""
         return {
-            record.address: record for record in self.by_key.values() if record.address in addresses
+            record.address: record
+            for record in list(self.by_key.values())
+            if record.address in addresses and record.allocator is allocator
         }
 
     def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
@@ -136,6 +127,44 @@ class Storages:
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
-        self._known.pop(record.key, None)
-        if record.address:
+        self.died(record.key)
+        if not record.address:
+            return
+        if self.lock is None:
             record.allocator.free(record.address)
+        else:
+            with self.lock:
+                record.allocator.free(record.address)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a sparse one is made of, values last; none for other tensors."""
+    layout = tensor.layout
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        names = _COMPRESSED.get(layout, ())
+        return [getattr(tensor, name)() for name in (*names, "values")] if names else []
+
+
+def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a sparse tensor; ``None`` for other tensors."""
+    parts = parts_of_sparse(tensor)
+    return parts[-1] if parts else None
+
+
+def _holding(tensor: torch.Tensor) -> Provenance:
+    found = provenance()
+    found.shape, found.dtype = tensor.shape, tensor.dtype
+    return found
+
+
+def _ignore(_: Any) -> None: ...

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pytest_gpumem.simulated.callsite import provenance
+
 Version = tuple[int, int]
 
 DEFAULT_BYTES = 8_519_680
@@ -79,7 +81,7 @@ def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
 class Memory(Protocol):
     """What a workspace is taken from: one device's allocator."""
 
-    def malloc(self, size: int, stream: int = 0) -> int:
+    def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes, return the address."""
         ...
 
@@ -143,7 +145,7 @@ class Workspaces:
             self._temporary(size, stream)
         else:
             # The temporary is taken before the Lt handle, whose first use creates cuBLAS's.
-            address = self.memory.malloc(size, stream) if size else 0
+            address = self._take(size, stream) if size else 0
             self._keep("cublas", self.bytes, stream)
             if address:
                 self.memory.free(address)
@@ -154,6 +156,13 @@ class Workspaces:
             if address:
                 self.memory.free(address)
         self._kept.clear()
+
+    def clear_stream(self, stream: int) -> None:
+        """Free what belongs to ``stream``: a CUDA graph captured there is given up (since 2.12)."""
+        for key in [key for key in self._kept if key[1] == stream]:
+            address, _ = self._kept.pop(key)
+            if address:
+                self.memory.free(address)
 
     @property
     def live(self) -> dict[int, int]:
@@ -172,8 +181,13 @@ class Workspaces:
             # Since 2.13 a workspace is replaced when a larger one is asked for.
             if kept[0]:
                 self.memory.free(kept[0])
-        self._kept[key] = (self.memory.malloc(size, stream) if size else 0, size)
+        self._kept[key] = (self._take(size, stream) if size else 0, size)
+
+    def _take(self, size: int, stream: int) -> int:
+        context = provenance()
+        context.library = "cuBLAS"
+        return self.memory.malloc(size, stream, context)
 
     def _temporary(self, size: int, stream: int) -> None:
         if size:
-            self.memory.free(self.memory.malloc(size, stream))
+            self.memory.free(self._take(size, stream))

@@ -18,7 +18,7 @@ MIB = 1024 * 1024
 
 def test_tensors_say_that_they_are_on_cuda() -> None:
     with simulate("T4"):
-        x = torch.zeros(4, device="cuda")
+        x = torch.empty(4, device="cuda")
         assert x.device == torch.device("cuda", 0)
         assert (x.is_cuda, x.is_cpu, x.is_meta, x.get_device()) == (True, False, False, 0)
         assert x.type() == "torch.cuda.FloatTensor"

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from pytest_gpumem.simulated.gpus import GPUS, GpuError, find_gpu
+from pytest_gpumem.simulated.gpus import GPUS, GpuError, find_gpu, find_machine
 
 
 @pytest.mark.parametrize(
@@ -87,13 +88,41 @@ def test_a_name_like_no_other_gets_the_list_alone() -> None:
         find_gpu("Instinct")
 
 
-def test_several_gpus_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("written", "name", "count"),
+    [
+        ("t4", "T4", 1),
+        ("a100-80gb*2", "A100-80GB*2", 2),
+        (" H100 * 8 ", "H100*8", 8),
+        ("T4*1", "T4", 1),
+    ],
+)
+def test_a_machine_has_one_or_more_equal_gpus(written: str, name: str, count: int) -> None:
+    machine = find_machine(written)
+    assert (machine.name, machine.count) == (name, count)
+    assert machine.model is GPUS[name.partition("*")[0]]
+
+
+@pytest.mark.parametrize("name", ["T4*", "T4*0", "T4*121", "T4*x", "T4*-1", "T4*2*2", "T4*²"])
+def test_a_number_of_gpus_that_there_is_not(name: str) -> None:
     with pytest.raises(GpuError) as error:
-        find_gpu("A100-80GB*2")
+        find_machine(name)
     assert str(error.value) == (
-        "'A100-80GB*2' asks for several simulated GPUs, which are not available in this version; "
-        "write 'A100-80GB' for one"
+        f"{name!r} does not say how many GPUs; write a number from 1 to 120 behind the star, as "
+        'in "T4*2"'
     )
+
+
+@pytest.mark.parametrize("name", [None, 4, ["T4"]])
+def test_what_is_no_name_at_all(name: Any) -> None:
+    with pytest.raises(GpuError) as error:
+        find_machine(name)
+    assert str(error.value) == f'{name!r} is not a simulated GPU; write a name like "A100-40GB"'
+
+
+def test_the_model_of_a_machine_must_be_known() -> None:
+    with pytest.raises(GpuError, match=r"^'A100' is not a simulated GPU; did you mean A100-40GB"):
+        find_machine("A100*2")
 
 
 def test_the_catalogue_imports_without_torch() -> None:

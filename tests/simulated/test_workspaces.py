@@ -25,7 +25,7 @@ class Memory:
         self.events: list[tuple[str, int]] = []
         self._sizes: dict[int, int] = {}
 
-    def malloc(self, size: int, stream: int = 0) -> int:
+    def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         address = 4096 * (len(self.events) + 1)
         self._sizes[address] = size
         self.events.append(("alloc", size))

@@ -6,9 +6,22 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.simulated.surface import (
     autocast,
+    backends,
+    checkpoints,
     compile,
     cuda,
+    devices,
     factories,
+    graphs,
+    kernels,
+    legacy,
+    optimizers,
+    pools,
+    saved,
+    script,
+    sensors,
+    several,
+    storages,
     streams,
     tensors,
     unsupported,
@@ -21,5 +34,26 @@ if TYPE_CHECKING:
 
 def plan(simulation: Simulation, patches: Patches) -> None:
     """List every replacement that ``simulation`` needs."""
-    for part in (tensors, factories, cuda, streams, autocast, compile, unsupported):
+    for part in (
+        tensors,
+        factories,
+        cuda,
+        optimizers,
+        several,
+        streams,
+        graphs,
+        pools,
+        saved,
+        checkpoints,
+        autocast,
+        compile,
+        kernels,
+        backends,
+        devices,
+        legacy,
+        script,
+        sensors,
+        storages,
+        unsupported,
+    ):
         part.plan(simulation, patches)

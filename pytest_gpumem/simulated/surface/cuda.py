@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.allocator.snapshot import snapshot
-from pytest_gpumem.simulated.surface.streams import SimulatedStream
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
+from pytest_gpumem.simulated.surface.properties import DeviceProperties
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -38,6 +36,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
                 patches.plan(module, name, getattr(api, name))
     cuda = torch.cuda
     count = len(simulation.gpus)
+    generator = _generator(torch.Generator)
     state: dict[str, Any] = {
         "_initialized": True,
         "_cached_device_count": count,
@@ -45,8 +44,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "_exchange_device": api._cuda_exchangeDevice,
         "_maybe_exchange_device": api._cuda_exchangeDevice,
         "_is_in_bad_fork": bool,
-        "_cudart": _Runtime(simulation),
-        "default_generators": tuple(torch.Generator() for _ in range(count)),
+        "default_generators": tuple(generator(f"cuda:{i}") for i in range(count)),
         "has_magma": True,
         "get_rng_state": api.get_rng_state,
         "set_rng_state": api.set_rng_state,
@@ -64,7 +62,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)
-    patches.plan(torch, "Generator", _generator(torch.Generator))
+    patches.plan(torch, "Generator", generator)
     patches.plan(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
 
 
@@ -75,46 +73,19 @@ def _yes() -> bool:
 def _generator(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
     class Generator(real):  # type: ignore[misc,valid-type]  # stays a class for isinstance()
         def __new__(cls, device: Any = None) -> Any:
-            if device is not None and torch.device(device).type == "cuda":
-                device = None
-            return super().__new__(cls) if device is None else super().__new__(cls, device=device)
+            target = torch.device("cuda", device) if isinstance(device, int) else device
+            target = torch.device("cpu" if target is None else target)
+            if target.type != "cuda":
+                return super().__new__(cls, target)
+            made = super().__new__(cls)
+            made._cuda_device = torch.device("cuda", target.index or 0)
+            return made
+
+        @property
+        def device(self) -> torch.device:
+            return getattr(self, "_cuda_device", torch.device("cpu"))
 
     return Generator
-
-
-@dataclass(frozen=True)
-class DeviceProperties:
-    """``torch.cuda.get_device_properties()`` of a simulated GPU; sizes in bytes."""
-
-    name: str
-    major: int
-    minor: int
-    total_memory: int
-    multi_processor_count: int
-    max_threads_per_multi_processor: int
-    warp_size: int = 32
-    is_integrated: int = 0
-    is_multi_gpu_board: int = 0
-    regs_per_multiprocessor: int = 65536
-    uuid: str = ""
-    L2_cache_size: int = 0
-
-
-class _Runtime:
-    """``torch.cuda.cudart()``."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
-        gpu = self._simulation.device(device)
-        return gpu.allocator.free_memory, gpu.model.total_memory
-
-    def cudaProfilerStart(self) -> int:
-        return 0
-
-    def cudaProfilerStop(self) -> int:
-        return 0
 
 
 class _Api:
@@ -164,23 +135,12 @@ class _Api:
     def _cuda_getArchFlags(self) -> str:
         return ""
 
-    def _cuda_synchronize(self) -> None: ...
-
     def _cuda_ipc_collect(self) -> None: ...
 
     def _cuda_sleep(self, cycles: int) -> None: ...
 
     def device_properties(self, index: int) -> DeviceProperties:
-        model = self._gpu(index).model
-        return DeviceProperties(
-            name=model.full_name,
-            major=model.compute_capability[0],
-            minor=model.compute_capability[1],
-            total_memory=model.total_memory,
-            multi_processor_count=model.sm_count,
-            max_threads_per_multi_processor=model.max_threads_per_sm,
-            uuid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{index}")),
-        )
+        return DeviceProperties.of(self._gpu(index))
 
     def arch_list(self) -> list[str]:
         major, minor = self._gpu().model.compute_capability
@@ -190,29 +150,14 @@ class _Api:
         return including_emulation or self._gpu().model.compute_capability >= (8, 0)
 
     def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
-        return torch.cuda.default_generators[0].get_state()
+        return torch.cuda.default_generators[self._index(device)].get_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
-        torch.cuda.default_generators[0].set_state(new_state)
+        torch.cuda.default_generators[self._index(device)].set_state(new_state)
 
-    # Streams.
-
-    def _cuda_getCurrentStream(self, index: int) -> tuple[int, int, int]:
-        return self._gpu(index).stream, index, 1
-
-    def _cuda_getDefaultStream(self, index: int) -> tuple[int, int, int]:
-        return 0, index, 1
-
-    def _cuda_getCurrentRawStream(self, index: int) -> int:
-        return self._gpu(index).stream
-
-    def _cuda_setStream(
-        self, stream_id: int = 0, device_index: int = 0, device_type: int = 1
-    ) -> None:
-        self._gpu(device_index).stream = stream_id
-
-    def _cuda_isCurrentStreamCapturing(self) -> bool:
-        return False
+    def _index(self, device: Any) -> int:
+        index = device if isinstance(device, int) else torch.device(device).index
+        return self._simulation.device(index).index
 
     # The caching allocator.
 
@@ -225,10 +170,6 @@ class _Api:
     def _cuda_resetAccumulatedMemoryStats(self, device: Any) -> None:
         self._gpu(device).allocator.reset_accumulated_stats()
 
-    def _cuda_emptyCache(self, *_: Any) -> None:
-        for gpu in self._simulation.gpus:
-            gpu.allocator.empty_cache()
-
     def memory_snapshot(
         self, mempool_id: Any = None, include_traces: bool = True
     ) -> list[dict[str, Any]]:
@@ -236,10 +177,12 @@ class _Api:
 
         torch has none either unless history is recorded; ``_snapshot()`` shows them.
         """
-        return [s for gpu in self._simulation.gpus for s in gpu.allocator.segments(frames=False)]
-
-    def _cuda_memorySnapshot(self, *_: Any) -> dict[str, Any]:
-        return snapshot([gpu.allocator for gpu in self._simulation.gpus])
+        pool = SHARED_POOL if mempool_id is None else (mempool_id[0], mempool_id[1])
+        return [
+            segment
+            for gpu in self._simulation.gpus
+            for segment in gpu.allocator.segments(pool, frames=False)
+        ]
 
     def _cuda_record_memory_history(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -265,7 +208,11 @@ class _Api:
             gpu.workspaces.clear()
 
     def _cuda_getCurrentBlasHandle(self) -> int:
-        self._simulation.current.workspaces.gemm()
+        gpu = self._simulation.current
+        gpu.workspaces.gemm(gpu.stream)
+        return 1
+
+    def _cuda_getCurrentSolverHandle(self) -> int:
         return 1
 
     # The same, through torch.accelerator.
@@ -292,14 +239,6 @@ class _Api:
     _accelerator_hooks_exchange_device = _accelerator_exchangeDevice
     _accelerator_hooks_maybe_exchange_device = _accelerator_exchangeDevice
 
-    def _accelerator_getStream(self, index: int) -> SimulatedStream:
-        return SimulatedStream(stream_id=self._gpu(index).stream, device_index=index)
-
-    def _accelerator_setStream(self, stream: SimulatedStream) -> None:
-        self._gpu(stream.device_index).stream = stream.stream_id
-
-    def _accelerator_synchronizeDevice(self, index: int) -> None: ...
-
     def _accelerator_isAllocatorInitialized(self) -> bool:
         return True
 
@@ -311,9 +250,6 @@ class _Api:
 
     def _accelerator_resetAccumulatedStats(self, index: int) -> None:
         self._cuda_resetAccumulatedMemoryStats(index)
-
-    def _accelerator_emptyCache(self) -> None:
-        self._cuda_emptyCache()
 
     def _accelerator_getMemoryInfo(self, index: int) -> tuple[int, int]:
         gpu = self._gpu(index)

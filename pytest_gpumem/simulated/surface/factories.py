@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.jit._builtins
+import torch.jit._recursive
 from torch.utils._device import DeviceContext, _device_constructors
 
 if TYPE_CHECKING:
@@ -14,14 +17,22 @@ if TYPE_CHECKING:
 
 _FACTORIES = (
     "arange",
+    "asarray",
+    "bartlett_window",
+    "blackman_window",
     "empty",
     "empty_like",
+    "empty_permuted",
     "empty_strided",
     "eye",
     "full",
     "full_like",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
     "linspace",
     "logspace",
+    "normal",
     "ones",
     "ones_like",
     "rand",
@@ -31,17 +42,30 @@ _FACTORIES = (
     "randn",
     "randn_like",
     "randperm",
+    "scalar_tensor",
     "tensor",
+    "tril_indices",
+    "triu_indices",
     "zeros",
     "zeros_like",
 )
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+_FROM_DATA = ("asarray", "tensor")
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
-        patches.plan(torch, name, _watching(simulation, getattr(torch, name)))
+        factory = _from_arrays(getattr(torch, name)) if name in _FROM_DATA else getattr(torch, name)
+        patches.plan(torch, name, _watching(simulation, factory, getattr(torch, name)))
+    for name in ("fftfreq", "rfftfreq"):
+        factory = getattr(torch.fft, name)
+        patches.plan(torch.fft, name, _watching(simulation, factory, factory))
+    for name in _NEW:
+        patches.plan(torch.Tensor, name, _new(getattr(torch.Tensor, name)))
+    for module in (torch.jit._builtins, torch.jit._recursive):
+        patches.plan(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
     as_tensor = _as_tensor(torch.as_tensor)
     through = _context(simulation, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.plan(DeviceContext, "__torch_function__", through)
@@ -51,10 +75,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
 
 def _parse_to(parse_to: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is int:
-            args = (torch.device("cuda", args[0]), *args[1:])
-        elif type(kwargs.get("device")) is int:
-            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        if args:
+            args = (_numbered(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = _numbered(kwargs["device"])
         return parse_to(*args, **kwargs)
 
     return call
@@ -66,13 +90,67 @@ def _is_meta(device: Any) -> bool:
     return device == "meta" or (isinstance(device, torch.device) and device.type == "meta")
 
 
-def _watching(simulation: Simulation, factory: Callable[..., Any]) -> Callable[..., Any]:
+def _numbered(device: Any) -> Any:
+    # A build without CUDA does not know whose number that is.
+    return torch.device("cuda", device) if type(device) is int else device
+
+
+def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def call(function: Any) -> Any:
+        # TorchScript knows torch's functions by identity.
+        return find(getattr(function, "__wrapped__", function))
+
+    return call
+
+
+def _new(method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _numbered(kwargs["device"])
+        return method(tensor, *args, **kwargs)
+
+    return call
+
+
+def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(kwargs.get("device"), int):
-            # A build without CUDA does not know whose number that is.
-            kwargs["device"] = torch.device("cuda", kwargs["device"])
+        device = kwargs.get("device")
+        if (
+            device is None
+            or torch.device(device).type != "cuda"
+            or not hasattr(args[0], "__array__")
+        ):
+            return factory(*args, **kwargs)
+        if isinstance(args[0], torch.Tensor):
+            return factory(*args, **kwargs)
+        # In C++ an array is copied to the device out of sight of any dispatch mode.
+        requires_grad = kwargs.pop("requires_grad", False)
+        made = factory(*args, **{**kwargs, "device": "cpu"}).to(device)
+        return made.requires_grad_() if requires_grad else made
+
+    return call
+
+
+def _check_generator(generator: torch.Generator, device: Any) -> None:
+    target = torch.get_default_device() if device is None else torch.device(device)
+    if target.type in ("cpu", "cuda") and generator.device.type != target.type:
+        raise RuntimeError(
+            f"Expected a '{target.type}' device type for generator but found "
+            f"'{generator.device.type}'"
+        )
+
+
+def _watching(
+    simulation: Simulation, factory: Callable[..., Any], replaced: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(replaced)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = _numbered(kwargs["device"])
+        if kwargs.get("generator") is not None and not isinstance(args[0], torch.Tensor):
+            _check_generator(kwargs["generator"], kwargs.get("device"))
         # Meta kernels written in Python make their outputs on meta too.
-        if _is_meta(kwargs.get("device")) and not simulation.execution.inside:
+        if _is_meta(kwargs.get("device")) and not simulation.execution.inside_here:
             return _making_real_meta(simulation, factory, args, kwargs)
         return factory(*args, **kwargs)
 
@@ -109,17 +187,18 @@ def _making_real_meta(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    before = simulation.making_real_meta
-    simulation.making_real_meta = simulation.has_real_meta = True
+    before = simulation.here.making_real_meta
+    simulation.here.making_real_meta = simulation.has_real_meta = True
     try:
         return factory(*args, **kwargs)
     finally:
-        simulation.making_real_meta = before
+        simulation.here.making_real_meta = before
 
 
 def _as_tensor(as_tensor: Callable[..., Any]) -> Callable[..., Any]:
     def call(data: Any, dtype: Any = None, device: Any = None) -> Any:
         # In C++ as_tensor copies to the device out of sight of any dispatch mode.
+        device = _numbered(device)
         if device is None or torch.device(device).type != "cuda":
             return as_tensor(data, dtype=dtype, device=device)
         if isinstance(data, torch.Tensor):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.assumptions import taken_for_false
 from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnknownValueError
+from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.neutral import NeutralFloat
+from pytest_gpumem.simulated.placement import return_gradient
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -32,12 +38,11 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "cpu": surface.cpu,
         "get_device": surface.get_device,
         "data_ptr": surface.data_ptr,
-        "pin_memory": surface.pin_memory,
-        "is_pinned": surface.is_pinned,
-        "record_stream": surface.record_stream,
         "type": surface.type,
         "numpy": surface.numpy,
         "tolist": surface.tolist,
+        "item": surface.item,
+        "__getitem__": surface.getitem,
         "__array__": surface.array,
         "__bool__": surface.bool,
         "__deepcopy__": surface.deepcopy,
@@ -45,12 +50,29 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     }.items():
         # A plain function binds to the tensor; a bound method would not.
         patches.plan(tensor, name, _as_function(method))
+    patches.plan(tensor, "__new__", staticmethod(_new))
     patches.plan(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
     patches.plan(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr))
 
 
+def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
+    # C++ gives what it has made its class, but the results of a mode have one already.
+    made = torch._C.TensorBase.__new__(torch.Tensor, *args, **kwargs)
+    return made if kind is torch.Tensor else made.as_subclass(kind)
+
+
 def _as_function(method: Any) -> Any:
-    return lambda tensor, *args, **kwargs: method(tensor, *args, **kwargs)
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            tensor.__class__ not in raw.PLAIN
+            and has_torch_function_unary(tensor)
+            and not is_lazy(tensor)
+        ):
+            # A subclass of the user's own, which may keep its type or do something else.
+            return handle_torch_function(call, (tensor,), tensor, *args, **kwargs)
+        return method(tensor, *args, **kwargs)
+
+    return call
 
 
 _CPU = torch.device("cpu")
@@ -60,6 +82,8 @@ _get_device = raw.base("get_device")
 _data_ptr = raw.base("data_ptr")
 _bool = raw.base("__bool__")
 _tolist = raw.base("tolist")
+_item = raw.base("item")
+_getitem = raw.base("__getitem__")
 _numpy = raw.base("numpy")
 _DTYPE_NAMES = {
     torch.float32: "FloatTensor",
@@ -75,10 +99,20 @@ _DTYPE_NAMES = {
 }
 
 
+def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``Tensor.to`` was told not to wait for the copy: its third argument."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+
+
+_Truth = bool
+"""``bool`` is a method below."""
+
+
 class _Tensors:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self._storages = simulation.storages
+        self._values = simulation.values
         self._deepcopy: Any = torch.Tensor.__deepcopy__
         self._repr: Any = torch.Tensor.__repr__
         self._storage_data_ptr = torch.UntypedStorage.data_ptr
@@ -86,14 +120,14 @@ class _Tensors:
         self._array: Any = torch.Tensor.__array__
 
     def _block(self, tensor: torch.Tensor) -> SimulatedStorage | None:
-        if not raw.is_meta(tensor) or self._simulation.execution.inside:
+        if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return None
         return self._storages.of(tensor)
 
     # What a tensor says of itself.
 
     def device(self, tensor: torch.Tensor) -> torch.device:
-        if not raw.is_meta(tensor) or self._simulation.execution.inside:
+        if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return raw.device(tensor)
         block = self._storages.of(tensor)
         if block is not None:
@@ -101,7 +135,10 @@ class _Tensors:
         return _CPU if self._storages.is_on_host(tensor) else raw.device(tensor)
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
-        return self._block(tensor) is not None
+        if self._block(tensor) is not None:
+            return True
+        # A wrapper: it has no storage, and says itself where it is.
+        return tensor.__class__ not in raw.PLAIN and self.device(tensor).type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> bool:
         return self.device(tensor).type == "cpu"
@@ -123,13 +160,13 @@ class _Tensors:
         block = self._storages.by_key.get(storage._cdata)
         return self._storage_data_ptr(storage) if block is None else block.address
 
-    def is_pinned(self, tensor: torch.Tensor, device: Any = None) -> bool:
-        return False
-
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
         device = self.device(tensor)
         if not raw.is_meta(tensor) or device.type == "meta":
             return str(self._repr(tensor, **kwargs))
+        known = self._known(tensor)
+        if known is not None:
+            return str(self._repr(tensor, **{"tensor_contents": _contents(known), **kwargs}))
         grad = (
             f", grad_fn=<{type(tensor.grad_fn).__name__}>"
             if tensor.grad_fn is not None
@@ -147,7 +184,10 @@ class _Tensors:
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device")
-        if target is None or isinstance(target, (torch.dtype, torch.Tensor)):
+        if isinstance(target, torch.Tensor):
+            # In C++ the other tensor would only say meta.
+            return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
+        if target is None or isinstance(target, torch.dtype):
             return _to(tensor, *args, **kwargs)
         device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
         if device.type == "cuda":
@@ -157,18 +197,30 @@ class _Tensors:
             return _to(tensor, *args, **kwargs)
         elif not raw.is_meta(tensor):
             return _to(tensor, *args, **kwargs)
-        if device.type == "cpu" and (known := self._known(tensor)) is not None:
-            return self.to(known, *args, **kwargs)
-        if self.device(tensor).type != device.type:
+        block = self._block(tensor)
+        if (block is None) != (device.type == "cpu") and not _is_non_blocking(args, kwargs):
+            index = device.index if block is None else block.device.index
+            self._simulation.streams.host_waits(self._simulation.device(index).index)
+        if device.type == "cpu" and self._is_known(tensor):
+            return _to(tensor, *args, **kwargs)
+        leaves = block is not None and not self._is_on(block, device)
+        if leaves or self.device(tensor).type != device.type:
             # Both ends may be meta to torch, which would then hand back the same tensor.
             kwargs = {**kwargs, "copy": True}
-        self._simulation.destination = device.type
+        self._simulation.here.destination = device
         try:
             if position is None:
-                return _to(tensor, **{**kwargs, "device": "meta"})
-            return _to(tensor, "meta", *args[1:], **kwargs)
+                moved = _to(tensor, **{**kwargs, "device": "meta"})
+            else:
+                moved = _to(tensor, "meta", *args[1:], **kwargs)
         finally:
-            self._simulation.destination = None
+            self._simulation.here.destination = None
+        if leaves and block is not None and device.type == "cuda":
+            return_gradient(moved, block.device)
+        return moved
+
+    def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:
+        return device.type == "cuda" and block.device is self._simulation.device(device.index)
 
     def cpu(
         self, tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
@@ -201,15 +253,6 @@ class _Tensors:
                 return self.to(tensor, "cuda", kind)
         return _type(tensor, dtype, non_blocking, **kwargs)
 
-    def pin_memory(self, tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        # Pinned host memory is not device memory; a plain CPU tensor stands for it.
-        return tensor
-
-    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        block = self._block(tensor)
-        if block is None:
-            raise RuntimeError("record_stream is not implemented for tensors on the CPU")
-
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         # CPU and CUDA tensors may take each other's place (Module.cuda() keeps its Parameters).
         if (self._block(one) is None) != (self._block(other) is None):
@@ -232,7 +275,13 @@ class _Tensors:
             if gradient is not None:
                 tensor.grad = None
                 self.set_data(gradient, gradient.to(new.device))
-        torch._C._swap_tensor_impl(tensor, replacement)
+        try:
+            torch._C._swap_tensor_impl(tensor, replacement)
+        except RuntimeError as error:  # a profiler that records shapes or memory looks at it
+            raise UnsupportedOperatorError(
+                f"a tensor was moved at {user_line()} while a profiler watched it, which a "
+                f"simulated GPU cannot do: move the model before the profiler starts"
+            ) from error
         if gradient is not None:
             tensor.grad = gradient
 
@@ -259,8 +308,34 @@ class _Tensors:
         known = self._known(tensor)
         if known is not None:
             return bool(_bool(known))
+        if self._block(tensor) is not None and (note := taken_for_false(sys._getframe(2))):
+            self._simulation.note(note)
+            return False
         self._refuse(tensor, "bool()")
         return bool(_bool(tensor))
+
+    def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        """``tensor[[0, 2]]``: the list becomes a tensor on the device, which C++ does unseen.
+
+        Source: torch/csrc/autograd/python_variable_indexing.cpp (sequenceToVariable).
+        """
+        if index.__class__ is list:
+            index = self._as_index(tensor, index)
+        elif index.__class__ is tuple and any(part.__class__ is list for part in index):
+            index = tuple([self._as_index(tensor, part) for part in index])
+        return _getitem(tensor, index)
+
+    def _as_index(self, tensor: torch.Tensor, index: Any) -> Any:
+        plain = index.__class__ is list and all(item.__class__ is int for item in index)
+        block = self._block(tensor) if plain else None
+        if block is None or not index:
+            return index
+        return torch.tensor(index, device=block.device.torch_device)
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        value = _item(tensor)
+        # In C++ it has become a plain number.
+        return NeutralFloat(value) if self._is_unknown(tensor) else value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         known = self._known(tensor)
@@ -278,7 +353,21 @@ class _Tensors:
         return self._array(tensor, *args, **kwargs)
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return None if self._block(tensor) is None else self._storages.known(tensor)
+        block = self._block(tensor)
+        if block is None:
+            return None
+        self._simulation.streams.host_waits(block.device.index)
+        return self._values.known(tensor)
+
+    def _is_unknown(self, tensor: torch.Tensor) -> _Truth:
+        if not raw.is_meta(tensor):
+            return False
+        if self._storages.is_on_host(tensor):
+            return True
+        return self._block(tensor) is not None and self._values.of(tensor) is None
+
+    def _is_known(self, tensor: torch.Tensor) -> _Truth:
+        return self._block(tensor) is not None and self._values.of(tensor) is not None
 
     def _refuse_numpy(self, tensor: torch.Tensor) -> None:
         self._refuse_on_host(tensor, "numpy()")
@@ -292,15 +381,15 @@ class _Tensors:
     def _refuse(self, tensor: torch.Tensor, read: str) -> None:
         self._refuse_on_host(tensor, read)
         if self._block(tensor) is not None:
-            raise UnknownValueError(_unknown(read))
+            raise UnknownValueError(self._unknown(read))
 
     def _refuse_on_host(self, tensor: torch.Tensor, read: str) -> None:
         if raw.is_meta(tensor) and self._storages.is_on_host(tensor):
-            raise UnknownValueError(_unknown(read))
+            raise UnknownValueError(self._unknown(read))
+
+    def _unknown(self, read: str) -> str:
+        return self._values.refusal(f"{read} at {user_line()} depends on")
 
 
-def _unknown(read: str) -> str:
-    return (
-        f"{read} at {user_line()} depends on a value of a CUDA tensor, which a simulated GPU does "
-        f"not have: only shapes are computed"
-    )
+def _contents(values: torch.Tensor) -> str:
+    return str(torch._tensor_str._tensor_str(values, len("tensor(")))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch._higher_order_ops.flex_attention
+import torch.cuda.jiterator
+import torch.distributed
 import torch.export
+import torch.multiprocessing
+import torch.utils.dlpack
 from torch import nn
 
 from pytest_gpumem.simulated.callsite import user_line
@@ -16,32 +22,77 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
+_FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
+_NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"
+_NEEDS_MEMORY = "hands over memory that a simulated GPU does not have"
+_NEEDS_PROCESS = "starts processes, which have no simulated GPU"
+
 
 def plan(simulation: Simulation, patches: Patches) -> None:
-    """Replace what would abort or complain of a missing driver."""
-    patches.plan(torch.export, "export", _refusing("torch.export.export"))
-    for module in (torch.cuda, torch.cuda.graphs):
-        patches.plan(module, "CUDAGraph", _refusing("torch.cuda.CUDAGraph"))
-    patches.plan(torch.cuda.nvtx, "_nvtx", _Ranges())
+    """Replace what would abort, crash or complain of a missing driver."""
+    patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
+    jiterator = _refusing("torch.cuda.jiterator", "compiles a kernel, which no simulated GPU runs")
+    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
+        patches.plan(torch.cuda.jiterator, name, jiterator)
+    if hasattr(torch.cuda, "_compile_kernel"):  # came with 2.8
+        own = _refusing(
+            "torch.cuda._compile_kernel", "compiles a kernel, which no simulated GPU runs"
+        )
+        patches.plan(torch.cuda, "_compile_kernel", own)
+    for name in ("spawn", "start_processes"):
+        refuse = _refusing(f"torch.multiprocessing.{name}", _NEEDS_PROCESS)
+        patches.plan(torch.multiprocessing, name, refuse)
+    if torch.distributed.is_available():
+        patches.plan(
+            torch.distributed,
+            "init_process_group",
+            _without_nccl(torch.distributed.init_process_group),
+        )
+    patches.plan(torch.Tensor, "__dlpack__", _of_gpu("__dlpack__", torch.Tensor.__dlpack__))
+    to_dlpack = vars(torch.utils.dlpack)["to_dlpack"]
+    patches.plan(torch.utils.dlpack, "to_dlpack", _of_gpu("to_dlpack", to_dlpack))
+    interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
+    described = _of_gpu("__cuda_array_interface__", interface.__get__)
+    patches.plan(torch.Tensor, "__cuda_array_interface__", property(described))
+    # Called for gradients only: it traces the score function with a mode that has a device.
+    with_gradients = _refusing(
+        "flex_attention with gradients",
+        "traces its score function for a compiler, which a simulated GPU does not have",
+    )
+    patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
     # With one device DataParallel only calls its module.
     patches.plan(nn.DataParallel, "forward", _call_module)
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedOperatorError(
-            f"{name} at {user_line()} needs a real CUDA device, so it cannot run on a simulated GPU"
-        )
+        raise UnsupportedOperatorError(f"{name} at {user_line()} {why}")
 
     return refuse
 
 
+def _of_gpu(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
+
+    def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return refuse() if tensor.is_cuda else method(tensor, *args, **options)
+
+    return call
+
+
+def _without_nccl(init: Callable[..., Any]) -> Callable[..., Any]:
+    refuse = _refusing(
+        'torch.distributed.init_process_group("nccl")',
+        "connects real GPUs, so it cannot run on a simulated one; one process can use gloo",
+    )
+
+    def call(backend: Any = None, *args: Any, **options: Any) -> Any:
+        if "nccl" in str(backend).lower():
+            refuse()
+        return init(backend, *args, **options)
+
+    return call
+
+
 def _call_module(parallel: nn.DataParallel[nn.Module], *inputs: Any, **options: Any) -> Any:
     return parallel.module(*inputs, **options)
-
-
-class _Ranges:
-    """``torch._C._nvtx``: ranges for a profiler that is not there."""
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return lambda *_: 0

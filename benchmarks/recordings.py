@@ -1,0 +1,309 @@
+"""Memory traces recorded on real GPUs, and the programs that make them under simulation.
+
+The traces are read from $GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository).
+An event is an allocation or a free with its requested size.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import lzma
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from producers import (
+    doubled_rotation,
+    einsum_transformer,
+    language_model,
+    mixed_model,
+    naive_attention,
+    rebuilt_rotation,
+    small_models,
+)
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.allocator.replay import replay
+
+ROOT = Path(__file__).resolve().parent.parent
+GROUND_TRUTH = Path(os.environ.get("GPUMEM_GROUNDTRUTH", ROOT.parent / "shared" / "groundtruth"))
+
+Event = tuple[str, int]
+"""``+`` or ``-``, and the requested bytes."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One recorded trace and the program that makes it under simulation."""
+
+    file: str
+    gpu: str
+    torch: str
+    run: Callable[[Callable[[], None]], Any]
+    """Called with what marks the moment recording began; returns what lives at the end."""
+    wsl: bool = False
+    """Recorded under WSL 2, where the driver hands out increasing addresses."""
+    note: str = ""
+    """Why something differs, where it does."""
+
+
+CAST_ORDER = (
+    "casts that autocast cached are freed in the order of a hash map of host addresses; the "
+    "events are the same"
+)
+
+NIU = "NiuHuangxiaozi__assignment2-systems__"
+
+TRACES = {
+    "einsum-forward-100": Trace(
+        f"{NIU}forward_memory_snapshot_100",
+        "RTX-4060",
+        "2.6",
+        lambda start: einsum_transformer.forward(100),
+        wsl=True,
+    ),
+    "einsum-forward-200": Trace(
+        f"{NIU}forward_memory_snapshot_200",
+        "RTX-4060",
+        "2.6",
+        lambda start: einsum_transformer.forward(200),
+        wsl=True,
+    ),
+    "einsum-forward-200-bf16": Trace(
+        f"{NIU}forward_memory_snapshot_200_mixed_precision",
+        "RTX-4060",
+        "2.6",
+        lambda start: einsum_transformer.forward(200, autocast=True),
+        wsl=True,
+        note=CAST_ORDER,
+    ),
+    "einsum-training-100": Trace(
+        f"{NIU}forward_and_backward_memory_snapshot_100",
+        "RTX-4060",
+        "2.6",
+        lambda start: einsum_transformer.training(100),
+        wsl=True,
+    ),
+    "naive-attention": Trace(
+        "silmont2000__assignment2-systems__mem_snapshot",
+        "RTX-4060",
+        "2.6",
+        lambda start: naive_attention.step(),
+    ),
+    "large-linear": Trace(
+        "shreyansh26__MLSys-Experiments__profile_grad",
+        "H100",
+        "2.6",
+        lambda start: small_models.large_linear(),
+    ),
+    "lm-small-forward": Trace(
+        "CliffKai__assignment2-systems__memory_snapshot_small_fwd",
+        "H100",
+        "2.6",
+        lambda start: language_model.step("small", False, start),
+    ),
+    "lm-medium-training": Trace(
+        "CliffKai__assignment2-systems__memory_snapshot_medium_bwd",
+        "H100",
+        "2.6",
+        lambda start: language_model.step("medium", True, start),
+    ),
+    "lm-small-inference": Trace(
+        "Okazaki-Yumemi__CS336__memory_small_forward_128",
+        "RTX-4060",
+        "2.11",
+        lambda start: language_model.inference("small", True, start),
+        wsl=True,
+    ),
+    "lm-medium-inference": Trace(
+        "Wedsonlin__assignment2-systems__medium_128_inference_memory_snapshot",
+        "RTX-4090",
+        "2.11",
+        lambda start: language_model.inference("medium", False, start),
+        wsl=True,
+    ),
+    "lm-medium-own-adam": Trace(
+        "Wedsonlin__assignment2-systems__medium_128_training_memory_snapshot",
+        "RTX-4090",
+        "2.11",
+        lambda start: language_model.training("medium", start),
+        wsl=True,
+        note="placement: WSL 2 orders addresses by a rule of its own, here they increase",
+    ),
+    "lm-2.7b-bf16": Trace(
+        "aimetrics__assignment2-systems__memory_2.7b_forward_seq128_bf16",
+        "RTX-4090",
+        "2.8",
+        lambda start: language_model.without_gradients("2.7b", start),
+        note=CAST_ORDER,
+    ),
+    "lm-2.7b-twice": Trace(
+        "sidsoc12__spring2024-assignment2-systems__mem_snapshot_ctx128_fp32_infer",
+        "H100",
+        "2.6",
+        lambda start: language_model.twice("2.7b", start),
+    ),
+    "left-2.7b-training": Trace(
+        "kkaitlyn111__cs336-a2-systems__memory_ctx128_fullstep",
+        "H100",
+        "2.6",
+        mixed_model.training,
+    ),
+    "left-2.7b-bf16": Trace(
+        "kkaitlyn111__cs336-a2-systems__memory_ctx256_forward_mixed",
+        "H100",
+        "2.6",
+        mixed_model.forward,
+    ),
+    "xl-forward-bf16": Trace(
+        "notHanmin__assignment2-systems__memory_snapshot_forward",
+        "A100-80GB",
+        "2.6",
+        rebuilt_rotation.forward,
+        note=(
+            "placement: the recording began after some fifty steps of several runs, the program "
+            "here makes two"
+        ),
+    ),
+    "doubled-forward-bf16": Trace(
+        "silmont2000__assignment2-systems__memory_forward_bf16_128",
+        "RTX-4060",
+        "2.6",
+        doubled_rotation.forward,
+        note=CAST_ORDER,
+    ),
+    "tiny-steps": Trace(
+        "Da1sypetals__tomi__snapshot", "RTX-4060", "2.6", small_models.tiny_steps, wsl=True
+    ),
+}
+
+
+def increasing(top: int) -> None:
+    """No rule of the driver's: the allocator's own, from a base upwards."""
+
+
+REPLAYED_ONLY = {
+    "bcrafton": "made under torch.compile, whose code allocates otherwise",
+    "kkaitlyn111__cs336-a2-systems__memory_small_forward": (
+        "made under torch.compile, in good part by its autotuning"
+    ),
+    "cranberrii": "4-bit weights in kernels of bitsandbytes",
+    "HugePandaCoder": "convolutions of custom kernels and of cuDNN; not written anew",
+    "Constructor-Sun": "three GPUs and the weights of a large model; not written anew",
+    "Maphsge4": "a serving engine with kernels of its own",
+    "MercuryB1": "attention kernels of its own",
+}
+"""Recordings, by the beginning of their name, whose programs are not run, and why."""
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a memory snapshot")
+
+
+def load(name: str) -> dict[str, Any]:
+    """The snapshot called ``name``: dicts, lists, strings and numbers only."""
+    with lzma.open(GROUND_TRUTH / "snapshots" / f"{name}.pickle.xz") as file:
+        data = file.read()
+    snapshot: dict[str, Any] = _Plain(io.BytesIO(data)).load()
+    return snapshot
+
+
+def events(trace: Iterable[Any]) -> list[Event]:
+    """Allocations and frees of a trace of dicts or of trace entries."""
+    signs = {"alloc": "+", "free_requested": "-"}
+    found = []
+    for entry in trace:
+        action, size = (
+            (entry["action"], entry["size"])
+            if isinstance(entry, dict)
+            else (entry.action, entry.size)
+        )
+        if action in signs:
+            found.append((signs[action], size))
+    return found
+
+
+def differences(recorded: list[Event], simulated: list[Event]) -> list[str]:
+    """Every stretch in which the two sequences differ, in words."""
+    matcher = difflib.SequenceMatcher(None, recorded, simulated, autojunk=False)
+    found = []
+    for tag, i, j, k, m in matcher.get_opcodes():
+        if tag != "equal":
+            there, here = _text(recorded[i:j]), _text(simulated[k:m])
+            found.append(f"{i}: recorded {there}, simulated {here}")
+    return found
+
+
+def _text(stretch: list[Event]) -> str:
+    if not stretch:
+        return "nothing"
+    return " ".join(f"{sign}{size:,}" for sign, size in stretch[:8]) + " ..." * (len(stretch) > 8)
+
+
+def first_difference(recorded: list[Event], simulated: list[Event]) -> int | None:
+    """Index of the first event that differs; ``None`` if all are equal."""
+    for index, (one, other) in enumerate(zip(recorded, simulated)):  # noqa: B905  # shorter one counts
+        if one != other:
+            return index
+    return None if len(recorded) == len(simulated) else min(len(recorded), len(simulated))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One recording beside its program under simulation; peaks are (allocated, reserved) bytes."""
+
+    recorded: list[Event]
+    simulated: list[Event]
+    recorded_peaks: tuple[int, int]
+    simulated_peaks: tuple[int, int]
+    seconds: float
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first event that differs; ``None`` if all are equal."""
+        return first_difference(self.recorded, self.simulated)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every event and both peaks are equal."""
+        return self.recorded == self.simulated and self.recorded_peaks == self.simulated_peaks
+
+    @property
+    def reordered(self) -> bool:
+        """Whether the events differ in their order alone."""
+        return sorted(self.recorded) == sorted(self.simulated)
+
+
+def compare(trace: Trace) -> Comparison:
+    """Run the program of ``trace`` and compare."""
+    snapshot = load(trace.file)
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        if trace.wsl:
+            stack.enter_context(patch("pytest_gpumem.simulated.device.DriverAddresses", increasing))
+        gpu = stack.enter_context(simulate(trace.gpu, torch_version=trace.torch, alloc_conf=""))
+        began = [0]
+
+        def start() -> None:
+            torch.cuda.reset_peak_memory_stats()
+            began[0] = len(gpu.trace)
+
+        alive = trace.run(start)
+        simulated = events(gpu.trace[began[0] :])
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        del alive
+    seconds = time.perf_counter() - started
+    longest: list[Any] = max(snapshot["device_traces"], key=len)
+    recorded = events(longest)
+    result = replay(snapshot)
+    wanted = result.peak_allocated, result.peak_reserved
+    return Comparison(recorded, simulated, wanted, peaks, seconds)

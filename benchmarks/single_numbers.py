@@ -1,0 +1,224 @@
+"""Single numbers that others measured on real GPUs, against the same programs under simulation.
+
+    python benchmarks/single_numbers.py
+
+Each row names its source. ``exact`` rows were stated in bytes by the allocator itself; ``coarse``
+ones came from a tool that also sees what lies outside the allocator (the CUDA context).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from producers import vision
+from torch import nn
+
+from pytest_gpumem import simulate
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Number:
+    """One measured number and the simulated one, both in ``unit``."""
+
+    what: str
+    source: str
+    measured: float
+    simulated: float
+    unit: str
+    note: str = ""
+
+
+# A matrix times a vector: discuss.pytorch.org/t/178671.
+
+
+def matrix_vector() -> Iterator[Number]:
+    """The segments after ``X @ W + b``."""
+    source = "discuss.pytorch.org/t/178671"
+    with simulate("A100-40GB", torch_version="2.6", alloc_conf=""):
+        x = torch.rand(1000, 10, device="cuda")
+        w = torch.rand(10, device="cuda")
+        b = torch.rand(1000, device="cuda")
+        before = torch.cuda.memory_reserved()
+        y = x @ w + b
+        after = torch.cuda.memory_reserved()
+        segments = torch.cuda.memory_snapshot()
+        largest = max(block["size"] for s in segments for block in s["blocks"] if _live(block))
+        del y
+    yield Number("reserved for three small tensors", source, 2 * MIB, before, "bytes")
+    yield Number("segment that X @ W adds", source, 20 * MIB, after - before, "bytes")
+    yield Number("block of the workspace in it", source, 8_519_680, largest, "bytes")
+
+
+def _live(block: dict[str, Any]) -> bool:
+    return bool(block["state"] == "active_allocated")
+
+
+# ResNet-50 and three optimizers: tonghuikang/optimizer-memory-profiles 29ebcc76, profiling.py.
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters),
+}
+RESNET = {
+    "SGD": (283_144_680, 111_570_920),
+    "SGD with momentum": (389_571_048, 217_440_232),
+    "Adam": (529_772_520, 320_983_016),
+}
+"""Highest and last bytes of the profiler's timeline: tensors that existed by their own sizes, what
+came after by the sizes of blocks."""
+
+
+def resnet_timelines() -> Iterator[Number]:
+    """Ten steps of ResNet-50 with one image."""
+    source = "tonghuikang/optimizer-memory-profiles, A10G"
+    for name, (highest, last) in RESNET.items():
+        with simulate("A10G", torch_version="2.6", alloc_conf=""):
+            model = vision.resnet50().to("cuda")
+            inputs = torch.randn(1, 3, 224, 224, device="cuda")
+            labels = torch.rand_like(model(inputs))
+            optimizer = OPTIMIZERS[name](model.parameters())
+            measure = nn.CrossEntropyLoss()
+            existing = [*model.parameters(), *model.buffers(), inputs, labels]
+            base = sum(tensor.nbytes for tensor in existing) - torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(10):
+                predicted = model(inputs)
+                measure(predicted, labels).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            peak, final = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+            del predicted
+        yield Number(f"ResNet-50, {name}: highest", source, highest, base + peak, "bytes")
+        yield Number(f"ResNet-50, {name}: last", source, last, base + final, "bytes")
+
+
+# Megatron-LM's golden values.
+
+
+def library_workspace() -> Iterator[Number]:
+    """What Transformer Engine keeps for its own products, by GPU: the rest of the run is the same.
+
+    Its sizes are those of transformer_engine.pytorch: 4 MiB, on Hopper 32 MiB and 1,024 bytes.
+    """
+    peaks = {}
+    for gpu in ("A100-80GB", "H100"):
+        with simulate(gpu, torch_version="2.6", alloc_conf=""):
+            hopper = torch.cuda.get_device_capability() >= (9, 0)
+            size = 32 * MIB + 1024 if hopper else 4 * MIB
+            workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+            peaks[gpu] = torch.cuda.max_memory_allocated()
+            del workspace
+    yield Number(
+        "gpt3 12 layers: H100 minus A100",
+        "Megatron-LM golden values",
+        4_702_430_720 - 4_673_069_568,
+        peaks["H100"] - peaks["A100-80GB"],
+        "bytes",
+        "the difference alone: Transformer Engine's own workspace",
+    )
+
+
+# xMem: NVML's highest minus its first sample, so the CUDA context is in it.
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of xMem's evaluation."""
+
+    model: str
+    optimizer: str
+    batch: int
+    measured_mib: int
+
+
+CONTEXT = "measured includes the CUDA context; GPU and loop are not stated in full"
+XMEM = (
+    Run("vgg16", "AdamW", 560, 10_752),
+    Run("resnet101", "SGD", 351, 8_076),
+    Run("mobilenet_v2", "AdamW", 251, 3_956),
+    Run("convnext_tiny", "AdamW", 200, 3_308),
+)
+
+
+def image_runs() -> Iterator[Number]:
+    """Three steps at 86 x 86 pixels, gradients freed between forward and backward."""
+    for run in XMEM:
+        with simulate("RTX-3060", torch_version="2.6", alloc_conf=""):
+            model = vision.MODELS[run.model]().to("cuda").train()
+            optimizer = getattr(torch.optim, run.optimizer)(model.parameters(), lr=1e-3)
+            measure = nn.CrossEntropyLoss()
+            for _ in range(3):
+                inputs = torch.zeros(run.batch, 3, 86, 86)
+                labels = torch.zeros(run.batch, dtype=torch.long)
+                inputs, labels = inputs.to("cuda"), labels.to("cuda")
+                outputs = model(inputs)
+                loss = measure(outputs, labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                _, predicted = torch.max(outputs, 1)
+            reserved = torch.cuda.memory_reserved()
+            del inputs, labels, outputs, loss, predicted
+        yield Number(
+            f"{run.model}, {run.optimizer}, batch {run.batch}",
+            "xMem, torch 2.6",
+            run.measured_mib,
+            reserved / MIB,
+            "MiB",
+            CONTEXT,
+        )
+
+
+def language_run() -> Iterator[Number]:
+    """DistilGPT-2, batch 10 of 128 tokens, AdamW; needs transformers."""
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError:
+        return
+    with simulate("RTX-3060", torch_version="2.6", alloc_conf=""):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=6)).to("cuda").train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            tokens = torch.zeros(10, 128, dtype=torch.long).to("cuda")
+            mask = torch.ones(10, 128, dtype=torch.long).to("cuda")
+            optimizer.zero_grad()
+            outputs = model(input_ids=tokens, attention_mask=mask, labels=tokens)
+            outputs.loss.backward()
+            optimizer.step()
+        reserved = torch.cuda.memory_reserved()
+        del tokens, mask, outputs
+    yield Number(
+        "distilgpt2, AdamW, batch 10",
+        "xMem, torch 2.6",
+        3_014,
+        reserved / MIB,
+        "MiB",
+        CONTEXT,
+    )
+
+
+def numbers() -> Iterator[Number]:
+    """Every row."""
+    for source in (matrix_vector, library_workspace, resnet_timelines, image_runs, language_run):
+        yield from source()
+
+
+def main() -> None:
+    """Print the table."""
+    for number in numbers():
+        off = number.simulated - number.measured
+        print(
+            f"{number.what:44} {number.measured:15,.0f} {number.simulated:15,.0f} {number.unit:5} "
+            f"{off / number.measured:+8.2%}  {number.note}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What is taken for granted of unknown values, each with a note, so that common code goes on.
+
+Nothing here is a guess at a number: gradients are finite, and a token that nobody knows is none of
+the special ones, nor negative.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+Assumption = Callable[["Simulation", tuple[Any, ...], Any], "torch.Tensor | None"]
+"""(simulation, arguments, result) -> what an in-place operator is taken not to have changed."""
+
+GENERATION = (
+    "transformers compared tokens that shapes do not have with special tokens: none of them was "
+    "taken for one, so generation runs to its maximum length"
+)
+FINITE = (
+    "GradScaler looked for infinities in gradients that shapes do not have: none was taken for "
+    "one, so its steps are not skipped"
+)
+_CONDITIONS: dict[tuple[str, str], str] = {
+    (os.path.join("utils", "clip_grad.py"), name): (  # noqa: PTH118
+        "clip_grad_norm_(error_if_nonfinite=True) looked for infinities in gradients that shapes "
+        "do not have: none was found"
+    )
+    for name in ("_get_total_norm", "get_total_norm", "clip_grad_norm_")
+} | {
+    ("init.py", "_no_grad_trunc_normal_"): (
+        "trunc_normal_ drew its values once: which of them it would have drawn again is not known"
+    ),
+}
+"""Conditions in torch's own code that are not met: part of a path and function -> the note.
+
+Sources: torch/nn/utils/clip_grad.py of torch 2.6 to 2.15; torch/nn/init.py since 2.13.
+"""
+
+
+def taken_for_false(frame: FrameType) -> str | None:
+    """Return the note where the condition that ``frame`` asks is torch's own and not met."""
+    code = frame.f_code
+    for (path, name), note in _CONDITIONS.items():
+        if code.co_name == name and code.co_filename.endswith(path):
+            return note
+    return None
+
+
+_COMPARING = tuple(
+    os.path.join("transformers", *part)  # noqa: PTH118 - parts of paths, as frames write them
+    for part in (("generation", ""), ("modeling_utils.py",))
+)
+
+
+def _is_special_token(answer: bool) -> Assumption:
+    def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> None:
+        if args[0].dtype.is_floating_point or not _called_by_transformers():
+            return
+        simulation.note(GENERATION)
+        simulation.values.keep(result, torch.full(result.shape, answer, device="cpu"))
+
+    return assume
+
+
+def _called_by_transformers() -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    torch_folder = os.path.dirname(torch.__file__)  # noqa: PTH120 - as frames write it
+    own = os.path.dirname(__file__)  # noqa: PTH120
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((torch_folder, own)):
+        frame = frame.f_back
+    return any(part in frame.f_code.co_filename for part in _COMPARING)
+
+
+def _no_infinity(simulation: Simulation, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+    found: torch.Tensor = args[1]
+    if simulation.values.of(found) is None:
+        return None
+    simulation.note(FINITE)
+    return found
+
+
+_aten = torch.ops.aten
+
+ASSUMPTIONS: dict[Any, Assumption] = {
+    _aten.isin.Tensor_Tensor: _is_special_token(False),
+    _aten.isin.Tensor_Scalar: _is_special_token(False),
+    _aten.eq.Tensor: _is_special_token(False),
+    _aten.eq.Scalar: _is_special_token(False),
+    _aten.ne.Tensor: _is_special_token(True),
+    _aten.ne.Scalar: _is_special_token(True),
+    _aten.lt.Scalar: _is_special_token(False),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
+}
+"""By overload.
+
+Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py
+(warn_if_padding_and_no_attention_mask) of transformers 5.23; torch/amp/grad_scaler.py
+(_unscale_grads_, _maybe_opt_step) of torch 2.6 to 2.15.
+"""

@@ -1,0 +1,331 @@
+"""``simulate_operator()``: what a kernel that only its library knows allocates and returns."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+Description = Callable[..., Any]
+_D = TypeVar("_D", bound=Description)
+
+_OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
+_PATH = re.compile(r"\w+(\.\w+)+")
+_TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
+
+
+def simulate_operator(kernel: Any) -> Callable[[_D], _D]:
+    """Say what a custom kernel does on a simulated GPU; the decorated function stands for it.
+
+    ``kernel`` is the name of an operator of ``torch.library`` (``"mylib::fused_norm"``), the path
+    of a Python function, method or compiled function that launches the kernel
+    (``"mylib.kernels.rms_norm"``), the path of a Triton kernel, or any of these objects itself.
+    The function is called in its place, with the arguments of the call (for a Triton kernel
+    without the grid), and returns what the kernel would. What it makes by torch's own functions is
+    allocated in that order; what it drops is freed then. A Triton kernel that only writes to its
+    arguments allocates nothing: ``simulate_operator(kernel)(lambda *args, **options: None)``.
+
+    It holds for every simulation from here on, and for calls with tensors on a simulated GPU alone:
+    on a real GPU, and for CPU tensors, the kernel itself runs. A second description replaces the
+    first. Raises ``ValueError`` for a name that is none or that nothing has, ``TypeError`` for
+    anything else.
+    """
+
+    def register(function: _D) -> _D:
+        if not callable(function):
+            raise TypeError(
+                f"simulate_operator({_shown(kernel)}) takes a function that makes the kernel's "
+                f"outputs, and not {function!r}"
+            )
+        found(function)
+        return function
+
+    found = _registration(kernel)
+    return register
+
+
+class Descriptions:
+    """Every description of this process."""
+
+    def __init__(self) -> None:
+        self.operators: dict[str, Description] = {}
+        """By qualified name, with or without its overload: ``mylib::fused_norm``."""
+        self.kernels: dict[Any, Description] = {}
+        """By the Python function that a Triton kernel was made from."""
+        self._functions: dict[tuple[Any, str], _Replaced] = {}
+        self._open: ExitStack | None = None
+
+    def of(self, name: str, overload: str) -> Description | None:
+        """The description of the operator ``name``, a qualified one."""
+        if overload and (description := self.operators.get(f"{name}.{overload}")) is not None:
+            return description
+        return self.operators.get(name)
+
+    def replace(self, owner: Any, name: str, function: Any, description: Description) -> None:
+        """Let ``description`` stand for ``function``, which is ``owner.name``."""
+        before = self._functions.get((owner, name))
+        replaced = before or _Replaced(owner, name, function, description)
+        replaced.description = description
+        if before is None:
+            self._functions[owner, name] = replaced
+            if self._open is not None:
+                self._open.enter_context(replaced.applied())
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Put every description in the place of its function."""
+        with ExitStack() as stack:
+            for replaced in self._functions.values():
+                stack.enter_context(replaced.applied())
+            self._open = stack
+            try:
+                yield
+            finally:
+                self._open = None
+
+
+@dataclass
+class _Replaced:
+    """A function that is described: ``owner.name``."""
+
+    owner: Any
+    name: str
+    function: Any
+    description: Description
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Call the description instead, whatever name the function was imported under."""
+        function = self.function
+        if isinstance(function, FunctionType):
+            code = function.__code__
+            real = FunctionType(
+                code,
+                function.__globals__,
+                function.__name__,
+                function.__defaults__,
+                function.__closure__,
+            )
+            real.__kwdefaults__ = function.__kwdefaults__
+            function.__code__ = _calling(self._chosen(real), code)
+            try:
+                yield
+            finally:
+                function.__code__ = code
+        else:
+            setattr(self.owner, self.name, self._chosen(getattr(self.owner, self.name)))
+            try:
+                yield
+            finally:
+                setattr(self.owner, self.name, function)
+
+    def _chosen(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if not on_gpu(args, options):
+                return real(*args, **options)
+            result = self.description(*args, **options)
+            kernel_writes(args, options, result)
+            return result
+
+        return call
+
+
+DESCRIPTIONS = Descriptions()
+
+
+def on_gpu(*values: Any) -> bool:
+    """Whether a call with ``values`` is one for the GPU: not if all its tensors are elsewhere."""
+    kinds = {tensor.device.type for tensor in tensors_in(values)}
+    return not kinds or "cuda" in kinds
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors among arguments."""
+    if isinstance(value, sys.modules["torch"].Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def kernel_writes(*values: Any) -> None:
+    """Forget what is known of tensors that a kernel was given, or made.
+
+    Nobody says which it writes to, and a description knows shapes alone.
+    """
+    from pytest_gpumem.simulated.simulation import active_simulation
+
+    simulation = active_simulation()
+    if simulation is None:
+        return
+    for tensor in tensors_in(values):
+        record = simulation.storages.of(tensor)
+        if record is not None:
+            simulation.values.forget(record.key)
+
+
+def checked_outputs(schema: Any, outputs: Any) -> Any:
+    """``outputs`` of a description, if they are as many as the operator returns.
+
+    Raises ``ValueError`` otherwise.
+    """
+    expected = len(schema.returns)
+    given = 0 if outputs is None else len(outputs) if isinstance(outputs, (tuple, list)) else 1
+    of_list = expected == 1 and "[]" in str(schema.returns[0].type)
+    if given != expected and not of_list:
+        raise ValueError(
+            f'simulate_operator("{schema.name}"): the operator returns {expected} '
+            f"{'value' if expected == 1 else 'values'}, and its description {given}"
+        )
+    return outputs[0] if expected == 1 and isinstance(outputs, tuple) else outputs
+
+
+def how_to_describe(func: Any) -> str:
+    """What to write so that the operator ``func`` runs on a simulated GPU."""
+    import torch
+
+    unknown = [
+        name
+        for name in DESCRIPTIONS.operators
+        if not torch._C._jit_get_schemas_for_operator(name.partition(".")[0])
+    ]
+    name = func._schema.name
+    hint = f'say what it allocates with pytest_gpumem.simulate_operator("{name}")'
+    near = difflib.get_close_matches(name, unknown, 1)
+    return hint + (f' (no operator is called "{near[0]}", which is described)' if near else "")
+
+
+def base_function(kernel: Any) -> Any:
+    """The Python function that a Triton kernel was made from, under all its decorators."""
+    while not isinstance(kernel, FunctionType) and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
+
+
+def path_of(function: Any) -> str:
+    """``module.name`` of a function."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", repr(function))
+    return f"{module}.{name}" if module else str(name)
+
+
+def _calling(target: Callable[..., Any], like: CodeType) -> CodeType:
+    # A function's closure has to fit its code: the free variables are named, and left alone.
+    free = ", ".join(like.co_freevars)
+    source = (
+        f"def make({free}):\n"
+        f"    def call(*args, **options):\n"
+        f"        ({free + ',' if free else ''})\n"
+        f"        target = 'the description'\n"
+        f"        return target(*args, **options)\n"
+        f"    return call\n"
+    )
+    space: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), space)
+    code: CodeType = space["make"](*[None] * len(like.co_freevars)).__code__
+    constants = [target if value == "the description" else value for value in code.co_consts]
+    return code.replace(co_consts=tuple(constants), co_name=like.co_name)
+
+
+# From what the caller wrote to what is described.
+
+
+def _registration(kernel: Any) -> Callable[[Description], None]:
+    if not isinstance(kernel, str):
+        return _of_object(kernel, None, "", _shown(kernel))
+    if "::" in kernel:
+        return _of_operator(kernel)
+    if not _PATH.fullmatch(kernel):
+        raise ValueError(
+            f'simulate_operator({kernel!r}): write an operator, "mylib::fused_norm", or the path '
+            f'of a Python function or Triton kernel, "mylib.kernels.rms_norm"'
+        )
+    owner, name, found = _resolve(kernel)
+    return _of_object(found, owner, name, repr(kernel))
+
+
+def _of_operator(name: str) -> Callable[[Description], None]:
+    if not _OPERATOR.fullmatch(name):
+        raise ValueError(
+            f'simulate_operator({name!r}): an operator is named like "mylib::fused_norm", with '
+            f'its overload like "mylib::fused_norm.out"'
+        )
+    if name.partition("::")[0] in _TORCHS_OWN:
+        raise ValueError(
+            f"simulate_operator({name!r}): this is an operator of PyTorch itself, which the "
+            f"simulated GPU knows"
+        )
+    overload = name.removesuffix(".default")
+    return lambda description: DESCRIPTIONS.operators.update({overload: description})
+
+
+def _of_object(found: Any, owner: Any, name: str, shown: str) -> Callable[[Description], None]:
+    for attribute in ("_qualname", "_qualified_op_name"):  # of torch.library.custom_op, torch.ops
+        qualified = getattr(found, attribute, None)
+        if isinstance(qualified, str) and _OPERATOR.fullmatch(qualified):
+            return _of_operator(qualified)
+    if hasattr(found, "_schema") and callable(getattr(found, "name", None)):
+        return _of_operator(found.name())
+    if isinstance(found, MethodType):
+        found = found.__func__
+    if isinstance(found, FunctionType):
+        if inspect.isgeneratorfunction(found) or inspect.iscoroutinefunction(found):
+            raise ValueError(f"simulate_operator({shown}): a generator launches no kernel")
+        function = found
+        return lambda description: DESCRIPTIONS.replace(function, "", function, description)
+    base = base_function(found)
+    if base is not found and isinstance(base, FunctionType):
+        return lambda description: DESCRIPTIONS.kernels.update({base: description})
+    if callable(found) and owner is not None:
+        return lambda description: DESCRIPTIONS.replace(owner, name, found, description)
+    raise TypeError(
+        f"simulate_operator({shown}): this is neither an operator, a function nor a Triton kernel"
+        + (f"; write the path of the compiled function {path_of(found)}" if callable(found) else "")
+    )
+
+
+def _resolve(path: str) -> tuple[Any, str, Any]:
+    """The owner, last name and value of a dotted path, imported as far as it is modules."""
+    parts = path.split(".")
+    value, module = None, ""
+    for count in range(1, len(parts)):
+        module = ".".join(parts[:count])
+        try:
+            value = importlib.import_module(module)
+        except ImportError as error:
+            if (
+                value is not None
+                and isinstance(error, ModuleNotFoundError)
+                and error.name == module
+            ):
+                module = ".".join(parts[: count - 1])
+                break
+            raise ValueError(
+                f"simulate_operator({path!r}): cannot import {module}: {error}"
+            ) from error
+    owner: Any = None
+    for name in parts[module.count(".") + 1 :]:
+        owner = value
+        try:
+            value = getattr(owner, name)
+        except AttributeError:
+            close = difflib.get_close_matches(name, dir(owner), 1)
+            hint = f'; did you mean "{close[0]}"?' if close else ""
+            raise ValueError(
+                f"simulate_operator({path!r}): {getattr(owner, '__name__', owner)} has no "
+                f"{name!r}{hint}"
+            ) from None
+    return owner, parts[-1], value
+
+
+def _shown(kernel: Any) -> str:
+    return repr(kernel) if isinstance(kernel, str) else path_of(base_function(kernel))

@@ -1,0 +1,170 @@
+"""``torch.save`` of tensors whose values nobody knows: their shapes are written, and marked.
+
+A file of made-up numbers could be taken for a checkpoint. So such a tensor is saved as a call of
+:func:`restore_unknown`, which makes one of unknown values inside a simulation and raises anywhere
+else. Tensors whose values are known are saved as torch saves them.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.callsite import user_line
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_empty = torch.empty
+
+
+class SavedStorage:
+    """A storage in a file: tensors that share it do so again when they are loaded."""
+
+    def __init__(self, nbytes: int, location: str) -> None:
+        self.nbytes = nbytes
+        self.location = location
+        self.memory: Tensor | None = None
+        """What it has become, while the file is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return saved_storage, (self.nbytes, self.location)
+
+
+def saved_storage(nbytes: int, location: str) -> SavedStorage:
+    """Return the storage of ``nbytes`` bytes that was saved from the device ``location``."""
+    return SavedStorage(nbytes, location)
+
+
+def restore_unknown(
+    storage: SavedStorage,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    requires_grad: bool,
+) -> Tensor:
+    """Make a tensor of unknown values; raises ``RuntimeError`` outside a simulation."""
+    from pytest_gpumem.simulated.simulation import active_simulation
+
+    simulation = active_simulation()
+    if simulation is None:
+        raise RuntimeError(
+            "this file was saved on a simulated GPU, which had no values to save; save it inside "
+            "simulate(..., real_values=True) or on a GPU"
+        )
+    device = torch.device(_destination(storage.location))
+    if storage.memory is None:
+        storage.memory = _unknown(simulation, storage.nbytes, torch.uint8, device)
+        if device.type == "cpu":
+            simulation.storages.adopt_on_host(storage.memory)
+    tensor = _unknown(simulation, 0, dtype, device)
+    tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
+    return tensor.requires_grad_(requires_grad)
+
+
+# torch.load takes nothing else by default; neither can do anything but make an empty tensor.
+torch.serialization.add_safe_globals([saved_storage, restore_unknown])
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace how tensors of unknown values are pickled and copied."""
+    saving = _Saving(simulation)
+    # A plain function binds to the tensor; a bound method would not.
+    patches.plan(Tensor, "_reduce_ex_internal", lambda tensor, proto: saving.reduce(tensor, proto))
+    patches.plan(Tensor, "__copy__", lambda tensor: saving.copy(tensor))
+    patches.plan(torch.TypedStorage, "__reduce__", _reduced(torch.TypedStorage.__reduce__))
+
+
+def load_storage(content: bytes, location: str) -> Any:
+    """Return the storage that was pickled as ``content``, on the device ``location``."""
+    storage: Any = torch.load(io.BytesIO(content), weights_only=False)
+    return _typed(storage._untyped_storage.cuda(torch.device(location).index), storage.dtype)
+
+
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    # As torch's own code does it: anybody else is told that the class is deprecated.
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def _reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    def call(storage: Any) -> Any:
+        device = storage._untyped_storage.device
+        if device.type != "cuda":
+            return reduce(storage)
+        # In C++ pickle would read the memory behind the storage.
+        content = io.BytesIO()
+        on_cpu = _typed(storage._untyped_storage.cpu(), storage.dtype)
+        torch.save(on_cpu, content, _use_new_zipfile_serialization=False)
+        return load_storage, (content.getvalue(), str(device))
+
+    return call
+
+
+class _Saving:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._reduce: Callable[..., Any] = Tensor._reduce_ex_internal
+        self._saved: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        """By key: what stands for a storage, for as long as a pickler holds on to it."""
+
+    def reduce(self, tensor: Tensor, proto: int) -> Any:
+        if not self._is_unknown(tensor):
+            return self._reduce(tensor, proto)
+        self._simulation.note(
+            f"torch.save or pickle at {user_line()} wrote the shapes of tensors and no values: "
+            f"what it wrote can be loaded in a simulation only"
+        )
+        storage = tensor.untyped_storage()
+        saved = self._saved.get(storage._cdata)
+        if saved is None:
+            saved = SavedStorage(storage.nbytes(), str(tensor.device))
+            self._saved[storage._cdata] = saved
+        place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return restore_unknown, (saved, tensor.dtype, *place, tensor.requires_grad)
+
+    def copy(self, tensor: Tensor) -> Any:
+        if not self._is_unknown(tensor) or type(tensor) is not Tensor:
+            return copy._reconstruct(tensor, None, *tensor.__reduce_ex__(4))  # type: ignore[attr-defined]  # as copy() itself
+        copied = tensor.detach().requires_grad_(tensor.requires_grad)
+        copied.__dict__.update(tensor.__dict__)
+        return copied
+
+    def _is_unknown(self, tensor: Tensor) -> bool:
+        if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
+            return False
+        storages = self._simulation.storages
+        if storages.is_on_host(tensor):
+            return True
+        return storages.of(tensor) is not None and self._simulation.values.of(tensor) is None
+
+
+def _unknown(simulation: Simulation, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.empty(size, dtype=dtype, device=device)
+    before = simulation.here.making_real_meta
+    simulation.here.making_real_meta = True
+    try:
+        return _empty(size, dtype=dtype, device="meta")
+    finally:
+        simulation.here.making_real_meta = before
+
+
+def _destination(location: str) -> str:
+    """Where ``torch.load`` was told to put what was saved from ``location``."""
+    local = getattr(torch.serialization, "_serialization_tls", None)
+    target = getattr(local, "map_location", None)
+    if isinstance(target, dict):
+        return str(target.get(location, location))
+    if callable(target):
+        moved = target(torch.UntypedStorage(0), location)
+        return location if moved is None else str(moved.device)
+    return location if target is None else str(target)

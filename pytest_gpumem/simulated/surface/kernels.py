@@ -1,0 +1,142 @@
+"""Kernels that are not PyTorch's: Triton's, and functions of compiled extensions.
+
+A description (:mod:`pytest_gpumem.simulated.described`) runs in their place; without one the test
+is skipped with a sentence that names them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.described import (
+    DESCRIPTIONS,
+    base_function,
+    kernel_writes,
+    path_of,
+    tensors_in,
+)
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.patching import Patches
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_TRITON = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("triton.runtime.autotuner", "Autotuner"),
+    ("triton.runtime.autotuner", "Heuristics"),
+    ("triton.runtime.interpreter", "InterpretedFunction"),
+)
+"""Every class whose ``run`` a launch ``kernel[grid](...)`` may reach first."""
+
+_TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
+"""How pybind11 spells a tensor argument in the signature that begins a function's docstring
+(torch/csrc/utils/pybind.h, PYBIND11_TYPE_CASTER of at::Tensor)."""
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Stand in the way of Triton's launches."""
+    if not _is_installed("triton"):
+        return
+    for module, name in _TRITON:
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):  # another release of Triton
+            continue
+        patches.plan(kind, "run", _run())
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return package in sys.modules or importlib.util.find_spec(package) is not None
+    except ValueError:
+        return False
+
+
+def _run() -> Callable[..., Any]:
+    def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **options: Any) -> Any:
+        function = base_function(kernel)
+        description = DESCRIPTIONS.kernels.get(function)
+        if warmup:
+            return None
+        if description is None:
+            _refuse(path_of(function), "a Triton kernel")
+        result = description(*args, **options)
+        kernel_writes(args, options, result)
+        return result
+
+    return run
+
+
+def _refuse(path: str, what: str) -> NoReturn:
+    raise UnsupportedOperatorError(
+        f"{path} at {user_line()} is {what}, which a simulated GPU cannot run: say what it "
+        f'allocates with pytest_gpumem.simulate_operator("{path}")'
+    )
+
+
+class Extensions:
+    """Functions of compiled extensions that take tensors; on a simulated GPU they would crash."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._found: list[tuple[Any, str, _Guarded]] = []
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Keep tensors of a simulated GPU from the extensions imported so far."""
+        self._look()
+        patches = Patches()
+        for module, name, guard in self._found:
+            patches.plan(module, name, guard)
+        patches.apply()
+        try:
+            yield
+        finally:
+            patches.undo()
+
+    def _look(self) -> None:
+        for name in [name for name in sys.modules if name not in self._seen]:
+            self._seen.add(name)
+            module = sys.modules[name]
+            loader = getattr(getattr(module, "__spec__", None), "loader", None)
+            if not isinstance(loader, ExtensionFileLoader) or name.startswith("torch."):
+                continue
+            for attribute, value in vars(module).items():
+                if _takes_tensors(value):
+                    guard = _Guarded(value, f"{name}.{attribute}")
+                    self._found.append((module, attribute, guard))
+
+
+def _takes_tensors(value: Any) -> bool:
+    if isinstance(value, (type, FunctionType)) or not callable(value):
+        return False
+    signature = getattr(value, "__doc__", None)
+    return isinstance(signature, str) and any(kind in signature for kind in _TENSOR_IN_SIGNATURE)
+
+
+class _Guarded:
+    """A compiled function; no Python function, which would bind as a method does."""
+
+    def __init__(self, function: Callable[..., Any], path: str) -> None:
+        self._function = function
+        self._path = path
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if any(tensor.is_cuda for tensor in tensors_in((args, options))):
+            _refuse(self._path, "a function of a compiled extension")
+        return self._function(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+
+EXTENSIONS = Extensions()

@@ -1,0 +1,119 @@
+"""``torch.cuda.FloatTensor`` and its relatives, ``Tensor.new``, ``set_default_tensor_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+DTYPE_NAMES = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.int16: "ShortTensor",
+    torch.int8: "CharTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Make the types of CUDA tensors usable on a build without CUDA."""
+    for dtype, name in DTYPE_NAMES.items():
+        kind = _CudaType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
+        patches.plan(torch.cuda, name, kind)
+    for name, made in (("new", _new), ("new_tensor", _new_tensor)):
+        patches.plan(torch.Tensor, name, _on_gpu(made, getattr(torch.Tensor, name)))
+    set_type = torch.set_default_tensor_type
+    patches.plan(torch, "set_default_tensor_type", _setting_default(set_type))
+
+
+class _CudaType(type):
+    """The type of the classes: calling one makes a tensor, ``isinstance`` asks one."""
+
+    dtype: torch.dtype
+    is_cuda = True
+    is_sparse = False
+    layout = torch.strided
+
+    def __call__(cls, *args: Any, device: Any = None) -> torch.Tensor:
+        return _legacy(args, cls.dtype, "cuda" if device is None else device)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype is cls.dtype
+
+
+def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    """What the old constructors do: sizes make an uninitialised tensor, anything else is data.
+
+    Source: torch/csrc/utils/tensor_new.cpp (legacy_tensor_generic_ctor_new).
+    """
+    if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
+        data = args[0]
+        if not isinstance(data, torch.Tensor):
+            return torch.tensor(data, dtype=dtype, device=device)
+        expected = torch.device(device).type
+        if data.dtype is not dtype or data.device.type != expected:
+            raise TypeError(f"expected {DTYPE_NAMES[dtype]} on {expected} (got {data.type()})")
+        return data.detach()
+    size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _on_gpu(made: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        elsewhere = tensor.is_cuda or options.get("device") is not None
+        return (made if elsewhere else on_cpu)(tensor, *args, **options)
+
+    return call
+
+
+def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
+    return _legacy(args, tensor.dtype, tensor.device if device is None else device)
+
+
+def _new_tensor(
+    tensor: torch.Tensor,
+    data: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    return torch.tensor(
+        data,
+        dtype=tensor.dtype if dtype is None else dtype,
+        device=tensor.device if device is None else device,
+        requires_grad=requires_grad,
+        **options,
+    )
+
+
+def _setting_default(set_type: Callable[[Any], None]) -> Callable[[Any], None]:
+    by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+    def call(kind: Any) -> None:
+        module, _, name = kind.rpartition(".") if isinstance(kind, str) else _parts(kind)
+        if module != "torch.cuda":
+            torch.set_default_device(None)
+            set_type(kind)
+        elif name not in by_name or not by_name[name].is_floating_point:
+            raise TypeError(f"only floating-point types are supported as the default type: {kind}")
+        else:
+            torch.set_default_dtype(by_name[name])
+            torch.set_default_device("cuda")
+
+    return call
+
+
+def _parts(kind: Any) -> tuple[str, str, str]:
+    return getattr(kind, "__module__", ""), ".", getattr(kind, "__name__", "")

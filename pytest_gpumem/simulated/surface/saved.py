@@ -1,0 +1,24 @@
+"""Saved tensors that wait in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import save_on_cpu
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Let ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the device sees no difference.
+
+    Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
+    """
+    initialize: Any = save_on_cpu.__init__
+
+    def pageable(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        initialize(hooks, False, device_type)
+
+    patches.plan(save_on_cpu, "__init__", pageable)

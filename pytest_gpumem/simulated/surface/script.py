@@ -1,0 +1,45 @@
+"""TorchScript: its interpreter runs operator by operator, on modules that live in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.jit._script import RecursiveScriptModule
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Move scripted modules, and load them, where C++ would ask for a device."""
+    patches.plan(RecursiveScriptModule, "_apply", _apply)
+    patches.plan(torch.jit, "load", _load(torch.jit.load))
+
+
+def _apply(
+    module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """``Module._apply`` of a scripted module: C++ holds its tensors, so they are replaced there."""
+    if recurse:
+        for child in module.children():
+            child._apply(function)
+    with torch.no_grad():
+        tensors: tuple[Any, ...] = (module._parameters, module._buffers)
+        for held in tensors:
+            for name, tensor in list(held.items()):
+                if tensor is not None:
+                    moved = function(tensor)
+                    held[name] = moved.requires_grad_() if tensor.requires_grad else moved
+    return module
+
+
+def _load(load: Callable[..., Any]) -> Callable[..., Any]:
+    def call(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+        if map_location is None or torch.device(map_location).type != "cuda":
+            return load(file, map_location, *args, **options)
+        return load(file, "cpu", *args, **options).to(map_location)
+
+    return call

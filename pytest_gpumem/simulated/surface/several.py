@@ -1,0 +1,135 @@
+"""Several GPUs: what torch settles in C++, out of sight, and what several GPUs cannot do here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import comm
+
+from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.placement import return_gradient
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_BEGIN_WITH_A_FACTORY = (
+    (torch._C._nn, "one_hot"),
+    (nn.functional, "one_hot"),
+    (torch._C._nn, "pad_sequence"),
+)
+"""Composite functions whose first step knows no more of their arguments than the options."""
+
+_COLLECTIVES = ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "gather")
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace what would take all GPUs for one, and refuse by name what needs real ones."""
+    _plan_refusals(simulation, patches)
+    if simulation.placement is None:
+        return
+    patches.plan(torch.Tensor, "type_as", _type_as)
+    patches.plan(torch.Tensor, "copy_", _copying(simulation))
+    patches.plan(torch.Tensor, "__setitem__", _setting(simulation))
+    patches.plan(torch.Tensor, "new_tensor", _new_tensor)
+    for owner, name in _BEGIN_WITH_A_FACTORY:
+        patches.plan(owner, name, _followed(simulation, getattr(owner, name)))
+
+
+def _type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return tensor.to(other)
+
+
+def _copying(simulation: Simulation) -> Callable[..., torch.Tensor]:
+    copy: Callable[..., torch.Tensor] = raw.base("copy_")
+    of = simulation.storages.of
+
+    def copy_(tensor: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copied = copy(tensor, src, non_blocking)
+        here, there = of(tensor), of(src)
+        if src.requires_grad and here and there and here.device is not there.device:
+            return_gradient(copied, there.device, position=1)
+        return copied
+
+    return copy_
+
+
+def _setting(simulation: Simulation) -> Callable[..., None]:
+    set_item: Callable[..., None] = raw.base("__setitem__")
+    of = simulation.storages.of
+
+    def __setitem__(tensor: torch.Tensor, index: Any, value: Any) -> None:  # noqa: N807 - Python's
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            here, there = of(tensor), of(value)
+            if here and there and here.device is not there.device:
+                # The copy that this makes in C++ would not bring the gradient back.
+                value = value.to(tensor.device)
+        set_item(tensor, index, value)
+
+    return __setitem__
+
+
+def _new_tensor(
+    tensor: torch.Tensor,
+    data: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    requires_grad: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    return torch.tensor(
+        data,
+        dtype=tensor.dtype if dtype is None else dtype,
+        device=tensor.device if device is None else device,
+        requires_grad=requires_grad,
+    )
+
+
+def _followed(simulation: Simulation, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if simulation.placement is not None:
+            simulation.placement.follow(args, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _plan_refusals(simulation: Simulation, patches: Patches) -> None:
+    def several(this: Any, module: nn.Module, device_ids: Any = None, *_: Any, **__: Any) -> bool:
+        return len(simulation.gpus if device_ids is None else device_ids) > 1
+
+    def on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
+        return any(parameter.is_cuda for parameter in module.parameters())
+
+    refused: list[tuple[Any, str, str, Callable[..., bool]]] = [
+        (nn.DataParallel, "__init__", "nn.DataParallel over several GPUs", several),
+        (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", on_gpu),
+        *((comm, name, f"torch.nn.parallel.comm.{name}", _always) for name in _COLLECTIVES),
+    ]
+    for owner, name, called, applies in refused:
+        patches.plan(owner, name, _refusing(called, getattr(owner, name), applies))
+
+
+def _refusing(
+    name: str, function: Callable[..., Any], refused: Callable[..., bool]
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if refused(*args, **kwargs):
+            raise UnsupportedOperatorError(
+                f"{name} at {user_line()} copies between GPUs in code of its own, which a "
+                "simulated GPU does not have: test the model on one GPU, or place its parts with "
+                '.to("cuda:1")'
+            )
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    return True

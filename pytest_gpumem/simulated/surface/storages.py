@@ -1,0 +1,88 @@
+"""``torch.UntypedStorage`` and its relatives, where they stand for memory of a simulated GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_device: Any = vars(torch._C.StorageBase)["device"]
+_resize: Any = torch.UntypedStorage.resize_
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace what a storage says of itself, and how it changes its size."""
+    surface = _Surface(simulation)
+    storage = torch.UntypedStorage
+    patches.plan(storage, "__new__", staticmethod(_made))
+    patches.plan(storage, "device", property(surface.device))
+    patches.plan(storage, "is_cuda", property(surface.is_cuda))
+    patches.plan(storage, "resize_", lambda this, size: surface.resize(this, size))
+    for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
+        patches.plan(storage, name, _guarded(simulation, name, getattr(storage, name)))
+
+
+def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
+    if device is None or torch.device(device).type != "cuda":
+        if device is not None:
+            options["device"] = device
+        return torch._C.StorageBase.__new__(kind, *args, **options)
+    size = args[0] if args else 0
+    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+
+
+class _Surface:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._storages = simulation.storages
+
+    def device(self, storage: torch.UntypedStorage) -> torch.device:
+        record = self._storages.by_key.get(storage._cdata)
+        if record is None:
+            return _device.__get__(storage)  # type: ignore[no-any-return]  # a C descriptor
+        return record.device.torch_device
+
+    def is_cuda(self, storage: torch.UntypedStorage) -> bool:
+        return self.device(storage).type == "cuda"
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """``resize_``: of CUDA memory a new block, whatever the old one's size.
+
+        Source: aten/src/ATen/native/cuda/Resize.cpp (resize_bytes_cuda), torch 2.6 to 2.15.
+        """
+        record = self._storages.by_key.get(storage._cdata)
+        _resize(storage, size)
+        if record is not None:
+            self._simulation.values.forget(record.key)
+            self._storages.reallocate(record, size)
+        return storage
+
+
+_WHY = {
+    "_share_cuda_": "hands memory of a simulated GPU to another process, which does not have it",
+    "__getitem__": "reads memory of a simulated GPU, which holds no values",
+    "tolist": "reads memory of a simulated GPU, which holds no values",
+}
+
+
+def _guarded(simulation: Simulation, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse() -> NoReturn:
+        raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
+
+    def call(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
+        if storage._cdata not in simulation.storages.by_key:
+            return method(storage, *args, **options)
+        # CUDA memory is shared in any case: share_memory_() does nothing to it.
+        if name == "is_shared":
+            return True
+        return storage if name == "share_memory_" else refuse()
+
+    return call

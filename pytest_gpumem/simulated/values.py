@@ -1,0 +1,552 @@
+"""Values beside shapes: what CUDA tensors hold, kept on the CPU for as long as it is known.
+
+Small tensors made from constants, or copied from the CPU, stay known through deterministic
+operators: each of these is computed on the CPU beside its shapes. With ``everything`` the same is
+done for tensors of any size and for random numbers, so that no value is unknown. Either way the
+simulated device allocates what it would allocate without: nothing here touches its memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated import raw, real_kernels
+from pytest_gpumem.simulated.assumptions import ASSUMPTIONS, Assumption
+from pytest_gpumem.simulated.errors import HostMemoryError
+from pytest_gpumem.simulated.host import available_memory
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+MOST_INTEGERS = 65_536
+"""Elements of an integer or boolean tensor whose values are kept."""
+MOST_FLOATS = 4_096
+
+CPU = torch.device("cpu")
+_empty = torch.empty
+_empty_strided = torch.empty_strided
+_as_strided = torch.as_strided
+
+_WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+    "aten::rrelu_with_noise": (1,),
+}
+"""Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
+statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
+
+_OVERWRITES = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "fill zero copy uniform normal bernoulli random exponential log_normal cauchy geometric"
+    ).split()
+)
+"""In-place operators whose target's old values do not matter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """What has to be known of an operator to follow its values."""
+
+    func: Any
+    written: tuple[tuple[int, str], ...]
+    """Position and name of each argument that it writes to."""
+    overwrites: bool
+    """Whether what it writes to does not depend on what was there."""
+    moves_views: bool
+    """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
+    undefined: bool
+    """Whether its results are random, or those of a stranger's kernel."""
+    blank: bool
+    """Whether its results are memory that nobody has written to."""
+    random: bool
+    shaped_like: bool
+    """Whether it looks at the shapes of its tensors only: ``zeros_like``, ``new_full``."""
+    compute: Callable[..., Any]
+    assumption: Assumption | None
+    """What is taken for granted where an argument is not known."""
+
+    @classmethod
+    def of(cls, func: Any) -> Operator:
+        """Describe ``func`` by its schema and tags."""
+        schema, name = func._schema, func._schema.name
+        undeclared = _WRITES_UNDECLARED.get(name, ())
+        written = tuple(
+            (at, argument.name)
+            for at, argument in enumerate(schema.arguments)
+            if at in undeclared or (argument.alias_info and argument.alias_info.is_write)
+        )
+        plain = name.removeprefix("aten::")
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        return cls(
+            func=func,
+            written=written,
+            overwrites=name in _OVERWRITES or "out" in schema.overload_name,
+            moves_views=torch.Tag.inplace_view in func.tags or plain in ("resize_", "set_"),
+            undefined=random or plain == name,
+            blank=plain.startswith(("empty", "new_empty")),
+            random=random,
+            shaped_like=plain.endswith("_like") or plain.startswith("new_"),
+            compute=real_kernels.KERNELS.get(name, func),
+            assumption=ASSUMPTIONS.get(func),
+        )
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The meta tensors among ``args`` and ``kwargs`` that it writes to."""
+        found: list[torch.Tensor] = []
+        for at, name in self.written:
+            _collect(args[at] if at < len(args) else kwargs.get(name), found)
+        return found
+
+
+class Values:
+    """The known values of one simulation, by the address of the storage they belong to."""
+
+    def __init__(self, simulation: Simulation, *, everything: bool) -> None:
+        self._simulation = simulation
+        self.everything = everything
+        """Whether values of any size are computed, and random numbers drawn."""
+        self._bases: dict[int, torch.Tensor] = {}
+        """By key: all elements of the storage, flat, on the CPU."""
+        self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages without a block: their values must not outlive them either."""
+        self._blank: set[int] = set()
+        """Keys of storages that nobody has written to, where everything is computed."""
+        self._ignoring = False
+        self._held = 0
+        self._limit = 0
+        self.uncomputed: str | None = None
+        """The first operator that had no kernel on the CPU, where everything is computed."""
+        self.begin()
+
+    def begin(self) -> None:
+        """See what the host has room for, and what the CPU can compute."""
+        self.uncomputed = None
+        if self.everything:
+            self._limit = self._held + available_memory() // 2
+
+    # Reading.
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+        if not self._bases:
+            return None
+        base = self._bases.get(_key(tensor))
+        return None if base is None else _view(base, tensor)
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a CPU copy of what ``tensor`` holds; ``None`` if that is not known."""
+        if not self._bases:
+            return None
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            view = self.of(tensor)
+            return None if view is None else view.clone()
+
+    def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` yields on the CPU; ``None`` if an argument is not known."""
+        if not self._known(args, kwargs):
+            return None
+        return self._compute(operator, args, kwargs, [])
+
+    def refusal(self, read: str) -> str:
+        """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
+        if self.uncomputed is not None:
+            return (
+                f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
+                f"has no kernel on the CPU"
+            )
+        return (
+            f"{read} a value of a CUDA tensor, which a simulated GPU does not have: only shapes "
+            f"are computed"
+        )
+
+    # Following operators.
+
+    def follow(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Do to the values what an operator has just done to the shapes."""
+        if self._ignoring:
+            return
+        if operator.written:
+            self._write(operator, args, kwargs, result)
+        elif self._bases:
+            if self._known(args, kwargs):
+                self._derive(operator, args, kwargs, result)
+            elif operator.assumption is not None:
+                operator.assumption(self._simulation, args, result)
+
+    @contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Follow no operator that runs inside."""
+        before, self._ignoring = self._ignoring, True
+        try:
+            yield
+        finally:
+            self._ignoring = before
+
+    def replace(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Know of ``result`` and of what was written what ``operator`` as a whole says of it."""
+        if self._ignoring:
+            return
+        if operator.written:
+            self._write(operator, args, kwargs, result)
+            return
+        given = {_key(tensor) for tensor in _collect((*args, *kwargs.values()), [])}
+        made = [tensor for tensor in _collect(result, []) if _key(tensor) not in given]
+        computed = None
+        if self._bases and self._known(args, kwargs) and self._is_computable(operator, made):
+            computed = self._compute(operator, args, kwargs, [])
+        for tensor in made:
+            self.forget(_key(tensor))
+        if computed is not None:
+            self._keep_all(result, computed, set(), parts=True)
+
+    def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
+        """Know of ``result`` what ``function`` returns on the CPU, and nothing else.
+
+        For composite operators whose parts have the right shapes and not the right values.
+        """
+        if self._ignoring:
+            return
+        operator = Operator((), (), False, False, False, False, False, False, function, None)
+        with torch._C._DisableTorchDispatch():
+            self.replace(operator, args, {}, result)
+
+    def make(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Know what a factory, or a copy between devices, has just made."""
+        if self._ignoring or (operator.undefined and not self.everything):
+            return
+        if operator.blank and result.numel():
+            if self.everything:
+                self._blank.add(_key(result))
+                self._watch(result)
+            return
+        if operator.shaped_like:
+            if self._keeps(result):
+                args = (_blank(args[0]), *args[1:])
+                self._derive(operator, args, kwargs, result)
+        elif self._unknown_among(args) is not True:
+            self._derive(operator, args, kwargs, result)
+
+    def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        if source.shape == tensor.shape and source.layout is torch.strided:
+            self._keep(tensor, source, shared=True)
+
+    def forget(self, key: int) -> None:
+        """Drop the values of a storage, because they are no longer known or it has died."""
+        self._blank.discard(key)
+        base = self._bases.pop(key, None)
+        if base is not None and self.everything:
+            self._held -= base.numel() * base.element_size()
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Follow a storage that was resized in place: what was added is undefined."""
+        key = _key(tensor)
+        base = self._bases.get(key)
+        if base is None:
+            return
+        size = _elements(tensor, base.dtype)
+        if size <= base.numel():
+            return
+        if not self.everything:
+            self.forget(key)
+            return
+        grown = _empty(size, dtype=base.dtype, device=CPU)
+        grown[: base.numel()] = base
+        self._bases[key] = grown
+        self._hold((size - base.numel()) * base.element_size())
+
+    def _write(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        bases = self._bases
+        if operator.moves_views or (not bases and not operator.overwrites):
+            return
+        targets = operator.targets(args, kwargs)
+        for target in targets:
+            if _key(target) in self._blank:
+                self._put_blank(target)
+        if operator.overwrites:
+            if not self._can_overwrite(operator, args, kwargs, targets):
+                return
+        elif not any(_key(target) in bases for target in targets):
+            return
+        elif not self._known(args, kwargs):
+            assume = operator.assumption
+            spared = assume(self._simulation, args, result) if assume else None
+            for target in targets:
+                if target is not spared:
+                    self.forget(_key(target))
+            return
+        self._derive(operator, args, kwargs, result, targets)
+
+    def _can_overwrite(
+        self,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: list[torch.Tensor],
+    ) -> bool:
+        """Whether what is written, and all around it, is known; else nothing is any more."""
+        names = {name for _, name in operator.written}
+        places = {at for at, _ in operator.written}
+        read = [value for at, value in enumerate(args) if at not in places]
+        read += [value for name, value in kwargs.items() if name not in names]
+        if targets and self._unknown_among(read) is not True:
+            for target in targets:
+                key = _key(target)
+                if key in self._bases:
+                    continue
+                if not self._keeps(target) or not _covers(target):
+                    break
+                self._put_blank(target)
+            else:
+                return True
+        for target in targets:
+            self.forget(_key(target))
+        return False
+
+    def _derive(
+        self,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        targets: Iterable[torch.Tensor] = (),
+    ) -> None:
+        used: list[torch.Tensor] = []
+        computed = None
+        if self._is_computable(operator, _collect(result, [])):
+            computed = self._compute(operator, args, kwargs, used)
+        if computed is None:
+            for target in targets:
+                self.forget(_key(target))
+        self._keep_all(result, computed, {tensor.untyped_storage()._cdata for tensor in used})
+
+    def _is_computable(self, operator: Operator, results: Iterable[torch.Tensor]) -> bool:
+        return self.everything or (not operator.undefined and all(map(self._keeps, results)))
+
+    def _compute(
+        self,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        used: list[torch.Tensor],
+    ) -> Any:
+        on_cpu = [self._on_cpu(value, used) for value in args]
+        named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
+        try:
+            if operator.random and named.get("generator") is None:
+                with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
+                    computed = operator.compute(*on_cpu, **named)
+            else:
+                computed = operator.compute(*on_cpu, **named)
+        except IndexError:
+            if self.everything:
+                raise  # a GPU would stop there too
+            return None
+        except Exception as error:
+            if self.everything and _lacks_half(error):
+                return real_kernels.in_float32(
+                    operator.compute, on_cpu, named, writes=bool(operator.written)
+                )
+            if self.everything and self.uncomputed is None:
+                self.uncomputed = str(operator.func)
+            return None
+        return () if computed is None else computed
+
+    def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            base = self._bases.get(_key(value))
+            real = value if base is None else _view(base, value)
+            used.append(real)
+            return real
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._on_cpu(item, used) for item in value])
+        return CPU if isinstance(value, torch.device) else value
+
+    # What is known.
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        first = self._unknown_among(args)
+        if first is True:
+            return False
+        second = self._unknown_among(kwargs.values()) if kwargs else None
+        return second is not True and (first is False or second is False)
+
+    def _unknown_among(self, values: Iterable[Any]) -> bool | None:
+        """Whether a tensor among ``values`` is unknown; ``None`` if none has values kept here."""
+        bases = self._bases
+        answer = None
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if _key(value) in bases:
+                    answer = False
+                elif raw.is_meta(value):
+                    return True
+            elif isinstance(value, (list, tuple)):
+                inner = self._unknown_among(value)
+                if inner:
+                    return True
+                answer = answer if inner is None else inner
+        return answer
+
+    def _keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether values of a tensor of this size are kept."""
+        if tensor.layout is not torch.strided:
+            return False
+        if self.everything:
+            return True
+        dtype = tensor.dtype
+        most = MOST_FLOATS if dtype.is_floating_point or dtype.is_complex else MOST_INTEGERS
+        return tensor.numel() <= most and _elements(tensor) <= 2 * most
+
+    # Keeping.
+
+    def _keep_all(self, result: Any, computed: Any, used: set[int], *, parts: bool = False) -> None:
+        """Keep what was ``computed`` of ``result``, whose tensors may be ``parts`` of storages."""
+        if isinstance(result, (list, tuple)):
+            if isinstance(computed, (list, tuple)):
+                for one, other in zip(result, computed, strict=False):
+                    self._keep_all(one, other, used, parts=parts)
+            return
+        if not isinstance(result, torch.Tensor) or not raw.is_meta(result):
+            return
+        if computed is real_kernels.UNREAD or isinstance(computed, int):
+            filling = 0 if computed is real_kernels.UNREAD else computed
+            computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
+        if not isinstance(computed, torch.Tensor) or computed.shape != result.shape:
+            return
+        base = self._bases.get(_key(result))
+        if base is None:
+            self._keep(result, computed, computed.untyped_storage()._cdata in used)
+            used.add(computed.untyped_storage()._cdata)
+        elif parts:
+            _view(base, result).copy_(computed)
+
+    def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
+        if not self._keeps(tensor) or tensor.layout is not torch.strided:
+            return
+        if (
+            not shared
+            and source.dtype == tensor.dtype
+            and source.is_contiguous()
+            and not source.storage_offset()
+            and _covers(tensor)
+        ):
+            self._put(tensor, source.view(-1))
+            return
+        base = _empty(_elements(tensor), dtype=tensor.dtype, device=CPU)
+        _view(base, tensor).copy_(source)
+        self._put(tensor, base)
+
+    def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
+        key = _key(tensor)
+        self.forget(key)
+        if self.everything:
+            self._hold(base.numel() * base.element_size())
+        self._bases[key] = base
+        self._watch(tensor)
+
+    def _put_blank(self, tensor: torch.Tensor) -> None:
+        self._put(tensor, _empty(_elements(tensor), dtype=tensor.dtype, device=CPU))
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._simulation.storages.by_key or key in self._loose:
+            return
+
+        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
+            self._loose.pop(key, None)
+            self.forget(key)
+
+        self._loose[key] = weakref.ref(storage, died)
+
+    def _hold(self, nbytes: int) -> None:
+        if self._held + nbytes > self._limit:
+            raise HostMemoryError(
+                f"real values take more than {self._limit:,} bytes of host memory, half of what "
+                f"was free"
+            )
+        self._held += nbytes
+
+
+def _key(tensor: torch.Tensor) -> int:
+    try:
+        key: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
+        return 0
+    return key
+
+
+def _view(base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    offset = tensor.storage_offset()
+    if base.dtype == tensor.dtype:
+        view = _as_strided(base, tensor.shape, tensor.stride(), offset)
+    else:
+        view = _empty(0, dtype=tensor.dtype, device=CPU)
+        view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if tensor.is_neg() else view
+
+
+def _elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Elements of ``dtype`` in the whole storage."""
+    size: int = (dtype or tensor.dtype).itemsize
+    nbytes: int = tensor.untyped_storage().nbytes()
+    return nbytes // size
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() == _elements(tensor)
+
+
+def _blank(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Append the meta tensors in ``value`` to ``found``."""
+    if isinstance(value, torch.Tensor):
+        if raw.is_meta(value):
+            found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    return found
+
+
+def _lacks_half(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and "not implemented for" in str(error)
+
+
+@contextmanager
+def _drawing(generator: torch.Generator) -> Iterator[None]:
+    """Draw the CPU's random numbers from ``generator``: most operators take no other way."""
+    default = torch.default_generator
+    before = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(before)

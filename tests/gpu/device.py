@@ -1,0 +1,82 @@
+"""The CUDA device under test, or the simulated one in its place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pytest_gpumem.simulated.allocator.constants import MIN_BLOCK
+from pytest_gpumem.simulated.device import parse_version
+from pytest_gpumem.simulated.run import simulate
+from pytest_gpumem.simulated.workspaces import Workspaces
+
+VARIABLE = "GPUMEM_TEST_DEVICE"
+STAND_IN = "A100-40GB"
+
+
+def stands_in() -> str | None:
+    """Return the model of the simulated device, ``None`` where the real one is tested."""
+    kind, _, model = os.environ.get(VARIABLE, "").partition(":")
+    if kind not in ("", "sim"):
+        raise ValueError(f"{VARIABLE}={kind}: write sim, sim:MODEL or nothing")
+    return (model or STAND_IN) if kind else None
+
+
+def missing() -> str | None:
+    """Return why there is nothing to test; ``None`` where there is a device."""
+    if stands_in() is not None or torch.cuda.is_available():
+        return None
+    return f"torch {torch.__version__} sees no CUDA device ({VARIABLE}=sim simulates one)"
+
+
+@contextmanager
+def device_under_test() -> Iterator[None]:
+    """Have ``cuda`` inside, with nothing allocated that the allocator could give back."""
+    model = stands_in()
+    if model is not None:
+        with simulate(model):
+            yield
+        return
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+
+
+class _Counting:
+    """Memory that only counts."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self._next = MIN_BLOCK
+
+    def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
+        address = self._next
+        self._next += size + MIN_BLOCK
+        self.sizes[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        del self.sizes[address]
+
+
+def kept_workspaces() -> set[int]:
+    """Bytes that one thread's products may leave on this device: through cuBLAS or cuBLASLt."""
+    properties = torch.cuda.get_device_properties(0)
+    found = set()
+    for product in ("gemm", "gemm_lt"):
+        memory = _Counting()
+        workspaces = Workspaces(
+            memory,
+            parse_version(None),
+            (properties.major, properties.minor),
+            os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
+            lambda: False,
+        )
+        getattr(workspaces, product)()
+        found.add(sum(memory.sizes.values()))
+    return found

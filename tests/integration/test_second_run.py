@@ -1,0 +1,224 @@
+"""Tests that need values run a second time, on a simulated device that computes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_project import Project
+
+TESTS = """
+    import unittest
+
+    runs = []
+
+    @pytest.fixture(scope="module")
+    def weight():
+        runs.append("weight")
+        return torch.rand(64, 64, device="cuda")
+
+    @pytest.fixture(scope="module")
+    def name():
+        runs.append("name")
+        return "x"
+
+    @pytest.fixture
+    def x():
+        yield torch.rand(64, device="cuda")
+        runs.append("end of x")
+
+    @pytest.fixture
+    def chosen(x):
+        return x[x < 2]
+
+    @pytest.mark.gpumem
+    def test_shapes(weight, x):
+        weight @ x
+
+    @pytest.mark.gpumem(max="9MiB")
+    def test_condition(weight, x, name, gpumem):
+        with gpumem.phase("product"):
+            y = weight @ x
+        if (y > 0).all():
+            runs.append("condition")
+        assert "product" in gpumem.phases
+
+    @pytest.mark.gpumem
+    def test_true(weight, x):
+        torch.testing.assert_close(weight @ x, torch.mv(weight, x))
+
+    @pytest.mark.gpumem
+    def test_false(weight, x):
+        torch.testing.assert_close(weight @ x, x)
+
+    @pytest.mark.gpumem
+    def test_loss(x):
+        assert 0 < x.mean().item() < 1
+
+    @pytest.mark.gpumem
+    def test_loss_as_float(x):
+        assert float(x.mean()) > 0
+
+    @pytest.mark.gpumem
+    def test_fixture(chosen):
+        assert chosen.shape == (64,)
+
+    @pytest.mark.xfail(strict=True)
+    @pytest.mark.gpumem
+    def test_expected(x):
+        assert x.sum() < 0
+
+    @pytest.mark.gpumem
+    class TestClass(unittest.TestCase):
+        def setUp(self):
+            self.x = torch.rand(64, device="cuda")
+
+        def test_true(self):
+            self.assertTrue((self.x < 2).all())
+
+        def test_false(self):
+            self.assertTrue((self.x > 2).all())
+
+    @pytest.mark.gpumem
+    def test_shapes_again(weight, x):
+        weight @ x
+
+    def test_runs():
+        assert runs[:9] == [
+            "weight", "end of x",
+            "name", "end of x", "weight", "condition", "end of x",
+            "weight", "end of x",
+        ]
+"""
+
+
+def test_conditions_shapes_and_assertions_go_by_real_values(project: Project) -> None:
+    project.write(test_values=TESTS)
+
+    result = project.run("-rA")
+
+    result.assert_outcomes(passed=9, failed=2, xfailed=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "FAILED test_values.py::test_false - AssertionError: Tensor-likes are not close!",
+            "FAILED test_values.py::TestClass::test_false*",
+            "run again with real values on the CPU: bool() at test_values.py:*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*During handling of the above exception*")
+
+
+def test_the_numbers_are_those_of_shapes(project: Project) -> None:
+    body = """
+        @pytest.fixture
+        def x():
+            return torch.rand(1000, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_shapes(x):
+            (x > 0).all()
+
+        @pytest.mark.gpumem
+        def test_values(x):
+            assert (x > 0).all()
+    """
+    project.write(test_numbers=body)
+
+    tests = project.report()
+
+    shapes = tests["test_numbers.py::test_shapes"]["measurement"]
+    values = tests["test_numbers.py::test_values"]["measurement"]
+    assert values["peak_allocated"] == shapes["peak_allocated"] == 4096 + 1024 + 512
+    for number in ("peak_reserved", "allocated_before", "allocated_after", "leaked"):
+        assert values[number] == shapes[number]
+    assert shapes["notes"] == []
+    assert values["notes"] == [
+        "run again with real values on the CPU: bool() at test_numbers.py:14 depends on a value of "
+        "a CUDA tensor"
+    ]
+
+
+@pytest.mark.parametrize(("setting", "runs"), [("always", 1), ("auto", 2)])
+def test_values_may_be_computed_from_the_start(project: Project, setting: str, runs: int) -> None:
+    body = """
+        runs = []
+
+        @pytest.mark.gpumem
+        def test_values():
+            runs.append(1)
+            assert torch.rand(3, device="cuda").sum() > 0
+
+        def test_count():
+            assert len(runs) == RUNS
+    """
+    project.write(test_setting=body.replace("RUNS", str(runs)))
+    project.write_ini(f"gpumem_sim_values = {setting}")
+
+    project.run().assert_outcomes(passed=2)
+
+
+def test_what_the_host_cannot_hold_is_skipped(project: Project) -> None:
+    body = """
+        @pytest.mark.gpumem
+        def test_values():
+            x = torch.rand(1000, 1000, device="cuda")
+            assert x.sum() > 0
+    """
+    project.write(test_large=body, conftest=LITTLE_MEMORY)
+
+    result = project.run("-rs")
+
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(
+        ["SKIPPED*bool() at test_large.py:*; and real values take more than 1,000,000 bytes*"]
+    )
+
+
+LITTLE_MEMORY = """
+    from pytest_gpumem.simulated import values
+
+    @pytest.fixture(autouse=True, scope="session")
+    def little_memory():
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(values, "available_memory", lambda: 2_000_000)
+            yield
+"""
+
+
+def test_a_shared_fixture_that_cannot_be_simulated_spoils_no_other_test(project: Project) -> None:
+    body = """
+        @pytest.fixture(scope="module")
+        def chosen():
+            x = torch.rand(10, device="cuda")
+            return x[x < 2]
+
+        @pytest.mark.gpumem
+        def test_one(chosen):
+            assert chosen.shape == (10,)
+
+        @pytest.mark.gpumem
+        def test_two(chosen):
+            assert chosen.shape == (10,)
+    """
+    project.write(test_shared=body)
+
+    project.run("--gpumem-sim-values=never").assert_outcomes(skipped=2)
+    project.run().assert_outcomes(passed=2)
+
+
+def test_a_neutral_number_may_be_recorded(project: Project) -> None:
+    body = """
+        @pytest.mark.gpumem
+        def test_loss(record_property):
+            record_property("loss", torch.rand(3, device="cuda").mean().item())
+    """
+    project.write(test_recorded=body)
+
+    project.run_apart("-n1").assert_outcomes(passed=1)
+
+
+def test_second_runs_in_workers(project: Project) -> None:
+    project.write(test_values=TESTS.replace("def test_runs", "def not_a_test"))
+
+    result = project.run_apart("-n1")
+
+    result.assert_outcomes(passed=8, failed=2, xfailed=1)

@@ -1,0 +1,52 @@
+"""Simulated tests with streams and graphs: each begins as if it were the only one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_project import Project
+
+BEGINS_ANEW = """
+    @pytest.mark.gpumem(max="4MiB", max_reserved="20MiB")
+    def test_begins_anew():
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        assert not torch.cuda.is_current_stream_capturing()
+        x = torch.empty(1 << 20, device="cuda")
+        (segment,) = torch.cuda.memory_snapshot()
+        assert not segment["is_expandable"]
+        assert segment["segment_pool_id"] == (0, 0)
+        assert torch.cuda.Stream().stream_id == 3
+        torch.cuda.synchronize()
+"""
+
+
+def test_what_a_test_left_of_streams_and_settings_is_gone_in_the_next(project: Project) -> None:
+    first = """
+    @pytest.mark.gpumem(max="4MiB")
+    def test_leaves_everything():
+        assert torch.cuda.Stream().stream_id == 3
+        torch.cuda.set_stream(torch.cuda.Stream())
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch.empty(1 << 20, device="cuda")
+    """
+    project.write(test_streams=first + BEGINS_ANEW)
+
+    project.run().assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("body", ["torch.empty(1 << 20, device='cuda')", "pass"])
+def test_a_capture_that_nobody_ended_fails_its_test_alone(project: Project, body: str) -> None:
+    first = f"""
+    @pytest.mark.gpumem
+    def test_captures():
+        x = torch.empty(1, device="cuda")
+        torch.cuda.set_stream(torch.cuda.Stream())
+        torch.cuda.CUDAGraph().capture_begin()
+        {body}
+    """
+    project.write(test_streams=first + BEGINS_ANEW)
+
+    result = project.run()
+
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["*operation not permitted when stream is capturing*"])

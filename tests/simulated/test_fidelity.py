@@ -1,0 +1,104 @@
+"""Programs against their recorded traces, and measured numbers: a rule that breaks one fails here.
+
+The recordings lie outside this repository: $GPUMEM_GROUNDTRUTH names their folder. The whole
+comparison is ``benchmarks/fidelity.py``; here is the part of it that takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def recordings() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import recordings
+
+        if not (recordings.GROUND_TRUTH / "snapshots").is_dir():
+            pytest.skip(f"recorded traces are not in {recordings.GROUND_TRUTH}")
+        yield recordings
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def tables(recordings: ModuleType) -> ModuleType:
+    import measured_tables
+
+    return measured_tables
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "einsum-forward-100",
+        "einsum-training-100",
+        "naive-attention",
+        "large-linear",
+        "lm-small-forward",
+        "lm-medium-training",
+        "tiny-steps",
+    ],
+)
+def test_every_event_and_both_peaks_equal_the_recording(
+    recordings: ModuleType, program: str
+) -> None:
+    found = recordings.compare(recordings.TRACES[program])
+
+    assert recordings.differences(found.recorded, found.simulated)[:3] == []
+    assert found.simulated_peaks == found.recorded_peaks
+
+
+def test_autocast_frees_its_casts_in_another_order_and_nothing_else_differs(
+    recordings: ModuleType,
+) -> None:
+    found = recordings.compare(recordings.TRACES["einsum-forward-200-bf16"])
+
+    assert found.reordered
+    assert found.simulated_peaks == found.recorded_peaks
+
+
+@pytest.mark.parametrize("index", [0, 15, 25])
+def test_an_operators_peak_is_the_measured_one(tables: ModuleType, index: int) -> None:
+    row = tables.rows("liger_operators.csv")[index]
+
+    assert f"{tables.operator_peak(row):.4f}" == f"{float(row['peak_mib']):.4f}"
+
+
+@pytest.mark.parametrize(
+    ("width", "activation"),
+    [(1658, "mish"), (1258, "swish"), (358, "prelu")],
+)
+def test_reserved_memory_of_a_training_run_is_what_nvidia_smi_showed(
+    tables: ModuleType, width: int, activation: str
+) -> None:
+    context = 1429  # MiB of CUDA context on that machine
+    row = next(
+        row
+        for row in tables.rows("gpumemnet_mlp.csv")
+        if row["activation"] == activation
+        and int(row["input"]) >= width
+        and int(row["batch"]) > 300
+        and tables.usable(row)
+    )
+
+    assert tables.mlp_reserved(row) / MIB + context == int(row["measured_mib"])
+
+
+def test_resnet50_takes_the_bytes_that_a_profiler_recorded(recordings: ModuleType) -> None:
+    import single_numbers
+
+    highest, last = islice(single_numbers.resnet_timelines(), 2)
+
+    assert highest.simulated == highest.measured == 283_144_680
+    assert last.simulated == last.measured == 111_570_920

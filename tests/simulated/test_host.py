@@ -1,0 +1,51 @@
+"""How much memory the machine that simulates has left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pytest_gpumem.simulated.host import available_memory
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_what_the_system_says_is_available(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   2048 kB\n"})
+
+    assert available_memory(tmp_path) == 2048 * 1024
+
+
+def test_a_container_may_have_less(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemAvailable: 2048 kB\n",
+            "sys/fs/cgroup/memory.max": "1000000\n",
+            "sys/fs/cgroup/memory.current": "400000\n",
+        },
+    )
+
+    assert available_memory(tmp_path) == 600_000
+
+
+def test_a_container_without_a_limit_has_what_the_system_has(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "proc/meminfo": "MemAvailable: 2048 kB\n",
+            "sys/fs/cgroup/memory.max": "max\n",
+            "sys/fs/cgroup/memory.current": "400000\n",
+        },
+    )
+
+    assert available_memory(tmp_path) == 2048 * 1024
+
+
+def test_a_system_that_says_nothing_has_its_installed_memory(tmp_path: Path) -> None:
+    assert 0 < available_memory(tmp_path) < sys.maxsize
