@@ -112,7 +112,8 @@ def programs() -> Iterator[str]:
         "The program behind a recording, written anew (`benchmarks/producers`) and run under "
         "simulation: every allocation and free with its size, in order, and the highest bytes "
         "while recording. The rules are those of the torch named; composite operators are those "
-        "of the torch that runs."
+        "of the torch that runs. Where a repository does not name its GPU, the one named has the "
+        "compute capability that the trace shows."
     )
     yield ""
     yield from header(
@@ -188,7 +189,8 @@ def operators() -> Iterator[str]:
     yield ""
     yield (
         "Peak allocated of one PyTorch operator or module (the torch rows of Liger-Kernel's "
-        f"benchmark, below 16 GiB), in MiB: {equal} of {len(found)} equal to the printed precision."
+        f"benchmark), in MiB: {equal} of {len(found)} equal to the precision on record, that of "
+        "32-bit floats, which is the byte below 16 GiB."
     )
     yield ""
     yield from header("operator", "mode", "size", "GPU", "measured", "simulated")

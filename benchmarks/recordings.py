@@ -197,9 +197,9 @@ REPLAYED_ONLY = {
     ),
     "cranberrii": "4-bit weights in kernels of bitsandbytes",
     "HugePandaCoder": "convolutions of custom kernels and of cuDNN; not written anew",
-    "Constructor-Sun": "three GPUs and the weights of a large model; not written anew",
-    "Maphsge4": "a serving engine with kernels of its own",
-    "MercuryB1": "attention kernels of its own",
+    "Constructor-Sun": "three GPUs; not written anew",
+    "Maphsge4": "not written anew",
+    "MercuryB1": "not written anew",
 }
 """Recordings, by the beginning of their name, whose programs are not run, and why."""
 

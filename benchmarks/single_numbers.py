@@ -164,7 +164,7 @@ def image_runs() -> Iterator[Number]:
                 loss.backward()
                 optimizer.step()
                 _, predicted = torch.max(outputs, 1)
-            reserved = torch.cuda.memory_reserved()
+            reserved = torch.cuda.max_memory_reserved()
             del inputs, labels, outputs, loss, predicted
         yield Number(
             f"{run.model}, {run.optimizer}, batch {run.batch}",
@@ -192,7 +192,7 @@ def language_run() -> Iterator[Number]:
             outputs = model(input_ids=tokens, attention_mask=mask, labels=tokens)
             outputs.loss.backward()
             optimizer.step()
-        reserved = torch.cuda.memory_reserved()
+        reserved = torch.cuda.max_memory_reserved()
         del tokens, mask, outputs
     yield Number(
         "distilgpt2, AdamW, batch 10",

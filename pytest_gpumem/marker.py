@@ -38,6 +38,7 @@ class Expectation:
     baseline: bool | None = None
     """True: a stored baseline must exist; None: one that exists counts; False: none counts."""
     predict: Tolerance | None = None
+    """How far a peak may be from what the simulated device of the same model takes."""
     tolerance: Tolerance | None = None
     """For the baseline."""
     warmup: int = 0
@@ -134,14 +135,6 @@ def _tolerance(value: object) -> Tolerance:
     return parse_tolerance(value)  # type: ignore[arg-type]  # as in _size
 
 
-def _predict(value: object) -> Tolerance:
-    _tolerance(value)
-    raise MarkerError(
-        f"{value!r} asks for a prediction, which is not available in this version; use "
-        "baseline=True, or a limit such as max="
-    )
-
-
 def _phases(value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
         raise MarkerError(f'{value!r} is not a dict of sizes by phase, like {{"forward": "1GB"}}')
@@ -196,7 +189,7 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "max_leak": _size,
         "phases": _phases,
         "baseline": _flag,
-        "predict": _predict,
+        "predict": _tolerance,
         "tolerance": _tolerance,
         "warmup": _count(0),
         "repeat": _count(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from pytest_gpumem.marker import MARKER
 from pytest_gpumem.options import add_options
-from pytest_gpumem.session.results import Results, hide_own_frames, skip_unsimulated
+from pytest_gpumem.session.results import ARGUMENTS, Results, hide_own_frames, skip_unsimulated
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 
 if TYPE_CHECKING:
@@ -148,6 +149,12 @@ def pytest_runtest_makereport(
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write what there is to write; what cannot be written fails the run."""
     session.config.stash[SESSION].finish(session)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist what pytest was started with."""
+    node.workerinput[ARGUMENTS] = list(map(os.fspath, node.config.invocation_params.args))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -115,11 +115,9 @@ def test_an_ill_typed_tolerance(keyword: str) -> None:
     )
 
 
-def test_a_prediction_is_refused_for_now() -> None:
-    assert refusal(predict="1%") == (
-        "gpumem marker: predict='1%' asks for a prediction, which is not available in this "
-        "version; use baseline=True, or a limit such as max="
-    )
+def test_a_prediction_has_a_tolerance_of_its_own() -> None:
+    expectation = expectation_of([pytest.mark.gpumem(predict="1%").mark])
+    assert (expectation.predict, expectation.tolerance) == (Tolerance(1.0, 0), None)
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes", None])

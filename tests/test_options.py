@@ -107,7 +107,8 @@ def test_a_bad_device(read: Read, value: str) -> None:
 
 def test_an_unknown_model_gets_a_suggestion(read: Read) -> None:
     assert refusal(read, ini="gpumem_device = sim:A100").startswith(
-        "gpumem_device='sim:A100': 'A100' is not a simulated GPU; did you mean A100-40GB or A100-80GB? known: "
+        "gpumem_device='sim:A100': 'A100' is not a simulated GPU; "
+        "did you mean A100-40GB or A100-80GB? known: "
     )
 
 
@@ -379,6 +380,7 @@ def test_defaults_of_the_marker(read: Read) -> None:
             forward = 1GB
             my phase = 512
         gpumem_baseline = true
+        gpumem_predict = 1%
         gpumem_tolerance = 2%
         gpumem_warmup = 1
         gpumem_repeat = 2
@@ -392,6 +394,7 @@ def test_defaults_of_the_marker(read: Read) -> None:
         "max_leak": 0,
         "phases": {"forward": 1_000_000_000, "my phase": 512},
         "baseline": True,
+        "predict": Tolerance(1.0, 0),
         "tolerance": Tolerance(2.0, 0),
         "warmup": 1,
         "repeat": 2,

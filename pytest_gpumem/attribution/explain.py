@@ -9,8 +9,10 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.history import ACTIVATIONS, INPUTS, TEMPORARIES
+from pytest_gpumem.sizes import format_size
 
-MOST_SITES = 32
+MOST_SITES = 24
 """Sites that a baseline keeps of a phase; of what is smaller it keeps sums by function."""
 
 Key = tuple[str, str | None, str | None, str | None]
@@ -38,15 +40,38 @@ def explain(actual: Iterable[Site], reference: Iterable[Site]) -> tuple[Change, 
     ``reference`` may have been compacted, see :func:`compact`.
     """
     now, before = list(actual), list(reference)
-    least = 0
+    least = {"gone": 0, "new": 0}
     if any(map(_is_rest, before)):
         now = list(compact(now))
-        least = min((site.bytes for site in (*now, *before) if not _is_rest(site)), default=0)
+        least = {"gone": _least_named(now), "new": _least_named(before)}
     changes: Iterable[Change] = _changes(_by_key(now), _by_key(before))
     for identity in (_whatever_category, _whatever_function):
         changes = _joined(changes, identity)
     changed = [change for change in _without_edge(changes, least) if change.bytes]
     return tuple(sorted(changed, key=lambda c: (-abs(c.bytes), -c.bytes, str(c.site))))
+
+
+def hints(actual: Sequence[Site], reference: Sequence[Site]) -> Iterator[str]:
+    """Yield what many lines of an explanation have in common, as a reader would say it."""
+    before, now = (_total(sites, INPUTS) for sites in (reference, actual))
+    if before and now > before:
+        yield f"its inputs grew from {format_size(before)} to {format_size(now)}"
+    temporary = {_whatever_category(s) for s in reference if s.category == TEMPORARIES}
+    kept = {_whatever_category(s) for s in reference if s.category == ACTIVATIONS}
+    saved = [
+        site
+        for site in actual
+        if site.category == ACTIVATIONS
+        and _whatever_category(site) in temporary
+        and _whatever_category(site) not in kept
+    ]
+    if saved:
+        count = sum(site.count for site in saved)
+        yield f"{count} tensor{'s' if count > 1 else ''} that lived for a moment are kept now"
+
+
+def _total(sites: Iterable[Site], category: str) -> int:
+    return sum(site.bytes for site in sites if site.category == category)
 
 
 def holdings(actual: Iterable[Site]) -> tuple[Change, ...]:
@@ -84,12 +109,19 @@ def _key(site: Site) -> Key:
     return site.category, site.module, site.function, site.operator
 
 
-def _without_edge(changes: Iterable[Change], least: int) -> Iterator[Change]:
-    """Yield ``changes``; sites that one side has only among its rest count as part of the rest."""
+def _least_named(sites: Iterable[Site]) -> int:
+    return min((site.bytes for site in sites if not _is_rest(site)), default=0)
+
+
+def _without_edge(changes: Iterable[Change], least: Mapping[str, int]) -> Iterator[Change]:
+    """Yield ``changes``; sites that one side has only among its rest count as part of the rest.
+
+    ``least`` is what the other side knows by name at least, for what is gone and for what is new.
+    """
     rests: dict[tuple[str, str | None], Change] = {}
     for change in changes:
         site = change.site
-        one_sided = change.change in ("new", "gone") and abs(change.bytes) <= least
+        one_sided = change.change in least and abs(change.bytes) <= least[change.change]
         if not _is_rest(site) and not one_sided:
             yield change
             continue

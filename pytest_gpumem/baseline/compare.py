@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import Change, explain, holdings
+from pytest_gpumem.attribution.explain import Change, explain, hints, holdings
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baseline.store import BaselineEntry
+    from pytest_gpumem.baseline.store import BaselineEntry, StoredPeak
     from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.prediction.predicted import PredictedTest
 
 UpdateMode = Literal["all", "new"]
 
@@ -25,6 +27,8 @@ SIMULATED_TOLERANCE = Tolerance(0.0, 0)
 MEASURED_TOLERANCE = Tolerance(1.0, MIB)
 
 NOTHING_STORED = "its baseline does not say what held the bytes: record it again to see what grew"
+
+PREDICTED_TOO_MUCH = "the prediction is too high, which is as wrong as one that is too low"
 
 NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
@@ -115,6 +119,21 @@ def judge(
     )
 
 
+def judge_prediction(
+    measurement: Measurement,
+    predicted: PredictedTest,
+    tolerance: Tolerance,
+    environment: Environment,
+) -> tuple[Verdict, ...]:
+    """Return how a measured test stands to its prediction, as a whole and phase by phase.
+
+    A peak may differ by ``tolerance`` to either side: a prediction that is too high is wrong, too.
+    A prediction that could not be made fails, and so does a phase that only one of them has.
+    """
+    judged = _Judged(measurement, environment.gpu)
+    return tuple(judged.against_prediction(predicted, tolerance))
+
+
 class _Judged:
     """One measurement, and the verdicts that can be passed on it."""
 
@@ -186,13 +205,61 @@ class _Judged:
                 passed,
                 reference,
                 tolerance,
-                () if stored or passed or not sites else (NOTHING_STORED,),
+                () if passed or not sites else _why(sites, stored),
                 explain(sites, stored.sites) if stored and sites else (),
             )
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
                 limit = reference + _allowance(tolerance, reference)
                 yield self._did_not_run("baseline", phase, limit, reference, tolerance)
+
+    def against_prediction(
+        self, predicted: PredictedTest, tolerance: Tolerance
+    ) -> Iterator[Verdict]:
+        measured, reference = self._measurement, predicted.measurement
+        if reference is None:
+            actual, notes = measured.peak_allocated, (predicted.problem,)
+            yield self._verdict(
+                "prediction", "peak_allocated", None, None, actual, False, notes=notes
+            )
+            return
+        there = _Judged(reference, predicted.gpu)
+        yield self._predicted(
+            there, None, measured.peak_allocated, reference.peak_allocated, tolerance
+        )
+        for phase, actual in self._peaks.items():
+            if phase in there._peaks:
+                yield self._predicted(there, phase, actual, there._peaks[phase], tolerance)
+            else:
+                notes = (f"simulated phases: {', '.join(there._peaks)}",)
+                yield self._verdict(
+                    "prediction", "peak_allocated", phase, None, actual, False, notes=notes
+                )
+        for phase, peak in there._peaks.items():
+            if phase not in self._peaks:
+                notes = (f"phases that ran: {', '.join(self._peaks) or 'none'}",)
+                yield self._verdict(
+                    "prediction", "peak_allocated", phase, None, 0, False, peak, tolerance, notes
+                )
+
+    def _predicted(
+        self, there: _Judged, phase: str | None, actual: int, reference: int, tolerance: Tolerance
+    ) -> Verdict:
+        allowance = _allowance(tolerance, reference)
+        passed = abs(actual - reference) <= allowance
+        sites, predicted = self._sites(phase), there._sites(phase)
+        return self._verdict(
+            "prediction",
+            "peak_allocated",
+            phase,
+            reference + allowance,
+            actual,
+            passed,
+            reference,
+            tolerance,
+            (PREDICTED_TOO_MUCH,) if not passed and actual < reference else (),
+            explain(*_alike(sites, predicted)) if sites and predicted else (),
+        )
 
     def improvements(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Improvement]:
         for phase, actual, reference in self._pairs(baseline):
@@ -266,5 +333,39 @@ class _Judged:
         )
 
 
+def _why(sites: list[Site], stored: StoredPeak | None) -> tuple[str, ...]:
+    return (NOTHING_STORED,) if stored is None else tuple(hints(sites, stored.sites))
+
+
 def _allowance(tolerance: Tolerance, reference: int) -> int:
     return tolerance.allowance(max(reference, 0))
+
+
+def _alike(measured: list[Site], predicted: list[Site]) -> tuple[list[Site], list[Site]]:
+    """Return both sides so that the same blocks look the same on them.
+
+    A real history has no shapes, and C++'s names of operators where the simulation has Python's.
+    The same program ran twice, so a line that has one operator left on each side has the same one.
+    """
+    if any(site.shape for site in measured):
+        return measured, predicted
+    here, there = _operators(measured), _operators(predicted)
+    alike = []
+    for site in predicted:
+        place = _place(site)
+        ours, theirs = here[place] - there[place], there[place] - here[place]
+        same = site.operator in theirs and len(ours) == len(theirs) == 1
+        operator = next(iter(ours)) if same else site.operator
+        alike.append(replace(site, shape=None, dtype=None, operator=operator))
+    return measured, alike
+
+
+def _operators(sites: Iterable[Site]) -> defaultdict[tuple[str | None, ...], set[str | None]]:
+    found: defaultdict[tuple[str | None, ...], set[str | None]] = defaultdict(set)
+    for site in sites:
+        found[_place(site)].add(site.operator)
+    return found
+
+
+def _place(site: Site) -> tuple[str | None, ...]:
+    return site.category, site.module, site.site

@@ -7,6 +7,7 @@ in ``baselines/sim-T4-torch2.13/tests/test_model.py.json``.
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -385,7 +386,7 @@ def _compact_sites(text: str) -> str:
         if parts:
             parts.append(line.strip())
             if line.rstrip(",") == f"{margin}}}":
-                lines.append(margin + " ".join(parts).replace("{ ", "{").replace(" }", "}"))
+                lines.append(margin + re.sub(r"(?<=[{[]) | (?=[]}])", "", " ".join(parts)))
                 parts = []
         elif line.endswith("  {"):  # an element of an array: only sites are objects in arrays
             parts, margin = ["{"], line[:-1]

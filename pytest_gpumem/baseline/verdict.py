@@ -20,9 +20,10 @@ class Verdict:
     ``reference`` is what ``actual`` was compared with (a baseline or a prediction; ``None`` for a
     plain limit).
 
-    Two failures are not a number that is too high: a phase that had to run and did not has
-    ``actual`` 0, within its ``limit``; a baseline that had to exist and does not has neither
-    ``limit`` nor ``reference``.
+    Some failures are not a number that is too high: a phase that had to run and did not has
+    ``actual`` 0, within its ``limit``; a baseline or prediction that had to exist and does not has
+    neither ``limit`` nor ``reference``. A prediction may also be too high; a phase that was
+    predicted and did not run has a ``reference`` alone.
     """
 
     kind: str
@@ -89,6 +90,8 @@ class Verdict:
 
     @property
     def _phase_did_not_run(self) -> bool:
+        if self.kind == "prediction":
+            return self.limit is None and self.reference is not None
         return not self.passed and self.limit is not None and self.actual <= self.limit
 
     def _headline(self) -> str:
@@ -96,6 +99,8 @@ class Verdict:
             return _nothing_measured(self.device, self.simulated)
         if self._no_baseline:
             return f"{self._measured()} and has no baseline to match"
+        if self.kind == "prediction" and self.reference is None:
+            return f"{self._measured()} and could not be predicted"
         if self._phase_did_not_run:
             allowed = self.limit if self.reference is None else self.reference
             return (
@@ -269,8 +274,24 @@ def _where(device: str, simulated: bool, gpu: str) -> str:
 
 
 def failure_text(verdicts: Iterable[Verdict], nodeid: str, command: str = "pytest") -> str:
-    """Return what the test ``nodeid`` fails with: each verdict's text, then each remedy once."""
+    """Return what the test ``nodeid`` fails with: each verdict's text, then each remedy once.
+
+    What explains several of them stands once, below the first; where a baseline's difference is
+    explained, the limit of the same peak needs no list of its own.
+    """
     verdicts = list(verdicts)
-    lines = [line for verdict in verdicts for line in (verdict.short, *verdict.explanation_lines())]
+    compared = {v.phase for v in verdicts if v.kind == "baseline" and v.explanation}
+    lines: list[str] = []
+    shown: set[str] = set()
+    for verdict in verdicts:
+        lines.append(verdict.short)
+        explained = verdict.explanation_lines()
+        if verdict.kind == "limit" and verdict.phase in compared:
+            continue
+        if "\n".join(explained) not in shown:
+            lines += explained
+        elif explained:
+            lines.append("  as above")
+        shown.add("\n".join(explained))
     remedies = [line for verdict in verdicts for line in verdict.remedy(nodeid, command)]
     return "\n".join([*lines, *dict.fromkeys(remedies)])

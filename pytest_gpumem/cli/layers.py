@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ HEADER = (
     "kept, inference",
     "peak, inference",
 )
+_GROUPS = ("", "", "", "", "", "", "", "training", "", "inference")
+"""What stands above the columns in a terminal."""
+_GIVEN_UP = (1, 2, 8, 9)
+"""Columns that a narrow terminal does without: kind, input, inference."""
 _TEXTS = 4
 """Columns of text; the others are numbers."""
 
@@ -72,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         writer.writerow(HEADER)
         writer.writerows(_values(layer) for layer in shown)
     else:
-        for line in lines(arguments.target, shown):
-            print(line.rstrip())
+        for line in lines(arguments.target, shown, terminal_width()):
+            print(line)
     return 0
 
 
@@ -95,24 +101,20 @@ def layers_of_target(text: str, gpu: str) -> list[Layer]:
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
-def lines(target: str, layers: Sequence[Layer]) -> Iterator[str]:
-    """Yield what the command prints."""
+def lines(target: str, layers: Sequence[Layer], width: int = UNLIMITED) -> Iterator[str]:
+    """Yield what the command prints; a narrow terminal gets fewer columns."""
     model = layers[0]
     yield f"{target}: {model.kind}, {model.parameters:,} parameters, {_count(model.flops)}FLOPs"
     yield ""
-    rows = [HEADER, *map(_row, layers)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(
-            cell.ljust(width) if index < _TEXTS else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+    rows = [_GROUPS, tuple(title.partition(",")[0] for title in HEADER), *map(_row, layers)]
+    yield from table(rows, left=range(_TEXTS), given_up=_GIVEN_UP, width=width)
     yield ""
-    yield (
+    yield from wrap(
         f"the whole model keeps {format_size(model.training.kept)} for backward and peaks at "
-        f"{format_size(model.training.peak)} above its parameters and inputs; without gradients "
-        f"it keeps {format_size(model.inference.kept)} and peaks at "
-        f"{format_size(model.inference.peak)}"
+        f"{format_size(model.training.peak)} above its parameters and inputs; without gradients it "
+        f"keeps {format_size(model.inference.kept)} and peaks at "
+        f"{format_size(model.inference.peak)}",
+        width,
     )
 
 

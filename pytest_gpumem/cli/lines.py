@@ -7,11 +7,17 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.lines import Group, Line
+
+
+MOST_SOURCE, LEAST_SOURCE = 60, 20
+NUMBERS = 56
+"""Columns of the terminal that a line's numbers take, with the gaps."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([line.to_dict() for line in found], indent=2))
     else:
-        for line in text_lines(found):
+        for line in text_lines(found, terminal_width()):
             print(line.rstrip())
     return 0
 
@@ -91,12 +97,13 @@ def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def text_lines(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield what the command prints."""
+def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
+    """Yield what the command prints; a narrow terminal shortens the source."""
     from pytest_gpumem.prediction.lines import shown
 
     number = max((len(str(line.number)) for line in lines), default=1)
-    source = min(max((len(line.source) for line in lines), default=1), 60)
+    room = max(min(width - number - NUMBERS, MOST_SOURCE), LEAST_SOURCE)
+    source = min(max((len(line.source) for line in lines), default=1), room)
     heading = ""
     for line in lines:
         place = f"{shown(line.path)}, {line.function}()"

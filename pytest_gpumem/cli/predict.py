@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, find_target
 from pytest_gpumem.sizes import format_size
 
@@ -50,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [prediction.to_dict() for prediction in predictions]
         print(json.dumps({"target": arguments.target, "gpus": rows}, indent=2))
     else:
-        for line in lines(arguments.target, predictions):
-            print(line.rstrip())
+        for line in lines(arguments.target, predictions, terminal_width()):
+            print(line)
     return 0 if all(prediction.fits for prediction in predictions) else DOES_NOT_FIT
 
 
@@ -74,8 +75,8 @@ def predictions_of(text: str, gpus: Sequence[str]) -> list[Prediction]:
         raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
-def lines(target: str, predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Yield what the command prints."""
+def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED) -> Iterator[str]:
+    """Yield what the command prints; a narrow terminal shows the first phases only."""
     import torch
 
     yield f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
@@ -83,13 +84,8 @@ def lines(target: str, predictions: Sequence[Prediction]) -> Iterator[str]:
     phases = list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
     header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
     rows = [header, *(_row(one, phases) for one in predictions)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *middle, last = (
-            cell.ljust(width) if index in (0, len(widths) - 1) else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join((first, *middle, last))
+    given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
+    yield from table(rows, left=(0, len(header) - 1), given_up=given_up, width=width)
     yield ""
     yield "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
     yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)

@@ -15,6 +15,7 @@ from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.simulated.gpus import GPUS, GpuModel, Machine
 
 
 def find_device(index: int | None, *, required: bool) -> CudaDevice | None:
@@ -72,6 +73,25 @@ class CudaDevice:
         return total
 
     @property
+    def machine(self) -> Machine:
+        """What a simulation has to be like: these GPUs, as they describe themselves.
+
+        Named as in the catalogue where that has the model; initialises CUDA.
+        """
+        properties = torch.cuda.get_device_properties(self.index)
+        names = {known.full_name: known.name for known in GPUS.values()}
+        model = GpuModel(
+            name=names.get(properties.name, properties.name),
+            full_name=properties.name,
+            total_memory=properties.total_memory,
+            compute_capability=(properties.major, properties.minor),
+            sm_count=properties.multi_processor_count,
+            max_threads_per_sm=properties.max_threads_per_multi_processor,
+            l2_cache_bytes=properties.L2_cache_size,
+        )
+        return Machine(model, torch.cuda.device_count())
+
+    @property
     def recorder(self) -> Recorder | None:
         """Nothing is recorded."""
         return None
@@ -82,6 +102,9 @@ class CudaDevice:
 
     def begin_test(self, shared: Iterable[object]) -> None:
         """Do nothing: the memory of a real device cannot be arranged anew."""
+
+    def end_body(self) -> None:
+        """Do nothing: a real device runs everything."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
         """Return a context that does nothing."""

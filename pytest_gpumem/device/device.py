@@ -36,6 +36,9 @@ class Device(Protocol):
     def begin_test(self, shared: Iterable[object]) -> None:
         """Forget earlier tests, but for the ``shared`` fixtures that they have set up."""
 
+    def end_body(self) -> None:
+        """Raise what threads that a test's body has left to themselves could not run."""
+
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
         """Let ``fixture``, which tests share, be set up inside."""
 

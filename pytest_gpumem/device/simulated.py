@@ -63,6 +63,7 @@ class SimulatedDevice:
         the device that another test made the current one.
         """
         self._simulation.notes.clear()
+        self._simulation.threads.forget_failures()
         self._simulation.forget_reads()
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
@@ -74,6 +75,10 @@ class SimulatedDevice:
             # Also where nothing is held: a test may have changed settings, or the memory fraction.
             gpu.renew([each.logs[position] for each in earlier])
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
+
+    def end_body(self) -> None:
+        """Raise what a thread that nobody joined could not run: :class:`SimulationError`."""
+        self._simulation.threads.raise_failures()
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:

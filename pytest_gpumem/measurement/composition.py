@@ -13,6 +13,7 @@ from pytest_gpumem.attribution.composition import (
     Composition,
     Site,
     composition_of,
+    compositions,
     settled,
     shown_path,
 )
@@ -65,10 +66,14 @@ class Account:
     def __init__(self, recorder: Recorder, root: str) -> None:
         self._recorder = recorder
         self._root = root
-        self._beginning = Beginning((), {})
+        self._set_up = self._beginning = Beginning((), {})
         self._end: Positions = ()
         self.witness = Witness(recorder.positions)
         self.positions = recorder.positions
+
+    def set_up(self) -> None:
+        """The test is about to be set up: its fixtures may have phases, too."""
+        self._set_up = Beginning.of(self._recorder, None)
 
     def begin(self, fixtures: Iterable[Any], own: frozenset[Block] | None) -> None:
         """A run of the body begins; ``fixtures`` are the values that the test was given.
@@ -112,9 +117,29 @@ class Account:
             place=(shown, origin.operator_name if origin else None),
         )
 
+    def compositions(self, device: int, tracker: PhaseTracker) -> dict[str, Composition]:
+        """Return what was live at the peaks of the phases that fixtures had, before the run."""
+        begin = _on(device, self._beginning.positions)
+        windows = [window for phase in tracker.phases.values() for window in phase.windows]
+        if all(_on(device, opened) >= begin for opened, _ in windows):
+            return {}
+        history = self._history(device, tracker, (), self._set_up)
+        until = begin - _on(device, self._set_up.positions)
+        history.phases = [span for span in history.phases if span.begin < until]
+        return compositions(history)
+
     def history(self, device: int, tracker: PhaseTracker, workspaces: Iterable[Block]) -> History:
         """Return what the last run did on ``device``; ``workspaces`` are its blocks of cuBLAS."""
-        begin = _on(device, self._beginning.positions)
+        return self._history(device, tracker, workspaces, self._beginning)
+
+    def _history(
+        self,
+        device: int,
+        tracker: PhaseTracker,
+        workspaces: Iterable[Block],
+        beginning: Beginning,
+    ) -> History:
+        begin = _on(device, beginning.positions)
         witness = self.witness
         seen = [one._replace(position=one.position - begin) for one in witness.sightings(device)]
 
@@ -123,7 +148,7 @@ class Account:
 
         end = _on(device, self._end) - begin
         return History(
-            held=self._beginning.held.get(device, ()),
+            held=beginning.held.get(device, ()),
             events=self._recorder.events(device, begin),
             phases=shifted(
                 Span(phase.name, _on(device, b), _on(device, e))

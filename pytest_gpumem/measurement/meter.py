@@ -102,6 +102,11 @@ class Meter:
         if self._account is not None:
             self._account.witness.watch(holder)
 
+    def begin_set_up(self) -> None:
+        """The fixtures of the test come next."""
+        if self._account is not None:
+            self._account.set_up()
+
     def account_by(self, account: Account) -> None:
         """Let ``account`` say what holds the memory of the runs to come."""
         self._account = account
@@ -158,7 +163,8 @@ class Meter:
         left: tuple[Mapping[str, Any], ...] = ()
         if self._account is not None:
             history = self._account.history(device, self.tracker, workspaces)
-            phases = composed(phases, compositions(history))
+            of_fixtures = self._account.compositions(device, self.tracker)
+            phases = composed(phases, {**of_fixtures, **compositions(history)})
             left = leaks(history, device, leaked or ())
         call = phases[CALL]
         return Measurement(

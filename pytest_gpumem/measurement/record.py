@@ -74,6 +74,8 @@ class Measurement:
     """Bytes by category at the peak; empty where nothing was recorded."""
     sites: tuple[Mapping[str, Any], ...] = ()
     """What was live at the peak, by source line and operator, most bytes first."""
+    expected: Mapping[str, int] = field(default_factory=dict)
+    """By closed forms, what ``gpumem.watch`` was told of holds: bytes by category."""
     leaks: tuple[Mapping[str, Any], ...] = ()
     """What was left behind, by source line and operator."""
     notes: tuple[str, ...] = ()
@@ -97,6 +99,7 @@ class Measurement:
             "stray": self.stray,
             "phases": {name: phase.to_dict() for name, phase in self.phases.items()},
             "composition": dict(self.composition),
+            "expected": dict(self.expected),
             "sites": [dict(site) for site in self.sites],
             "leaks": [dict(site) for site in self.leaks],
             "notes": list(self.notes),

@@ -31,7 +31,10 @@ class BatchFit:
     total_memory: int
     """Of the device."""
     largest: int | None
-    """The largest batch that ran; one sample more ran out of memory. ``None`` if not searched."""
+    """The largest batch that ran; one sample more ran out of memory.
+
+    ``None`` if not searched, not found, or if memory does not grow with the batch.
+    """
 
     def __str__(self) -> str:
         sample = format_size(round(self.bytes_per_sample))
@@ -75,7 +78,9 @@ def fit_batch(
         slope, intercept = linear_regression(ordered, [peaks[size] for size in ordered])
         residual = max(abs(peaks[size] - (intercept + slope * size)) for size in ordered)
         _, total = torch.cuda.mem_get_info()
-        found = _largest(step, ordered[-1], int((total - intercept) // slope)) if largest else None
+        searched = largest and slope > 0  # else there is no largest
+        expected = int((total - intercept) // slope) if searched else 0
+        found = _largest(step, ordered[-1], expected) if searched else None
     return BatchFit(round(intercept), slope, round(residual), peaks, total, found)
 
 

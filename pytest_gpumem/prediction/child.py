@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,6 +146,8 @@ class _Runs:
         self._selector = selector
         self._answers: list[dict[str, Any]] = []
         self._present: dict[str, dict[str, Any]] = {}
+        self._short: set[str] = set()
+        """Tests that ran out of memory."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -154,7 +156,7 @@ class _Runs:
             return None
         for machine in self._request.machines:
             told = self._run(session.items, machine)
-            short = [item for item in session.items if _out_of_memory(told.get(item.nodeid))]
+            short = [item for item in session.items if item.nodeid in self._short]
             if short and self._request.unbounded:
                 large = replace(machine.model, total_memory=UNBOUNDED)
                 again = self._run(short, Machine(large, machine.count))
@@ -162,6 +164,18 @@ class _Runs:
                     told[nodeid] = {**answer, "fits": False}
             self._answers += told.values()
         return True
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """See where memory did not suffice; unittest's failures, too, are known by now."""
+        import torch
+
+        report = yield
+        if call.excinfo is not None and call.excinfo.errisinstance(torch.OutOfMemoryError):
+            self._short.add(item.nodeid)
+        return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -171,7 +185,8 @@ class _Runs:
         if record := getattr(report, ATTRIBUTE, None):
             answer["record"] = record
         if not report.passed and not answer["problem"]:
-            answer["problem"] = _problem(report)
+            short = report.nodeid in self._short
+            answer["problem"] = "it runs out of memory" if short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
         """Write the answer."""
@@ -180,6 +195,7 @@ class _Runs:
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine
         self._present = {}
+        self._short = set()
         # After the last test everything is torn down: the next machine has fixtures of its own.
         for item, following in zip(items, [*items[1:], None], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -187,10 +203,6 @@ class _Runs:
             nodeid: {**answer, "gpu": machine.model.name}
             for nodeid, answer in self._present.items()
         }
-
-
-def _out_of_memory(answer: dict[str, Any] | None) -> bool:
-    return bool(answer and answer["record"] and answer["record"]["out_of_memory"])
 
 
 def _problem(report: pytest.TestReport) -> str:

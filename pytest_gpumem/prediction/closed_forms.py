@@ -1,7 +1,9 @@
 """Memory by formula: parameters, gradients, optimizer state and what layers keep for backward.
 
 Bytes are those of live blocks: every tensor takes its elements' bytes rounded up to
-:data:`BLOCK`, the caching allocator's smallest block. Modules and optimizers may live on any
+:data:`BLOCK`, the caching allocator's smallest block. Of a tensor of more than 1 MiB the allocator
+may hand out up to 1 MiB more, what it does not split off (CUDACachingAllocator.cpp,
+``should_split``), which no closed form knows. Modules and optimizers may live on any
 device, also on ``meta``: only shapes and types are read.
 """
 

@@ -13,7 +13,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 from pytest_gpumem.attribution.composition import category_of
-from pytest_gpumem.attribution.history import PARAMETERS, WORKSPACE, History, Life
+from pytest_gpumem.attribution.history import (
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    PARAMETERS,
+    WORKSPACE,
+    History,
+    Life,
+)
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.statistics import CudaStatistics
@@ -29,7 +36,7 @@ class Group:
     shape: tuple[int, ...] | None
     dtype: str
     kind: str
-    """``Parameter``, ``Tensor`` or ``workspace``."""
+    """``Parameter``, ``gradient``, ``optimizer state``, ``workspace`` or ``Tensor``."""
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,11 +188,16 @@ def _groups(history: History, lives: Iterable[Life]) -> tuple[Group, ...]:
     return tuple(sorted(found, key=lambda group: (-group.bytes, str(group))))
 
 
+_KINDS = {
+    PARAMETERS: "Parameter",
+    GRADIENTS: "gradient",
+    OPTIMIZER_STATE: "optimizer state",
+    WORKSPACE: "workspace",
+}
+
+
 def _kind(history: History, life: Life) -> str:
-    category = category_of(history, life)
-    if category in (PARAMETERS, WORKSPACE):
-        return "Parameter" if category == PARAMETERS else WORKSPACE
-    return "Tensor"
+    return _KINDS.get(category_of(history, life), "Tensor")
 
 
 def shown(path: str) -> str:

@@ -88,7 +88,9 @@ def predict_test(nodeid: str, gpus: Sequence[str]) -> list[Prediction]:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
     tests = list(dict.fromkeys(answer.nodeid for answer in answers))
     if len(tests) > 1:
-        raise PredictionError(f"{nodeid} names {len(tests)} tests; give one of them, like {tests[0]}")
+        raise PredictionError(
+            f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
+        )
     return [_of_test(models[answer.gpu], answer) for answer in answers]
 
 

@@ -82,6 +82,8 @@ def section(
     blocks: list[list[Line]] = []
     if verbosity >= 0:
         blocks += _tables(records, verbosity, width)
+    if verbosity > 0:
+        blocks.append(list(_expected(records, width)))
     blocks.append(list(_failures(records, verbosity, width)))
     if verbosity > 0:
         blocks.append(list(_compositions(records, verbosity, width)))
@@ -131,6 +133,19 @@ def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[Tes
     return environments
 
 
+def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
+    """Closed forms beside the bytes by category, of tests that say what to watch."""
+    for record in records:
+        measured = record.measurement
+        if measured is None or not measured.expected:
+            continue
+        yield Line.of(shorten(f"{record.nodeid}, by closed forms:", width))
+        for category, expected in measured.expected.items():
+            seen = [p.composition.get(category, 0) for p in measured.phases.values()]
+            at_most = f", at most {max(seen):,} B seen" if any(seen) else ""
+            yield from _sentence(f"{category} {expected:,} B{at_most}", width)
+
+
 def _failures(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
     for record in records:
         if record.failed or (record.broken and verbosity > 0):
@@ -157,11 +172,15 @@ def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> 
 
 
 def _telling(broken: Sequence[Verdict], verbosity: int) -> Sequence[Verdict]:
-    """Leave out phases over their baseline where the whole test is: the table shows them."""
-    whole = any(verdict.kind == "baseline" and verdict.phase is None for verdict in broken)
-    if verbosity > 0 or not whole:
+    """Leave out phases that differ as the whole test does: the table shows them."""
+    whole = {
+        verdict.kind
+        for verdict in broken
+        if verdict.kind in ("baseline", "prediction") and verdict.phase is None
+    }
+    if verbosity > 0:
         return broken
-    return [verdict for verdict in broken if verdict.kind != "baseline" or verdict.phase is None]
+    return [verdict for verdict in broken if verdict.kind not in whole or verdict.phase is None]
 
 
 def _improvements(

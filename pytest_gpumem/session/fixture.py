@@ -62,7 +62,6 @@ class Gpumem:
         if optimizer is not None:
             self._measured.watch(optimizer)
 
-
     def fit_batch(
         self, step: Callable[[int], Any], sizes: Sequence[int], *, largest: bool = True
     ) -> BatchFit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pytest_gpumem.measurement.leaks import holders_of_class
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.results import ATTRIBUTE
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.measurement.record import Measurement, PhaseRecord
     from pytest_gpumem.options import Settings
+    from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.session.judge import Judge
 
 
@@ -51,7 +54,9 @@ class MeasuredItem:
         ledger: FixtureLedger,
         judge: Judge,
         settings: Settings,
+        predicted: PredictedTest | None = None,
     ) -> None:
+        self._predicted = predicted
         self._item = item
         self._settings = settings
         self._expectation = expectation
@@ -59,6 +64,10 @@ class MeasuredItem:
         self._resources = ExitStack()
         self.device = device
         self._in_body = False
+        self._expected_before = Expected()
+        """Of what fixtures name."""
+        self._expected = Expected()
+        """Of that and what the body names, in its last run."""
         self.body_raised = False
         """Whether the body failed, and not what was measured of it."""
         self._subtest_failed = False
@@ -77,6 +86,7 @@ class MeasuredItem:
             account = Account(recorder, str(item.config.rootpath)) if recorder else None
             self._meter = Meter(statistics, ledger, account)
             device.begin_test(ledger.with_nested(_shared_before(item)))
+            self._meter.begin_set_up()
             self._resources = starting.pop_all()
 
     def close(self) -> None:
@@ -105,6 +115,7 @@ class MeasuredItem:
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
         """Let what ``holder`` holds be known as its own."""
         self._meter.watch(holder)
+        (self._expected if self._in_body else self._expected_before).add(holder)
 
     def phases(self) -> Mapping[str, PhaseRecord]:
         """Return the phases left so far, on the test's device."""
@@ -144,7 +155,7 @@ class MeasuredItem:
             with suppress(BaselineError):  # the body's own failure matters more
                 self._finish(passed=False)
             if isinstance(error, torch.OutOfMemoryError):
-                self._examine()
+                self._examine(error)
             raise
         try:
             self.body_raised = not self._passed()
@@ -154,12 +165,16 @@ class MeasuredItem:
         if self._record is not None and self._record.broken:
             if not self._explained and self._settings.explain == "failed":
                 self._explain()
-            self._write_snapshot()
+            else:
+                self._write_snapshot()
             pytest.fail(self._judge.failure_text(self._record), pytrace=False)
 
-    def _examine(self) -> None:
+    def _examine(self, error: torch.OutOfMemoryError) -> None:
         """Find out why the body ran out of memory; unrecorded, it is run once more for that."""
         if not self._explained and self._settings.explain == "failed":
+            # Else what the first run held would be missing from the second one's memory. pytest
+            # shows the traceback all the same, without the values of its variables.
+            traceback.clear_frames(error.__traceback__)
             recorder = RecordedHistory()
             with recorder.during(EXPLAINED_BY), suppress(Exception):
                 self._meter.account_by(Account(recorder, str(self._item.config.rootpath)))
@@ -168,6 +183,7 @@ class MeasuredItem:
                         self._item.runtest()
                 except torch.OutOfMemoryError:
                     self._take_post_mortem()
+                    self._snapshot()
         else:
             self._take_post_mortem()
 
@@ -196,7 +212,10 @@ class MeasuredItem:
                 with self._run():
                     self._item.runtest()
                 again = self._measured(passed=True)
+                # In here, because what was recorded is gone afterwards.
+                snapshot = self._snapshot()
         except Exception as error:
+            self._write_snapshot()
             self._note(
                 f"{self._item.nodeid}: nothing explains its memory, because the body does not run "
                 f"twice: {type(error).__name__}: {error}"
@@ -211,7 +230,9 @@ class MeasuredItem:
             explained[0],
             explained[1:],
             passed=True,
+            predicted=self._predicted,
         )
+        self._note(snapshot)
 
     def _runs(self) -> int:
         expectation = self._expectation
@@ -221,9 +242,11 @@ class MeasuredItem:
     def _run(self) -> Iterator[None]:
         with self._meter.running(fixtures_of(self._item)):
             self._in_body = True
+            self._expected = Expected(self._expected_before)
             try:
                 with self._meter.watching():
                     yield
+                self.device.end_body()
             finally:
                 self._in_body = False
 
@@ -232,20 +255,24 @@ class MeasuredItem:
         return not self._subtest_failed and not getattr(self._item, "_excinfo", None)
 
     def _write_snapshot(self) -> None:
+        self._note(self._snapshot())
+
+    def _snapshot(self) -> str | None:
+        """Write the artifact if there is to be one; return the sentence that says so."""
         if self._settings.artifacts is None or self._record is None:
-            return
+            return None
         try:
             path = write_snapshot(self._settings.artifacts, self._item.nodeid)
-            self._note(f"{self._item.nodeid}: its snapshot is {path}")
         except OSError as error:
-            self._note(
+            return (
                 f"{self._item.nodeid}: its snapshot cannot be written: {error.strerror or error}; "
                 "give --gpumem-artifacts a folder that can be written"
             )
+        return f"{self._item.nodeid}: its snapshot is {path}"
 
-    def _note(self, sentence: str) -> None:
+    def _note(self, sentence: str | None) -> None:
         record = self._record
-        if record is not None and record.measurement is not None:
+        if sentence is not None and record is not None and record.measurement is not None:
             notes = (*record.measurement.notes, sentence)
             self._record = replace(record, measurement=replace(record.measurement, notes=notes))
 
@@ -254,7 +281,13 @@ class MeasuredItem:
         own = measured.pop(f"cuda:{self.device.index}")
         others = tuple(other for other in measured.values() if other.peak_allocated > 0)
         self._record = self._judge.record(
-            self._item.nodeid, self._expectation, self.device, own, others, passed=passed
+            self._item.nodeid,
+            self._expectation,
+            self.device,
+            own,
+            others,
+            passed=passed,
+            predicted=self._predicted,
         )
         if self._record is not None:
             set_user_properties(self._item.user_properties, self._record)
@@ -268,7 +301,10 @@ class MeasuredItem:
             fixtures, self._holders(fixtures), device=self.device.index, passed=passed
         )
         completed = map(self.device.complete, found.values())
-        return {measurement.device: measurement for measurement in completed}
+        measured = {measurement.device: measurement for measurement in completed}
+        own = f"cuda:{self.device.index}"
+        measured[own] = replace(measured[own], expected=dict(self._expected.categories))
+        return measured
 
     def _holders(self, fixtures: Sequence[FixtureDef[Any]]) -> list[Any]:
         """Return what may keep memory after the body: the values that the test was given."""

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.baseline.compare import Judgement, judge
+from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import failure_text
+from pytest_gpumem.device.select import SELECTOR
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.results import suggested_command
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.options import Settings
+    from pytest_gpumem.prediction.predicted import PredictedTest
+
+CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the measurement itself"
 
 
 class Judge:
@@ -30,6 +34,8 @@ class Judge:
         self._config = config
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
+        self._predicts = SELECTOR in config.stash
+        """Whether the process is there to make predictions."""
 
     def record(
         self,
@@ -40,14 +46,18 @@ class Judge:
         others: Sequence[Measurement],
         *,
         passed: bool,
+        predicted: PredictedTest | None = None,
     ) -> TestRecord | None:
         """Return the record of a test whose body ``passed`` or not.
 
-        ``None`` where an unmarked test used no device. Raises :class:`BaselineError` where the
-        stored baseline cannot be read.
+        ``predicted`` is what a test that says ``predict=`` is compared with; none on a simulated
+        device. ``None`` where an unmarked test used no device. Raises :class:`BaselineError` where
+        the stored baseline cannot be read.
         """
         if expectation is None and measurement.peak_allocated <= 0 and not others:
             return None
+        if expectation and expectation.predict and measurement.simulated and not self._predicts:
+            measurement = replace(measurement, notes=(*measurement.notes, CHECKED_ON_A_GPU))
         record = TestRecord(
             nodeid=nodeid,
             outcome="passed" if passed else "failed",
@@ -55,16 +65,19 @@ class Judge:
             measurement=measurement,
             other_devices=tuple(others),
             expectation=expectation.to_dict() if expectation else {},
+            prediction=predicted.to_dict() if predicted else None,
             judged=False,
             nvml=device.nvml(),
         )
-        return self._judged(record, expectation) if expectation and passed else record
+        return self._judged(record, expectation, predicted) if expectation and passed else record
 
     def failure_text(self, record: TestRecord) -> str:
         """Return what a test fails with."""
         return failure_text(record.broken, record.nodeid, suggested_command(self._config))
 
-    def _judged(self, record: TestRecord, expectation: Expectation) -> TestRecord:
+    def _judged(
+        self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
+    ) -> TestRecord:
         assert record.measurement is not None
         baseline = self._baseline(record.nodeid, record.environment, expectation)
         judgement = self._judge(
@@ -75,6 +88,10 @@ class Judge:
             used_elsewhere=bool(record.other_devices),
         )
         verdicts = list(judgement.verdicts)
+        if predicted is not None and expectation.predict is not None:
+            verdicts += judge_prediction(
+                record.measurement, predicted, expectation.predict, record.environment
+            )
         for other in record.other_devices:
             elsewhere = replace(expectation, baseline=False)
             verdicts += self._judge(record, elsewhere, other, None, used_elsewhere=True).verdicts

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ATTRIBUTE = "gpumem"
 """Of a test's final call report: its record as builtin types, for pytest-xdist."""
 
+ARGUMENTS = "gpumem_arguments"
+"""Key of a pytest-xdist worker's input: what pytest was started with."""
+
 OUTPUT = "gpumem"
 """Key of a pytest-xdist worker's output."""
 
@@ -89,7 +92,7 @@ class Results:
 
     def take(self, report: pytest.TestReport) -> None:
         """Take in one report of a test."""
-        nodeid = _without_group(report.nodeid)
+        nodeid = without_group(report.nodeid)
         outcome: str = report.outcome
         if outcome == "rerun":  # by pytest-rerunfailures: this attempt does not count
             self._rerun.add(nodeid)
@@ -112,7 +115,7 @@ class Results:
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
         """Take in the ids of all collected tests, and whether any of them is marked."""
-        self._collected.update(map(_without_group, nodeids))
+        self._collected.update(map(without_group, nodeids))
         self.any_marked |= marked
 
     def not_collected(self, nodeid: str) -> None:
@@ -244,7 +247,7 @@ class Results:
                 yield str(error)
 
 
-def _without_group(nodeid: str) -> str:
+def without_group(nodeid: str) -> str:
     """Return ``nodeid`` without the ``@group`` that ``--dist loadgroup`` appends."""
     path, separator, name = nodeid.partition("::")
     return path + separator + re.sub(r"@[^@\]]*$", "", name)

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.measurement.fixtures import FixtureLedger
+    from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.judge import Judge
+    from pytest_gpumem.session.predictions import Predictions
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
@@ -58,6 +60,13 @@ class GpumemSession:
         from pytest_gpumem.measurement.fixtures import FixtureLedger
 
         return FixtureLedger()
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        """What tests need by simulation."""
+        from pytest_gpumem.session.predictions import Predictions
+
+        return Predictions(self._config)
 
     @cached_property
     def judge(self) -> Judge:
@@ -248,7 +257,30 @@ class GpumemSession:
     ) -> MeasuredItem:
         from pytest_gpumem.session.item import MeasuredItem
 
-        return MeasuredItem(item, expectation, device, self.ledger, self.judge, self.settings)
+        predicted = self._predicted(item, expectation, device)
+        return MeasuredItem(
+            item, expectation, device, self.ledger, self.judge, self.settings, predicted
+        )
+
+    def _predicted(
+        self, item: pytest.Item, expectation: Expectation | None, device: Device
+    ) -> PredictedTest | None:
+        """Return what a test that says ``predict=`` is compared with, ``None`` for any other.
+
+        On a simulated device the prediction would be the measurement itself.
+        """
+        if expectation is None or expectation.predict is None or device is not self.selector.real():
+            return None
+        from pytest_gpumem.device.cuda import CudaDevice
+
+        assert isinstance(device, CudaDevice)
+        return self.predictions.of(item, device, self._wants_prediction)
+
+    def _wants_prediction(self, item: pytest.Item) -> bool:
+        expectation = self._expectation(item)
+        if expectation is None or expectation.predict is None or item.get_closest_marker("skip"):
+            return False
+        return _parameter(item) in (None, *expectation.gpu[:1])
 
     def _expectation(self, node: pytest.Item) -> Expectation | None:
         markers = list(node.iter_markers(MARKER_NAME))

@@ -28,30 +28,45 @@ FINITE = (
     "GradScaler looked for infinities in gradients that shapes do not have: none was taken for "
     "one, so its steps are not skipped"
 )
-_CONDITIONS: dict[tuple[str, str], str] = {
-    (os.path.join("utils", "clip_grad.py"), name): (  # noqa: PTH118
-        "clip_grad_norm_(error_if_nonfinite=True) looked for infinities in gradients that shapes "
-        "do not have: none was found"
-    )
-    for name in ("_get_total_norm", "get_total_norm", "clip_grad_norm_")
-} | {
-    ("init.py", "_no_grad_trunc_normal_"): (
-        "trunc_normal_ drew its values once: which of them it would have drawn again is not known"
+_FINITE_NORM = (
+    "clip_grad_norm_(error_if_nonfinite=True) looked for infinities in gradients that shapes do "
+    "not have: none was found"
+)
+_VALID = (
+    "torch.distributions validated arguments whose values shapes do not have: they were taken for "
+    "valid"
+)
+_CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
+    ("nn.utils.clip_grad", "_get_total_norm"): (False, _FINITE_NORM),
+    ("nn.utils.clip_grad", "get_total_norm"): (False, _FINITE_NORM),
+    ("nn.utils.clip_grad", "clip_grad_norm_"): (False, _FINITE_NORM),
+    ("nn.init", "_no_grad_trunc_normal_"): (
+        False,
+        "trunc_normal_ drew its values once: which of them it would have drawn again is not known",
     ),
+    ("nn.functional", "gaussian_nll_loss"): (
+        False,
+        "gaussian_nll_loss looked for negative variances, which shapes do not have: none was found",
+    ),
+    ("distributions.distribution", "__init__"): (True, _VALID),
+    ("distributions.distribution", "_validate_sample"): (True, _VALID),
+    ("distributions.constraints", "check"): (True, _VALID),
+    ("distributions.continuous_bernoulli", "__init__"): (True, _VALID),
+    ("distributions.geometric", "__init__"): (True, _VALID),
 }
-"""Conditions in torch's own code that are not met: part of a path and function -> the note.
+"""Conditions in torch's own code: module and function -> how they are answered, and the note.
 
-Sources: torch/nn/utils/clip_grad.py of torch 2.6 to 2.15; torch/nn/init.py since 2.13.
+Sources: torch/nn/utils/clip_grad.py, nn/functional.py and distributions of torch 2.6 to 2.15;
+torch/nn/init.py since 2.13.
 """
 
 
-def taken_for_false(frame: FrameType) -> str | None:
-    """Return the note where the condition that ``frame`` asks is torch's own and not met."""
-    code = frame.f_code
-    for (path, name), note in _CONDITIONS.items():
-        if code.co_name == name and code.co_filename.endswith(path):
-            return note
-    return None
+def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
+    """Answer the condition that ``frame`` asks, with a note, where it is such a one of torch's."""
+    module = str(frame.f_globals.get("__name__", ""))
+    if not module.startswith("torch."):
+        return None
+    return _CONDITIONS.get((module.removeprefix("torch."), frame.f_code.co_name))
 
 
 _COMPARING = tuple(

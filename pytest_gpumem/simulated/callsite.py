@@ -85,6 +85,20 @@ class Provenance:
         return self._frames
 
     @property
+    def cpp_frames(self) -> list[dict[str, Any]]:
+        """What tells on a GPU in C++ who allocates: workspace, operator and autograd's node."""
+        names = []
+        if self.library == "cuBLAS":
+            names.append("at::cuda::getCUDABlasLtWorkspace()")
+        if self.operator is None or self.operator is FROM_HOST:
+            names.append("at::_ops::_to_copy::call()")
+        else:
+            names.append(f"at::_ops::{self.operator._schema.name.partition('::')[2]}::call()")
+        if self.node is not None:
+            names.append(f"torch::autograd::generated::{self.node}::apply()")
+        return [{"filename": "??", "line": 0, "name": name} for name in names]
+
+    @property
     def place(self) -> tuple[str, int, str] | None:
         """Filename, line and function of the innermost frame outside torch and this package."""
         for code, offset in self._entries:
@@ -159,9 +173,10 @@ def _operator_name(operator: Any) -> str:
     if base == "to_copy":
         return "Tensor.to"
     if namespace == "aten":
-        for shown, owner in _OWNERS:
-            if hasattr(owner, base):
-                return f"{shown}.{base}"
+        for known in (base, name.partition("::")[2]):
+            for shown, owner in _OWNERS:
+                if hasattr(owner, known):
+                    return f"{shown}.{known}"
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from threading import RLock, get_ident
@@ -23,7 +24,7 @@ from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperato
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
 from pytest_gpumem.simulated.surface import graphs
-from pytest_gpumem.simulated.values import CPU, Operator
+from pytest_gpumem.simulated.values import CPU, OVERWRITES, Operator, covers
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -128,6 +129,8 @@ class ShapeExecution(TorchDispatchMode):
             return self._whole(func, self._on_cuda(self._composite(in_view), elsewhere))
         if name in _READS:
             return self._read(func)
+        if name.startswith("aten::quantize_per_"):
+            return self._quantize(func)
         if name == "aten::scalar_tensor":
             return self._scalar(func)
         if any(argument.name == "device" for argument in schema.arguments):
@@ -287,9 +290,9 @@ class ShapeExecution(TorchDispatchMode):
         follow = self._values.follow
         placement = simulation.placement
         name = func._schema.name
-        execute: _Execute = self._run_checked
+        execute_once: _Execute = self._run_checked
         if rule is not None and rule.shapes is not None:
-            execute = self._shaped_by(rule.shapes)
+            execute_once = self._shaped_by(rule.shapes)
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current if placement is None else placement.of(name, args, kwargs)
@@ -305,7 +308,7 @@ class ShapeExecution(TorchDispatchMode):
             if resizes:
                 result = run(func, args, kwargs)
             else:
-                result = shapes.run(func, args, kwargs, execute)
+                result = shapes.run(func, args, kwargs, execute_once)
             if fresh or resizes:
                 if placed is None:
                     adopt(result, device)
@@ -343,7 +346,10 @@ class ShapeExecution(TorchDispatchMode):
             if rule is not None and rule.before is not None:
                 scratch = rule.before(device, args, kwargs)
             result = _shaped_as(func, computed)
-            self._adopt(result, device)
+            placed = result
+            if rule is not None and rule.placed is not None:
+                placed = list(rule.placed(device, args, kwargs, result))
+            self._adopt(placed, device)
             if rule is not None and rule.after is not None:
                 rule.after(device, args, kwargs, result)
             if scratch is not None:
@@ -485,11 +491,22 @@ class ShapeExecution(TorchDispatchMode):
             target, source = args[0], args[1]
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 if self._values.computed(operator, args, kwargs) is None:
-                    raise UnknownValueError(self._unknown(func))
+                    self._lose(func, target)
                 return target
+            if self._storages.on_host and self._owner(args, kwargs) == HOST:
+                return self._on_host(func, args, kwargs)
             result = self._run(func, args, kwargs)
             self._values.follow(operator, args, kwargs, result)
             return result
+
+        return handle
+
+    def _quantize(self, func: Any) -> Handler:
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._owner(args, kwargs) is None:
+                return self._run(func, args, kwargs)
+            # The meta kernel returns an ordinary tensor of the input's type.
+            raise UnsupportedOperatorError(_no_shapes(func))
 
         return handle
 
@@ -519,13 +536,43 @@ class ShapeExecution(TorchDispatchMode):
                 self._adopt(item, device)
 
     def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable and not raw.is_meta(args[0]):
-            raise UnknownValueError(self._unknown(func))
-        result = self._run(func, _shapes_only(args), _shapes_only(kwargs))
+        if func._schema.is_mutable:
+            if any(not raw.is_meta(tensor) for tensor in _tensors(kwargs.get("out"))):
+                raise UnknownValueError(self._unknown(func))
+            if any(not raw.is_meta(tensor) for tensor in _tensors(args[0])):
+                return self._write_on_host(func, args, kwargs)
+        is_unknown = self._storages.is_on_host
+        result = self._run(func, _shapes_only(args, is_unknown), _shapes_only(kwargs, is_unknown))
         for tensor in _tensors(result):
             if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
                 self._storages.adopt_on_host(tensor)
         return result
+
+    def _write_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Write to CPU tensors, which have values, where some that are involved are unknown."""
+        storages = self._storages
+        read = list(_tensors((args[1:], kwargs)))
+        if any(map(storages.is_on_host, read)):
+            for target in _tensors(args[0]):
+                if not raw.is_meta(target):
+                    self._lose(func, target)
+            return args[0] if func._schema.returns else None
+        result = self._run(func, args, kwargs)
+        if func._schema.name in OVERWRITES and covers(args[0]):
+            storages.forget_on_host(args[0])
+        return result
+
+    def _lose(self, func: Any, target: torch.Tensor) -> None:
+        """Take what a CPU tensor holds for unknown from here on.
+
+        Its memory may be read where nothing sees it, through numpy: it says so as far as it can.
+        """
+        if not target.dtype.is_floating_point:
+            raise UnknownValueError(self._unknown(func))
+        with torch.no_grad():
+            target.fill_(math.nan)
+        if not self._storages.is_on_host(target):
+            self._storages.adopt_on_host(target)
 
     def _owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Whose memory the tensors among the arguments stand for."""
@@ -588,16 +635,19 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _shapes_only(value: Any) -> Any:
-    """``value`` with real CPU tensors replaced by meta tensors of the same shape."""
+def _shapes_only(value: Any, is_unknown: Callable[[torch.Tensor], bool]) -> Any:
+    """``value`` with real CPU tensors replaced by meta tensors of the same shape.
+
+    A single known number stays one, beside which CUDA tensors may stand too.
+    """
     if isinstance(value, torch.Tensor):
-        if raw.is_meta(value) or not value.dim():
+        if raw.is_meta(value) or not (value.dim() or is_unknown(value)):
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
     if isinstance(value, dict):
-        return {name: _shapes_only(item) for name, item in value.items()}
+        return {name: _shapes_only(item, is_unknown) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_shapes_only(item) for item in value)
+        return type(value)(_shapes_only(item, is_unknown) for item in value)
     return value
 
 

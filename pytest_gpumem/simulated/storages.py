@@ -35,7 +35,11 @@ class Storages:
     def __init__(self) -> None:
         self.by_key: dict[int, SimulatedStorage] = {}
         self.on_host: dict[int, SimulatedStorage] = {}
-        """Copies of CUDA tensors in host memory: CPU tensors whose values nobody knows."""
+        """Copies of CUDA tensors in host memory: CPU tensors whose values nobody knows.
+
+        Most are on ``meta``; those that had memory of their own, into which one was copied, are
+        real.
+        """
         self.lock: RLock | None = None
         """Held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
@@ -68,6 +72,10 @@ class Storages:
         record = SimulatedStorage(storage, self._died_on_host)
         record.key = storage._cdata
         self.on_host[record.key] = record
+
+    def forget_on_host(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor``, a CPU tensor, have values again."""
+        self.on_host.pop(tensor.untyped_storage()._cdata, None)
 
     def adopt(self, tensor: torch.Tensor, device: SimulatedGPU) -> None:
         """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
@@ -122,7 +130,8 @@ class Storages:
 
     def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
-        del self.on_host[record.key]
+        if self.on_host.get(record.key) is record:
+            del self.on_host[record.key]
 
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)

@@ -102,6 +102,10 @@ class Threads:
         if failures:
             raise failures[0]
 
+    def forget_failures(self) -> None:
+        """Drop what threads of an earlier test could not run."""
+        self._failures.clear()
+
     def _submit(self, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
         def call(
             executor: ThreadPoolExecutor,

@@ -29,6 +29,8 @@ MOST_INTEGERS = 65_536
 MOST_FLOATS = 4_096
 
 CPU = torch.device("cpu")
+_state_of = torch._C.Generator.get_state
+_set_state_of = torch._C.Generator.set_state
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
@@ -44,7 +46,7 @@ _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
 """Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
 statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
 
-_OVERWRITES = frozenset(
+OVERWRITES = frozenset(
     f"aten::{name}_"
     for name in (
         "fill zero copy uniform normal bernoulli random exponential log_normal cauchy geometric"
@@ -90,7 +92,7 @@ class Operator:
         return cls(
             func=func,
             written=written,
-            overwrites=name in _OVERWRITES or "out" in schema.overload_name,
+            overwrites=name in OVERWRITES or "out" in schema.overload_name,
             moves_views=torch.Tag.inplace_view in func.tags or plain in ("resize_", "set_"),
             undefined=random or plain == name,
             blank=plain.startswith(("empty", "new_empty")),
@@ -312,7 +314,7 @@ class Values:
                 key = _key(target)
                 if key in self._bases:
                     continue
-                if not self._keeps(target) or not _covers(target):
+                if not self._keeps(target) or not covers(target):
                     break
                 self._put_blank(target)
             else:
@@ -392,12 +394,13 @@ class Values:
     def _unknown_among(self, values: Iterable[Any]) -> bool | None:
         """Whether a tensor among ``values`` is unknown; ``None`` if none has values kept here."""
         bases = self._bases
+        is_on_host = self._simulation.storages.is_on_host
         answer = None
         for value in values:
             if isinstance(value, torch.Tensor):
                 if _key(value) in bases:
                     answer = False
-                elif raw.is_meta(value):
+                elif raw.is_meta(value) or is_on_host(value):
                     return True
             elif isinstance(value, (list, tuple)):
                 inner = self._unknown_among(value)
@@ -447,7 +450,7 @@ class Values:
             and source.dtype == tensor.dtype
             and source.is_contiguous()
             and not source.storage_offset()
-            and _covers(tensor)
+            and covers(tensor)
         ):
             self._put(tensor, source.view(-1))
             return
@@ -514,7 +517,8 @@ def _elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     return nbytes // size
 
 
-def _covers(tensor: torch.Tensor) -> bool:
+def covers(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is all of its storage."""
     return tensor.is_contiguous() and tensor.numel() == _elements(tensor)
 
 
@@ -544,9 +548,10 @@ def _drawing(generator: torch.Generator) -> Iterator[None]:
     """Draw the CPU's random numbers from ``generator``: most operators take no other way."""
     default = torch.default_generator
     before = default.get_state()
-    default.set_state(generator.get_state())
+    # What a generator of CUDA calls its state is shorter.
+    default.set_state(_state_of(generator))
     try:
         yield
     finally:
-        generator.set_state(default.get_state())
+        _set_state_of(generator, default.get_state())
         default.set_state(before)

@@ -240,7 +240,7 @@ def test_a_site_stands_on_a_line_of_its_own(store: BaselineStore, path: Path) ->
     assert (
         '{"bytes": 4096, "category": "activations", "count": 2, "dtype": "float32", '
         '"function": "forward", "module": "blocks.*", "operator": "torch.mm", '
-        '"shape": [ 32, 32 ], "site": "model.py:7"}'
+        '"shape": [32, 32], "site": "model.py:7"}'
     ) in lines
     assert BaselineStore(store.root).load(T4, MODULE)["test_other"].peak == PEAK
 

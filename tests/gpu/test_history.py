@@ -61,7 +61,9 @@ def test_sites_name_lines_and_operators(cuda: CudaProject, arguments: tuple[str,
     assert linear["bytes"] == ACTIVATION
 
 
-@pytest.mark.parametrize("arguments", [(), ("--gpumem-history=all",)], ids=["second run", "history"])
+@pytest.mark.parametrize(
+    "arguments", [(), ("--gpumem-history=all",)], ids=["second run", "history"]
+)
 def test_what_holds_the_peak_sums_to_it(cuda: CudaProject, arguments: tuple[str, ...]) -> None:
     cuda.write(test_model=MODEL)
 

@@ -101,8 +101,8 @@ def test_the_number_is_the_same_alone_and_after_others(cuda: CudaProject) -> Non
     """
     cuda.write(test_order=body)
 
-    after = cuda.records()["test_product"]["measurement"]
     alone = cuda.records("-k", "product")["test_product"]["measurement"]
+    after = cuda.records()["test_product"]["measurement"]
 
     assert after["stray"] >= alone["stray"] + (1 << 20)
     for name in ("peak_allocated", "allocated_before", "allocated_after", "leaked"):

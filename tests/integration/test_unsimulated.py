@@ -66,3 +66,47 @@ def test_the_report_has_no_numbers_of_them(project: Project) -> None:
     project.write(test_values=TESTS)
 
     assert list(project.report(NEVER)) == ["test_values.py::test_runs"]
+
+
+THREADS = """
+    import threading
+    import time
+
+    def left_to_itself(function):
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        while thread.is_alive():  # nobody joins it
+            time.sleep(0.001)
+
+    @pytest.mark.gpumem
+    def test_thread():
+        left_to_itself(lambda: torch.rand(3, device="cuda").tolist())
+
+    @pytest.mark.gpumem
+    def test_fails_with_thread():
+        left_to_itself(lambda: torch.rand(3, device="cuda").tolist())
+        assert False
+
+    @pytest.mark.gpumem
+    def test_next():
+        torch.rand(3, device="cuda")
+"""
+
+
+def test_a_thread_that_nobody_joins_is_noticed(project: Project) -> None:
+    project.write(test_threads=THREADS)
+
+    result = project.run("-rs", NEVER)
+
+    result.assert_outcomes(passed=1, skipped=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*test_threads.py::test_thread was skipped: tolist() at test_threads.py:*"]
+    )
+
+
+def test_a_thread_that_nobody_joins_gets_real_values(project: Project) -> None:
+    project.write(test_threads=THREADS)
+
+    notes = project.report()["test_threads.py::test_thread"]["measurement"]["notes"]
+
+    assert any("run again with real values on the CPU: tolist()" in note for note in notes)

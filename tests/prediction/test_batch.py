@@ -47,6 +47,14 @@ def test_on_the_current_device() -> None:
     assert fit.largest is None
 
 
+def test_what_does_not_grow_with_the_batch_has_no_largest() -> None:
+    def step(batch: int) -> None:
+        torch.empty(MIB, device="cuda")
+
+    fit = fit_batch(step, [8, 16], gpu="T4")
+    assert (fit.model_bytes, fit.bytes_per_sample, fit.largest) == (4 * MIB, 0, None)
+
+
 @pytest.mark.parametrize("sizes", [[8], [8, 8], [], [0, 4]])
 def test_two_sizes_are_needed(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="give at least two different batch sizes from 1 up"):

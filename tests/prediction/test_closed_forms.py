@@ -80,6 +80,7 @@ def test_optimizer_state_is_what_a_step_leaves(name: str) -> None:
         before = torch.cuda.memory_allocated()
         optimizer = OPTIMIZERS[name](layer.parameters())  # Adagrad makes its state here
         optimizer.step()
+        torch._C._cuda_clearCublasWorkspaces()  # Adafactor multiplies matrices
         assert optimizer_state_bytes(optimizer) == torch.cuda.memory_allocated() - before
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.allocator import allocator as allocator_module
+from pytest_gpumem.simulated.allocator import snapshot
 from pytest_gpumem.simulated.allocator.blocks import Block
 
 BLOCK = 512
@@ -74,42 +75,19 @@ def test_garbage_is_freed_although_the_allocation_fails(gpu: Any, collecting: An
     assert torch.cuda.memory_allocated() == 0
 
 
-def test_the_collector_runs_all_the_time(gpu: Any) -> None:
-    before = gc.get_threshold()
-    gc.enable()
-    gc.set_threshold(1, 1, 1)
-    try:
-        live = []
-        for size in range(1, 400):
-            garbage(size * 97 % 5000 + 1)
-            live.append(torch.empty(size * 113 % 7000 + 1, device="cuda"))
-            if size % 3 == 0:
-                del live[len(live) // 2]
-        ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in live)
-        assert all(one[1] <= other[0] for one, other in zip(ranges, ranges[1:], strict=False))
-        live.clear()
-        gc.collect()
-    finally:
-        gc.set_threshold(*before)
-    assert torch.cuda.memory_allocated() == 0
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() == 0
-
-
 def test_a_snapshot_shows_what_was_live_when_it_began(
     gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = garbage()
-    real = gpu.allocator.every_block
+    chain = snapshot._chain
 
-    def every_block() -> Iterator[Block]:
-        for block in real():
-            gc.collect()
-            yield block
+    def collect_first(head: Block) -> Iterable[Block]:
+        gc.collect()
+        return chain(head)
 
-    monkeypatch.setattr(type(gpu.allocator), "every_block", lambda memory: every_block())
-    blocks = [block for segment in gpu.allocator.segments() for block in segment["blocks"]]
-    assert [(block["address"], block["state"]) for block in blocks] == [
+    monkeypatch.setattr(snapshot, "_chain", collect_first)
+    (segment,) = torch.cuda.memory_snapshot()
+    assert [(block["address"], block["state"]) for block in segment["blocks"]] == [
         (dead, "active_allocated"),
         (dead + BLOCK, "inactive"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,3 +38,49 @@ def test_backward_is_traced_to_the_line_that_called_it() -> None:
     assert events
     for event in events:
         assert (__file__, line) in {(frame["filename"], frame["line"]) for frame in event["frames"]}
+
+
+def snapshot_events() -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][0]
+    return [event for event in events if event["action"] == "alloc"]
+
+
+def test_recording_begins_and_ends_as_on_a_gpu() -> None:
+    record = torch.cuda.memory._record_memory_history
+    with simulate("T4"):
+        before = torch.ones(256, device="cuda")
+        assert len(snapshot_events()) == 1  # nobody has asked for anything else
+        record()
+        assert snapshot_events() == []
+        x = torch.ones(512, device="cuda")
+        record(stacks="python")  # goes on
+        assert [event["size"] for event in snapshot_events()] == [2048]
+        record(clear_history=True)
+        assert snapshot_events() == []
+        y = torch.ones(512, device="cuda")
+        record(None)
+        assert snapshot_events() == []
+    del before, x, y
+
+
+def names_of(stacks: str) -> list[list[str]]:
+    """C++ frames of the allocations of a product and its backward."""
+    with simulate("T4", torch_version="2.11"):
+        layer = nn.Linear(64, 64, bias=False).cuda()
+        x = torch.ones(8, 64, device="cuda")
+        torch.cuda.memory._record_memory_history(stacks=stacks)
+        layer(x).softmax(-1).sum().backward()
+        return [
+            [frame["name"] for frame in event["frames"] if frame["filename"] == "??"]
+            for event in snapshot_events()
+        ]
+
+
+def test_cpp_frames_name_workspace_operator_and_node() -> None:
+    found = names_of("all")
+
+    assert ["at::_ops::_softmax::call()"] in found
+    workspace, operator = "at::cuda::getCUDABlasLtWorkspace()", "at::_ops::mm::call()"
+    assert [workspace, operator] in found
+    assert [operator, "torch::autograd::generated::MmBackward0::apply()"] in found
+    assert not any(names_of("python"))

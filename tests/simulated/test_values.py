@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -45,7 +46,8 @@ def test_item_of_an_unknown_float_is_zero_and_said_once_per_line() -> None:
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
         lambda x: torch.unique(x),
-        lambda x: torch.zeros(3).copy_(x),
+        lambda x: torch.zeros(3).copy_(x).numpy(),
+        lambda x: torch.zeros(3, dtype=torch.long).copy_(x),
         lambda x: torch.testing.assert_close(x, x + 1),
         lambda x: torch.testing.assert_close(x.cpu(), torch.ones(3)),
     ],
@@ -258,6 +260,72 @@ def test_copies_on_the_host_are_cpu_tensors_without_cuda_memory() -> None:
         del back
 
 
+def test_cpu_memory_into_which_unknown_values_are_copied_is_unknown() -> None:
+    with simulate("T4"):
+        x = torch.rand(8, device="cuda")
+        shared = np.ones(8, dtype=np.float32)
+        y = torch.from_numpy(shared)
+        y.copy_(x)
+        assert np.isnan(shared).all()  # nobody sees who reads that
+        total = torch.zeros(8).add_(y)
+        for unknown in (y, y[2:4], y + 1, y.sum(), total, y.cuda()):
+            with pytest.raises(UnknownValueError, match=rf"tolist\(\) at .*{HERE}:\d+"):
+                unknown.tolist()
+        assert f"{y.sum().item()}" == "0.0"
+        y.zero_()
+        assert y.sum().item() == 0.0
+        assert y.tolist() == [0.0] * 8
+        assert torch.zeros(3).copy_(torch.ones(3, device="cuda")).tolist() == [1.0] * 3
+
+
+def test_an_optimizer_on_the_cpu_steps_with_gradients_of_the_gpu() -> None:
+    with simulate("T4") as gpu:
+        weight = torch.ones(8, requires_grad=True)
+        weight.grad = torch.zeros(8)
+        optimizer = torch.optim.AdamW([weight])
+        for _ in range(2):
+            weight.grad.copy_(torch.rand(8, device="cuda"))
+            optimizer.step()
+        assert weight.cuda().is_cuda
+        assert gpu.allocated == 0
+        with pytest.raises(UnknownValueError):
+            weight.tolist()
+
+
+def test_arguments_that_torch_validates_are_taken_for_valid() -> None:
+    with simulate("T4") as gpu:
+        mean, scale = torch.rand(3, device="cuda"), torch.rand(3, device="cuda")
+        torch.distributions.Normal(mean, scale).log_prob(mean)
+        torch.distributions.Categorical(logits=torch.rand(3, 4, device="cuda")).sample()
+        torch.distributions.MultivariateNormal(mean, torch.rand(3, 3, device="cuda"))
+        nn.functional.gaussian_nll_loss(mean, mean, scale)
+        assert [note for note in gpu.notes if "cuSOLVER" not in note] == [
+            "torch.distributions validated arguments whose values shapes do not have: they were "
+            "taken for valid",
+            "gaussian_nll_loss looked for negative variances, which shapes do not have: none was "
+            "found",
+        ]
+        # What is known is validated.
+        with pytest.raises(ValueError, match="to satisfy the constraint"):
+            torch.distributions.Normal(torch.zeros(3, device="cuda"), -torch.ones(3, device="cuda"))
+
+
+def test_a_condition_in_torchs_own_code_is_named() -> None:
+    with simulate("T4"):
+        weight = torch.rand(100, 100, device="cuda", requires_grad=True)
+        optimizer = torch.optim.LBFGS([weight])
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = weight.pow(2).sum()
+            loss.backward()
+            return loss
+
+        sentence = rf"bool\(\) in torch\.optim\.lbfgs at .*{HERE}:\d+ depends on a value"
+        with pytest.raises(UnknownValueError, match=sentence):
+            optimizer.step(loss)
+
+
 def test_a_model_moved_to_the_host_frees_its_memory() -> None:
     with simulate("T4") as gpu:
         model = nn.Linear(64, 64).cuda()
@@ -284,6 +352,14 @@ def test_gradient_scaler_steps() -> None:
         scaler.update()
         assert scaler.state_dict()["_growth_tracker"] == 1
         assert scaler.get_scale() == 65536.0
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantizing_on_the_device_is_refused() -> None:
+    with simulate("T4"):
+        assert torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8).is_quantized
+        with pytest.raises(UnsupportedOperatorError, match="quantize_per_tensor"):
+            torch.quantize_per_tensor(torch.ones(4, device="cuda"), 0.1, 0, torch.quint8)
 
 
 def test_an_operator_without_shapes_is_named() -> None:

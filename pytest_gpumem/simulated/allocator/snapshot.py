@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, Block, PoolId
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
-from pytest_gpumem.simulated.allocator.trace import TraceEntry
+from pytest_gpumem.simulated.allocator.trace import Trace, TraceEntry
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.allocator.allocator import Allocator
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-def frames_of(context: Any) -> list[Any]:
-    """Stack frames of an event: the attribute ``frames`` of its context, if it has one."""
-    frames = getattr(context, "frames", None)
-    return list(frames) if frames is not None else []
+def frames_of(context: Any, with_cpp: bool = False) -> list[Any]:
+    """Stack frames of an event: the attribute ``frames`` of its context, if it has one.
+
+    With ``with_cpp`` its ``cpp_frames`` stand in front.
+    """
+    frames = list(getattr(context, "frames", None) or ())
+    return [*getattr(context, "cpp_frames", ()), *frames] if with_cpp else frames
 
 
 def snapshot(
@@ -85,7 +88,7 @@ def _segment(allocator: Allocator, head: Block, *, frames: bool) -> Json:
         result["frames"] = []
     result["blocks"] = [_block(allocator, block, frames=frames) for block in blocks]
     if context is not None:
-        result["frames"] = frames_of(context)
+        result["frames"] = frames_of(context, allocator.trace.with_cpp)
     return result
 
 
@@ -102,7 +105,7 @@ def _block(allocator: Allocator, block: Block, *, frames: bool) -> Json:
         "size": block.size,
         "requested_size": block.requested,
         "state": _state(allocator, block),
-        "frames": frames_of(block.context) if frames else [],
+        "frames": frames_of(block.context, allocator.trace.with_cpp) if frames else [],
     }
 
 
@@ -112,8 +115,8 @@ def _state(allocator: Allocator, block: Block) -> str:
     return "active_pending_free" if allocator.is_pending(block) else "active_allocated"
 
 
-def trace_dicts(entries: Iterable[TraceEntry], version: Version) -> list[Json]:
-    """Trace entries as torch shows them; ``time_us`` counts events: the same in every run.
+def trace_dicts(trace: Trace, version: Version) -> list[Json]:
+    """What is shown of a trace, as torch shows it; ``time_us`` counts events, alike in every run.
 
     ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
     """
@@ -123,10 +126,13 @@ def trace_dicts(entries: Iterable[TraceEntry], version: Version) -> list[Json]:
     if version >= (2, 10):
         extra["user_metadata"] = ""
     pools = version >= (2, 12)
-    return [_trace_dict(index, entry, extra, pools) for index, entry in enumerate(entries)]
+    return [
+        _trace_dict(index, entry, extra, pools, trace.with_cpp)
+        for index, entry in enumerate(trace.shown)
+    ]
 
 
-def _trace_dict(index: int, entry: TraceEntry, extra: Json, pools: bool) -> Json:
+def _trace_dict(index: int, entry: TraceEntry, extra: Json, pools: bool, with_cpp: bool) -> Json:
     address = "device_free" if entry.action == "oom" else "addr"
     result: Json = {
         "action": entry.action,
@@ -139,7 +145,7 @@ def _trace_dict(index: int, entry: TraceEntry, extra: Json, pools: bool) -> Json
     if pools:
         result["pool_id"] = entry.pool_id
     if entry.context is not None:
-        result["frames"] = frames_of(entry.context)
+        result["frames"] = frames_of(entry.context, with_cpp)
     return result
 
 

@@ -44,6 +44,27 @@ class Trace(Sequence[TraceEntry]):
         self._raw = raw
         self._read = 0
         self._entries: list[TraceEntry] = []
+        self._shown_from = 0
+        self._recording = False
+        self.with_cpp = False
+        """Whether snapshots show C++ frames in front of Python's."""
+
+    @property
+    def shown(self) -> Sequence[TraceEntry]:
+        """What a snapshot shows: as in torch, nothing from before recording began.
+
+        Until somebody calls ``_record_memory_history`` everything is shown.
+        """
+        return self[self._shown_from :]
+
+    def record(self, on: bool, *, clear: bool = False, with_cpp: bool = False) -> None:
+        """Do to snapshots what ``torch.cuda.memory._record_memory_history`` does.
+
+        Source: ``recordHistory`` in c10/cuda/CUDACachingAllocator.cpp; ending clears, too.
+        """
+        if clear or on != self._recording:
+            self._shown_from = len(self)
+        self._recording, self.with_cpp = on, on and with_cpp
 
     def __len__(self) -> int:
         return len(self._current())
@@ -71,7 +92,7 @@ class Trace(Sequence[TraceEntry]):
         """Forget the events so far."""
         self._raw.clear()
         self._entries.clear()
-        self._read = 0
+        self._read = self._shown_from = 0
 
     def _current(self) -> list[TraceEntry]:
         entries = self._entries

@@ -12,9 +12,11 @@ from pytest_gpumem.simulated.operators import (
     activations,
     attention,
     convolution,
+    counting,
     ctc,
     dropout,
     embeddings,
+    encoders,
     engine,
     foreach,
     indexing,
@@ -52,6 +54,7 @@ __all__ = [
 
 RULES: dict[str, Rule] = {
     **attention.RULES,
+    **counting.RULES,
     **ctc.RULES,
     **embeddings.RULES,
     **foreach.RULES,
@@ -82,6 +85,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 IN_VIEW: dict[str, Callable[..., Any]] = {
     **convolution.IN_VIEW,
     **ctc.IN_VIEW,
+    **encoders.IN_VIEW,
     **indexing.IN_VIEW,
     **losses.IN_VIEW,
     **rnn.IN_VIEW,

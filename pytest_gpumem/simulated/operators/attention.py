@@ -89,6 +89,11 @@ def usable_kernels(gpu: SimulatedGPU, *params: Any) -> set[str]:
     return {kernel for kernel, can_run in usable.items() if can_run()}
 
 
+def chosen_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Which kernel runs a call without mask, dropout and anything else."""
+    return _Call(_gpu(), query, key, value, None, 0.0, False, False).kernel()
+
+
 class _Call:
     """One call: sdp_params and the checks on them."""
 
@@ -461,7 +466,7 @@ def _sum_groups(gpu: SimulatedGPU, tensor: Tensor, heads: int) -> None:
 def _gradients_by_length(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Shapes of the efficient kernel's gradients: torch's own, up to 2.13, know equal heads only."""
+    """Gradients of the efficient kernel: up to 2.13 torch's shapes are those of equal heads."""
     query, key, value, bias = args[1:5]
     mask = args[10] if len(args) > 10 else kwargs["grad_input_mask"]
     by_query, by_key, by_value = (

@@ -218,7 +218,7 @@ def _norm_bytes(dtype: torch.dtype) -> int:
 
 SUMS = Accumulator(_sum_bytes)
 _NORMS = Accumulator(_norm_bytes)
-_VALUES = Accumulator(lambda dtype: dtype.itemsize)
+VALUES = Accumulator(lambda dtype: dtype.itemsize)
 _TRUTH = Accumulator(lambda dtype: 1)
 TWO_VALUES = Accumulator(lambda dtype: 2 * dtype.itemsize, in_output=False)
 VALUE_AND_INDEX = Accumulator(lambda dtype: 16, in_output=False)
@@ -327,7 +327,7 @@ def _summed(
 def _highest(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     dims = _dims(args, kwargs)
     if not isinstance(dims, torch.Tensor):
-        accumulator = _VALUES if dims is None else VALUE_AND_INDEX
+        accumulator = VALUES if dims is None else VALUE_AND_INDEX
         reduce_tensor(gpu, args[0], dims, accumulator, args[0].dtype)
 
 
@@ -373,8 +373,8 @@ RULES = {
     "aten::argmin": Rule(after=_position),
     "aten::max": Rule(after=_highest),
     "aten::min": Rule(after=_highest),
-    "aten::amax": _over(_VALUES),
-    "aten::amin": _over(_VALUES),
+    "aten::amax": _over(VALUES),
+    "aten::amin": _over(VALUES),
     "aten::aminmax": _over(TWO_VALUES),
     "aten::any": _over(_TRUTH),
     "aten::all": _over(_TRUTH),

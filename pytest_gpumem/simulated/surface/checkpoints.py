@@ -139,11 +139,11 @@ class _Saving:
         return copied
 
     def _is_unknown(self, tensor: Tensor) -> bool:
-        if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
-            return False
         storages = self._simulation.storages
         if storages.is_on_host(tensor):
             return True
+        if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
+            return False
         return storages.of(tensor) is not None and self._simulation.values.of(tensor) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch.backends.mha
 from torch._dynamo.eval_frame import OptimizedModule
 
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.operators.encoders import takes_fused_kernel
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
-    """Keep fused code out: ``torch.compile`` and the fast path of transformer encoders."""
+    """Keep out what is not followed: ``torch.compile``, some fast paths of transformer encoders."""
 
     def compile(model: Any = None, **options: Any) -> Any:
         simulation.note(
@@ -27,11 +29,18 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         )
         return _wrapped if model is None else _wrapped(model)
 
+    enabled = torch.backends.mha.get_fastpath_enabled
+
     def fast_path_enabled() -> bool:
+        if not enabled():
+            return False
+        if _is_followed(sys._getframe(1).f_locals):
+            return True
         if not torch.is_grad_enabled():
             simulation.note(
                 "nn.TransformerEncoderLayer and nn.MultiheadAttention take their fast path on a "
-                "GPU without gradients; it is simulated operator by operator"
+                "GPU without gradients, with kernels of its own for masks and weights; it is "
+                "simulated operator by operator"
             )
         return False
 
@@ -41,6 +50,25 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch._dynamo, "reset", lambda: None)
     patches.plan(torch.compiler, "reset", lambda: None)
     patches.plan(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
+
+
+def _is_followed(asking: dict[str, Any]) -> bool:
+    """Whether the fast path that the ``forward`` of these local variables asks for is followed.
+
+    Source: torch/nn/modules/transformer.py and activation.py of torch 2.6 to 2.15: a layer, its
+    attention, and the encoder, which asks for nested tensors where there is padding.
+    """
+    module = asking.get("self")
+    masks = ("src_mask", "src_key_padding_mask", "mask", "key_padding_mask", "attn_mask")
+    if any(asking.get(name) is not None for name in masks):
+        return False
+    if isinstance(module, torch.nn.TransformerEncoderLayer):
+        return takes_fused_kernel(asking["src"], module.self_attn.num_heads)
+    if isinstance(module, torch.nn.MultiheadAttention):
+        same = asking["query"] is asking["key"] is asking["value"]
+        wanted = same and not asking["need_weights"]
+        return wanted and takes_fused_kernel(asking["query"], module.num_heads)
+    return isinstance(module, torch.nn.TransformerEncoder)
 
 
 def _wrapped(model: Any) -> Any:

@@ -42,6 +42,7 @@ _FACTORIES = (
     "randn",
     "randn_like",
     "randperm",
+    "range",
     "scalar_tensor",
     "tensor",
     "tril_indices",
@@ -50,18 +51,19 @@ _FACTORIES = (
     "zeros_like",
 )
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
-_FROM_DATA = ("asarray", "tensor")
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
-        factory = _from_arrays(getattr(torch, name)) if name in _FROM_DATA else getattr(torch, name)
+        factory = _UNSEEN.get(name, _as_it_is)(getattr(torch, name))
         patches.plan(torch, name, _watching(simulation, factory, getattr(torch, name)))
     for name in ("fftfreq", "rfftfreq"):
         factory = getattr(torch.fft, name)
         patches.plan(torch.fft, name, _watching(simulation, factory, factory))
+    sparse = torch.sparse_coo_tensor
+    patches.plan(torch, "sparse_coo_tensor", _watching(simulation, _sparse(sparse), sparse))
     for name in _NEW:
         patches.plan(torch.Tensor, name, _new(getattr(torch.Tensor, name)))
     for module in (torch.jit._builtins, torch.jit._recursive):
@@ -129,6 +131,47 @@ def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
         return made.requires_grad_() if requires_grad else made
 
     return call
+
+
+def _as_it_is(factory: Callable[..., Any]) -> Callable[..., Any]:
+    return factory
+
+
+def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return factory(*args, **kwargs)
+        # In C++ it looks for the device before any dispatch mode sees the operator.
+        requires_grad = kwargs.pop("requires_grad", False)
+        names = ("start", "end", "step")
+        start, end, step = (kwargs.pop(name, None) for name in names)
+        numbers = [*args, *(number for number in (start, end, step) if number is not None)]
+        made = torch.ops.aten.range.step(*numbers, **{**kwargs, "device": torch.device(device)})
+        return made.requires_grad_() if requires_grad else made
+
+    return call
+
+
+def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        given = dict(zip(("indices", "values"), args, strict=False)) | kwargs
+        if device.type != "cuda" or "values" not in given:
+            return factory(*args, **kwargs)
+        # In C++ both are copied to the device out of sight of any dispatch mode, values first.
+        dtype, size = given.pop("dtype", None), args[2:]
+        values = torch.as_tensor(given.pop("values"), dtype=dtype, device=device)
+        indices = torch.as_tensor(given.pop("indices"), dtype=torch.int64, device=device)
+        given.pop("device", None)
+        with torch._C.DisableTorchFunction():
+            return factory(indices, values, *size, **given)
+
+    return call
+
+
+_UNSEEN = {"asarray": _from_arrays, "range": _range, "tensor": _from_arrays}
+"""What C++ does on a device before a dispatch mode can see it: how to call the factory."""
 
 
 def _check_generator(generator: torch.Generator, device: Any) -> None:

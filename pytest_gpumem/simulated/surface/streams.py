@@ -43,6 +43,9 @@ class _ThreadStreams(threading.local):
         self.in_node: dict[int, tuple[int, int, int]] = {}
         """By device: graph task, node and stream, where a backward hook chose another stream."""
         self.of_last_node: dict[int, int] = {}
+        self.chosen: dict[int, tuple[list[int], list[int]]] = {}
+        """By device: from which autograd sequence number, which each thread counts for itself,
+        on which stream was the current one."""
 
 
 class Streams:
@@ -58,8 +61,6 @@ class Streams:
         """The capture under way on each stream."""
         self._here = _ThreadStreams()
         self._made: dict[tuple[int, int], int] = {}
-        self._chosen: dict[int, tuple[list[int], list[int]]] = {}
-        """By device: from which autograd sequence number on which stream was the current one."""
 
     def current(self, device: int) -> int:
         """Handle of the stream that work on ``device`` goes to now; 0 is the default stream.
@@ -84,7 +85,7 @@ class Streams:
             self._here.in_node[device] = (task, _node_sequence(), stream)
             return
         self._here.current[device] = stream
-        numbers, streams = self._chosen.setdefault(device, ([], []))
+        numbers, streams = self._here.chosen.setdefault(device, ([], []))
         numbers.append(torch._C._autograd._get_sequence_nr())
         streams.append(stream)
 
@@ -101,7 +102,6 @@ class Streams:
             self.used = False
             self._here = _ThreadStreams()
             self._made.clear()
-            self._chosen.clear()
 
     def make(self, device: int, priority: int) -> int:
         """Handle of a stream out of the pool of its device and priority, in turn."""
@@ -155,7 +155,7 @@ class Streams:
         if number == _NO_SEQUENCE:
             # Leaves take their gradient on the stream that used them: the node before this one.
             return here.of_last_node.get(device, 0)
-        numbers, streams = self._chosen.get(device, ((), ()))
+        numbers, streams = here.chosen.get(device, ((), ()))
         position = bisect_right(numbers, number)
         stream = streams[position - 1] if position else 0
         here.of_last_node[device] = stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated import raw
-from pytest_gpumem.simulated.assumptions import taken_for_false
+from pytest_gpumem.simulated.assumptions import taken_for_granted
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.neutral import NeutralFloat
@@ -162,7 +163,8 @@ class _Tensors:
 
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
         device = self.device(tensor)
-        if not raw.is_meta(tensor) or device.type == "meta":
+        is_real = not raw.is_meta(tensor) and not self._storages.is_on_host(tensor)
+        if is_real or device.type == "meta":
             return str(self._repr(tensor, **kwargs))
         known = self._known(tensor)
         if known is not None:
@@ -308,10 +310,12 @@ class _Tensors:
         known = self._known(tensor)
         if known is not None:
             return bool(_bool(known))
-        if self._block(tensor) is not None and (note := taken_for_false(sys._getframe(2))):
+        asking = sys._getframe(2)
+        if self._block(tensor) is not None and (granted := taken_for_granted(asking)):
+            answer, note = granted
             self._simulation.note(note)
-            return False
-        self._refuse(tensor, "bool()")
+            return answer
+        self._refuse(tensor, _condition_of(asking))
         return bool(_bool(tensor))
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
@@ -360,8 +364,6 @@ class _Tensors:
         return self._values.known(tensor)
 
     def _is_unknown(self, tensor: torch.Tensor) -> _Truth:
-        if not raw.is_meta(tensor):
-            return False
         if self._storages.is_on_host(tensor):
             return True
         return self._block(tensor) is not None and self._values.of(tensor) is None
@@ -384,11 +386,17 @@ class _Tensors:
             raise UnknownValueError(self._unknown(read))
 
     def _refuse_on_host(self, tensor: torch.Tensor, read: str) -> None:
-        if raw.is_meta(tensor) and self._storages.is_on_host(tensor):
+        if self._storages.is_on_host(tensor):
             raise UnknownValueError(self._unknown(read))
 
     def _unknown(self, read: str) -> str:
         return self._values.refusal(f"{read} at {user_line()} depends on")
+
+
+def _condition_of(frame: FrameType) -> str:
+    """Name the read of a condition, and the module of torch's that asks where the user does not."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return f"bool() in {module}" if module.startswith("torch.") else "bool()"
 
 
 def _contents(values: torch.Tensor) -> str:

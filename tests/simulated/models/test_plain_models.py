@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from producers import vision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.producers import vision
 from tests.simulated.models.accounting import (
     BLOCK,
     Inputs,

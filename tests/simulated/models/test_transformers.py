@@ -63,6 +63,19 @@ def llama() -> nn.Module:
     return _module(transformers.LlamaForCausalLM(config).to(torch.bfloat16))
 
 
+def qwen() -> nn.Module:
+    """Two heads of queries for each of keys, in float32: flash cannot run."""
+    config = transformers.Qwen2Config(
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+    )
+    return _module(transformers.Qwen2ForCausalLM(config))
+
+
 def t5() -> nn.Module:
     config = transformers.T5Config(
         vocab_size=WORDS,
@@ -138,6 +151,7 @@ CASES: dict[str, Case] = {
     "BERT": (bert, labelled_text),
     "GPT-2": (gpt2, text),
     "Llama": (llama, text),
+    "Qwen": (qwen, text),
     "T5": (t5, text),
     "ViT": (vit, labelled_images),
     "Whisper": (whisper, sound),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from producers import vision
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.producers import vision
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.operators import convolution
 

@@ -58,6 +58,33 @@ class TestRouting:
             # Log's gradient on the default stream, exp's where exp ran.
             assert streams(MIB) == [0, side.cuda_stream]
 
+    def test_backward_does_not_mind_the_streams_of_other_threads(self) -> None:
+        with simulate("T4"):
+            of_main, of_thread = torch.cuda.Stream(), torch.cuda.Stream()
+            seen: list[Any] = []
+
+            def differentiate(stream: Any) -> None:
+                with torch.cuda.stream(stream):
+                    y = torch.ones(256, device="cuda", requires_grad=True).exp()
+                    y.register_hook(lambda gradient: seen.append(torch.cuda.current_stream()))
+                    y.sum().backward()
+
+            def in_thread() -> None:
+                assert torch.cuda.current_stream().cuda_stream == 0
+                differentiate(of_thread)
+                torch.cuda.set_stream(of_thread)
+
+            x = torch.ones(256, device="cuda", requires_grad=True)
+            with torch.cuda.stream(of_main):
+                y = x.exp()
+            y.register_hook(lambda gradient: seen.append(torch.cuda.current_stream()))
+            thread = threading.Thread(target=in_thread)
+            thread.start()
+            thread.join()
+            y.sum().backward()
+            assert seen == [of_thread, of_main]
+            assert torch.cuda.current_stream().cuda_stream == 0
+
     def test_backward_ignores_the_stream_it_is_called_on(self) -> None:
         with simulate("T4") as gpu:
             x = torch.ones(1 << 18, device="cuda", requires_grad=True)

@@ -1,0 +1,173 @@
+"""What the plugin costs a test on a CUDA device: marked tests beside bare ones, in one process.
+
+    python benchmarks/plugin_overhead.py [--device sim] [--pairs N] [--steps N]
+
+Budgets, without history: 1 % of a training step of at least 100 ms, and 5 ms for a test as a whole.
+Bare and marked tests take turns; medians are compared. Exits with 1 where a budget is exceeded.
+``--device sim`` only shows that everything runs: what it prints is no cost of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import torch
+from training_step import training_step
+
+from pytest_gpumem import simulate
+
+STEP_SHARE = 0.01
+STEP_SECONDS = 0.1
+TEST_SECONDS = 0.005
+
+LAYERS = (3, 6, 12, 24, 48)
+"""Tried in turn until a step takes long enough."""
+
+Step = Callable[[], None]
+
+TINY = """
+def test_bare_{n}():
+    torch.empty(1, device="cuda")
+
+@pytest.mark.gpumem
+def test_marked_{n}():
+    torch.empty(1, device="cuda")
+"""
+
+TRAINING = """
+def test_bare_{n}(stopwatch):
+    stopwatch.steps("bare")
+
+@pytest.mark.gpumem
+def test_marked_{n}(stopwatch):
+    stopwatch.steps("marked")
+"""
+
+
+class Stopwatch:
+    """A plugin that takes the time of tests, and of the steps in them."""
+
+    def __init__(self, step: Step | None = None, count: int = 0) -> None:
+        self._step = step
+        self._count = count
+        self.seconds: dict[str, list[float]] = {"bare": [], "marked": []}
+        """Of whole tests."""
+        self.of_steps: dict[str, list[float]] = {"bare": [], "marked": []}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Take the time of everything that pytest does for a test."""
+        start = time.perf_counter()
+        result = yield
+        kind = item.name.split("_")[1]
+        self.seconds[kind].append(time.perf_counter() - start)
+        return result
+
+    @pytest.fixture
+    def stopwatch(self) -> Stopwatch:
+        """The stopwatch itself."""
+        return self
+
+    def steps(self, kind: str) -> None:
+        """Do a step that does not count, since memory is cold, and take the time of others."""
+        assert self._step is not None
+        duration(self._step)
+        self.of_steps[kind] += [duration(self._step) for _ in range(self._count)]
+
+
+def duration(step: Step) -> float:
+    """Seconds that a step takes, its kernels included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def run(source: str, pairs: int, stopwatch: Stopwatch) -> None:
+    """Run ``pairs`` of tests; exits where one of them fails."""
+    installed = any(entry.name == "gpumem" for entry in entry_points(group="pytest11"))
+    loaded = [] if installed else ["-p", "pytest_gpumem.plugin"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"test_overhead_{len(source)}.py"
+        tests = "".join(source.format(n=number) for number in range(pairs))
+        path.write_text(f"import pytest\nimport torch\n{tests}")
+        options = [
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            "-p",
+            "no:asyncio",
+            "-p",
+            "no:terminal",
+        ]
+        arguments = [*loaded, *options, "--gpumem-device=cuda", f"--rootdir={folder}", str(path)]
+        code = pytest.main(arguments, plugins=[stopwatch])
+    if code:
+        sys.exit(f"the tests of the benchmark end with exit code {int(code)}")
+
+
+def long_step(simulated: bool) -> tuple[Step, int]:
+    """Return a training step that takes long enough, and its layers."""
+    for layers in LAYERS[:-1]:
+        step = training_step("cuda", layers)
+        step()
+        if simulated or duration(step) >= STEP_SECONDS:
+            return step, layers
+        del step
+        torch.cuda.empty_cache()
+    return training_step("cuda", LAYERS[-1]), LAYERS[-1]
+
+
+def row(name: str, bare: list[float], marked: list[float], budget: float) -> bool:
+    """Print a row, return whether the budget is kept."""
+    low, high = statistics.median(bare), statistics.median(marked)
+    cost = high - low
+    kept = cost <= budget
+    print(
+        f"{name:<24}{low * 1000:>10.2f}{high * 1000:>10.2f}{cost * 1000:>10.2f}"
+        f"{budget * 1000:>10.2f}  {'kept' if kept else 'exceeded'}"
+    )
+    return kept
+
+
+def main() -> int:
+    """Print the table; return 1 where a budget of a real device is exceeded."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    simulated = arguments.device == "sim"
+    if not simulated and not torch.cuda.is_available():
+        parser.error(f"torch {torch.__version__} sees no CUDA device; --device sim simulates one")
+    with simulate("A100-80GB") if simulated else nullcontext():
+        torch.empty(1, device="cuda")
+        tests = Stopwatch()
+        run(TINY, arguments.pairs, tests)
+        step, layers = long_step(simulated)
+        training = Stopwatch(step, arguments.steps)
+        run(TRAINING, max(arguments.pairs // 10, 2), training)
+        name = torch.cuda.get_device_name()
+    print(f"{'simulated ' * simulated}{name}, torch {torch.__version__}; medians in ms")
+    print(f"{'':<24}{'bare':>10}{'marked':>10}{'cost':>10}{'budget':>10}")
+    # The first test of each kind imports what the others find loaded.
+    kept = row("a test", tests.seconds["bare"][1:], tests.seconds["marked"][1:], TEST_SECONDS)
+    bare = training.of_steps["bare"]
+    share = STEP_SHARE * statistics.median(bare)
+    kept &= row(f"a step of {layers} layers", bare, training.of_steps["marked"], share)
+    return int(not kept and not simulated)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

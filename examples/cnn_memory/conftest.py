@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.run import SimulatedRun
+
+
+@pytest.fixture
+def t4() -> Iterator[SimulatedRun]:
+    """One kind of GPU and of torch, so that workspaces are the same on every machine."""
+    with simulate("T4", torch_version="2.6", alloc_conf="", cublas_workspace_config="") as gpu:
+        yield gpu

@@ -1,0 +1,89 @@
+"""What tests that say ``predict=`` need by simulation, before they run on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.prediction.predicted import PredictedTest
+from pytest_gpumem.session.results import ARGUMENTS, without_group
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.cuda import CudaDevice
+    from pytest_gpumem.prediction.process import Answer
+
+
+class Predictions:
+    """Runs the tests of one module at a time on a simulated device, in a process of its own."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._known: dict[str, PredictedTest] = {}
+
+    def of(
+        self, item: pytest.Item, device: CudaDevice, wanted: Callable[[pytest.Item], bool]
+    ) -> PredictedTest:
+        """Return what ``item`` needs on the simulated device of ``device``'s model.
+
+        The first test of a module is asked for together with all others of it that are ``wanted``.
+        """
+        if item.nodeid not in self._known:
+            same = [one for one in item.session.items if one.path == item.path and wanted(one)]
+            self._known.update(self._predicted({one.nodeid: one for one in (item, *same)}, device))
+        return self._known[item.nodeid]
+
+    def _predicted(
+        self, items: dict[str, pytest.Item], device: CudaDevice
+    ) -> dict[str, PredictedTest]:
+        from pytest_gpumem.prediction.process import PredictionError, run_tests
+
+        machine = device.machine
+        try:
+            answers = run_tests(
+                list(map(_by_path, items.values())),
+                [machine],
+                arguments=self._arguments(),
+                folder=self._config.invocation_params.dir,
+                options=self._options(),
+            )
+        except PredictionError as error:
+            unknown = PredictedTest(machine.model.name, None, f"it was not simulated: {error}")
+            return dict.fromkeys(items, unknown)
+        return dict(_by_test(items, answers, machine.model.name))
+
+    def _arguments(self) -> list[str]:
+        """Return what pytest was started with; a worker knows it from the controller."""
+        worker = getattr(self._config, "workerinput", {})
+        given: Iterable[str | os.PathLike[str]] = worker.get(
+            ARGUMENTS, self._config.invocation_params.args
+        )
+        return [os.fspath(argument) for argument in given]
+
+    def _options(self) -> dict[str, int]:
+        """Return what pytest was not started with but chose: the seed of pytest-randomly."""
+        seed = getattr(self._config.option, "randomly_seed", None)
+        return {"randomly_seed": seed} if isinstance(seed, int) else {}
+
+
+def _by_path(item: pytest.Item) -> str:
+    # A path that is absolute means the same in every folder.
+    _, separator, name = without_group(item.nodeid).partition("::")
+    return f"{item.path}{separator}{name}"
+
+
+def _by_test(
+    nodeids: Iterable[str], answers: Iterable[Answer], gpu: str
+) -> Iterable[tuple[str, PredictedTest]]:
+    told = {answer.nodeid: answer for answer in answers}
+    for nodeid in nodeids:
+        answer = told.get(without_group(nodeid))
+        if answer is None:
+            yield nodeid, PredictedTest(gpu, None, "the simulation did not run it")
+        elif not answer.measured or answer.record is None:
+            why = answer.problem or "it allocates nothing there"
+            yield nodeid, PredictedTest(gpu, None, f"on a simulated {gpu}: {why}")
+        else:
+            yield nodeid, PredictedTest(gpu, answer.record.measurement)

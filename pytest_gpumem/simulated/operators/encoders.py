@@ -1,0 +1,111 @@
+"""The fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients.
+
+Source: aten/src/ATen/native/transformers/transformer.cpp (transformer_encoder_layer_forward,
+linear_for_ffn) and cuda/attention.cu (native_multi_head_attention_cuda) of torch 2.6 to 2.15, where
+flash or the memory-efficient kernel can run and there is no mask: then it is made of ordinary
+operators. With a mask or with weights to return, and where cuDNN or none of the kernels can run, it
+has kernels of its own, which are not followed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pytest_gpumem.simulated.operators.attention import EFFICIENT, FLASH, chosen_kernel
+
+_aten = torch.ops.aten
+
+
+def takes_fused_kernel(tokens: Tensor, heads: int) -> bool:
+    """Whether self-attention of ``tokens`` (batch, length, width) without a mask is followed."""
+    if tokens.dim() != 3 or not tokens.numel() or tokens.shape[-1] // heads % 8:
+        return False
+    if not tokens.is_contiguous():
+        return False
+    by_head = _by_head(tokens, heads)
+    return chosen_kernel(by_head, by_head, by_head) in (FLASH, EFFICIENT)
+
+
+def _by_head(tokens: Tensor, heads: int) -> Tensor:
+    batch, length, width = tokens.shape
+    return tokens.view(batch, length, heads, width // heads).transpose(1, 2)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    width: int,
+    heads: int,
+    weight: Tensor,
+    bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[Tensor, None]:
+    projected = functional.linear(query, weight, bias)
+    q, k, v = (_by_head(chunk, heads) for chunk in projected.chunk(3, -1))
+    attended = functional.scaled_dot_product_attention(q, k, v)
+    merged = attended.transpose(1, 2).reshape(query.shape)
+    result = functional.linear(merged, out_weight, out_bias)
+    del merged, attended, q, k, v, projected
+    return result, None
+
+
+def _encoder_layer(
+    src: Tensor,
+    width: int,
+    heads: int,
+    weight: Tensor,
+    bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    def first_norm(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (width,), norm_weight_1, norm_bias_1, eps)
+
+    def second_norm(x: Tensor) -> Tensor:
+        return functional.layer_norm(x, (width,), norm_weight_2, norm_bias_2, eps)
+
+    x = first_norm(src) if norm_first else src
+    x = _attention(x, x, x, width, heads, weight, bias, out_weight, out_bias)[0]
+    x.add_(src)
+    if not norm_first:
+        x = first_norm(x)
+    before = x
+    if norm_first:
+        x = second_norm(x)
+    rows = x.flatten(0, 1)
+    rows = _aten._addmm_activation(ffn_bias_1, rows, ffn_weight_1.t(), use_gelu=use_gelu)
+    rows = torch.addmm(ffn_bias_2, rows, ffn_weight_2.t())
+    x = rows.view(src.shape)
+    del rows
+    x.add_(before)
+    return x if norm_first else second_norm(x)
+
+
+IN_VIEW: dict[str, Callable[..., Any]] = {
+    "aten._native_multi_head_attention.default": _attention,
+    "aten._transformer_encoder_layer_fwd.default": _encoder_layer,
+}

@@ -1,0 +1,112 @@
+"""A small project on which the commands run, and the commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.cli import main
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+NET = dedent(
+    """
+    import torch
+    from torch import nn
+
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(256, 1024)
+            self.activation = nn.ReLU()
+            self.second = nn.Linear(1024, 128)
+
+        def forward(self, x):
+            x = self.first(x)
+            x = self.activation(x)
+            return self.second(x)
+
+
+    def train():
+        net = Net().cuda()
+        optimizer = torch.optim.SGD(net.parameters())
+        x = torch.randn(64, 256, device="cuda")
+        loss = net(x).sum()
+        loss.backward()
+        optimizer.step()
+
+
+    def model():
+        return Net().cuda(), torch.ones(64, 256, device="cuda")
+
+
+    def reserve():
+        a, b = (torch.empty(10 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+
+
+    def broken():
+        return Net().cuda()(torch.ones(64, 255, device="cuda"))
+
+
+    def value():
+        if torch.randn(1000, 1000, device="cuda").sum() > 0:
+            pass
+
+
+    def needs(x):
+        return x
+
+
+    def nothing():
+        pass
+    """
+)
+
+
+class Command:
+    """One subcommand of ``gpumem``, in a folder with ``net.py``."""
+
+    def __init__(self, name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._name = name
+        self._capsys = capsys
+        self.folder = folder
+
+    def __call__(self, *arguments: str) -> tuple[int, list[str]]:
+        """Run it; exit code and lines of output."""
+        code = main((self._name, *arguments))
+        written = self._capsys.readouterr()
+        assert written.err == ""
+        return code, written.out.splitlines()
+
+    def json(self, *arguments: str) -> Any:
+        """Run it and return its JSON."""
+        return json.loads("\n".join(self(*arguments, "--json")[1]))
+
+    def refusal(self, *arguments: str) -> str:
+        """Run it and return the one sentence with which it refuses its input."""
+        assert main((self._name, *arguments)) == 2
+        written = self._capsys.readouterr()
+        assert written.out == ""
+        (sentence,) = written.err.splitlines()
+        return sentence
+
+
+def command(name: str) -> Callable[..., Command]:
+    """Return a fixture whose value is the subcommand ``name``."""
+
+    @pytest.fixture(name="gpumem")
+    def fixture(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> Command:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        (tmp_path / "net.py").write_text(NET)
+        return Command(name, tmp_path, capsys)
+
+    return fixture

@@ -1,0 +1,148 @@
+"""``gpumem predict``: what a function or a test needs on models of GPU."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from pytest_gpumem.simulated.gpus import GPUS
+from tests.cli.targets import GIB, KIB, Command, command
+
+gpumem = command("predict")
+
+PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
+WORKSPACE = 8_519_680
+"""Of cuBLAS on a T4."""
+
+
+def test_peaks_by_phase(gpumem: Command) -> None:
+    (t4,) = gpumem.json("net.py:train", "--gpu", "T4")["gpus"]
+
+    held = PARAMETERS + 64 * KIB + WORKSPACE
+    # The first layer's output and ReLU's.
+    assert t4["phases"]["forward"] == held + 2 * 256 * KIB
+    # Backward has a workspace of its own, and with step() every gradient.
+    assert t4["phases"]["step"] == held + WORKSPACE + PARAMETERS + 512
+    assert t4["peak_allocated"] == max(t4["phases"].values())
+    assert t4["total_memory"] == GPUS["T4"].total_memory
+    assert t4["left"] == t4["total_memory"] - t4["peak_reserved"]
+    assert t4["fits"]
+
+
+def test_where_it_does_not_fit_the_exit_code_says_so(gpumem: Command) -> None:
+    code, lines = gpumem("net.py:reserve", "--gpu", "T4", "--gpu", "A100-40GB")
+
+    assert code == 1
+    # 2 · 10 GiB: on the T4, too, that is what it would need.
+    assert lines[3].split() == [
+        *("T4", "14.75", "GiB", "20.00", "GiB", "20.00", "GiB", "no,", "5.25", "GiB", "missing"),
+    ]
+    assert lines[4].split() == [
+        *("A100-40GB", "39.39", "GiB", "20.00", "GiB", "20.00", "GiB"),
+        *("yes,", "19.39", "GiB", "left"),
+    ]
+    assert gpumem("net.py:reserve", "--gpu", "A100-40GB")[0] == 0
+
+
+def test_every_model_of_the_catalogue_by_default(gpumem: Command) -> None:
+    found = gpumem.json("net.py:train")["gpus"]
+    assert [one["gpu"] for one in found] == list(GPUS)
+
+
+def test_a_narrow_terminal_shows_fewer_phases(
+    gpumem: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_gpumem.cli.predict.terminal_width", lambda: 80)
+    _, lines = gpumem("net.py:train", "--gpu", "T4")
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == ["GPU", "memory", "peak", "reserved", "forward", "backward", "fits"]
+
+
+TESTS = dedent(
+    """
+    import unittest
+
+    import pytest
+    import torch
+    from net import train
+
+
+    def test_unmarked():
+        train()
+
+    @pytest.mark.gpumem(max=1, gpu=["T4", "L4"])
+    def test_limited():
+        torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+
+    class TestUnit(unittest.TestCase):
+        def test_large(self):
+            torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+
+    def test_on_the_cpu():
+        torch.ones(3)
+
+    def test_fails():
+        assert torch.ones(3, device="cuda").shape == (4,)
+
+    @pytest.mark.skip(reason="not today")
+    def test_skipped():
+        pass
+    """
+)
+
+
+@pytest.fixture
+def tests(gpumem: Command) -> Command:
+    (gpumem.folder / "test_net.py").write_text(TESTS)
+    return gpumem
+
+
+def test_a_test_takes_what_its_function_takes(tests: Command) -> None:
+    keys = ("peak_allocated", "peak_reserved", "phases", "fits")
+    gpus = ("--gpu", "T4", "--gpu", "H100")
+    function = tests.json("net.py:train", *gpus)["gpus"]
+    test = tests.json("test_net.py::test_unmarked", *gpus)["gpus"]
+    assert [{key: one[key] for key in keys} for one in test] == [
+        {key: one[key] for key in keys} for one in function
+    ]
+
+
+@pytest.mark.parametrize("name", ["test_limited[T4]", "TestUnit::test_large"])
+def test_neither_limits_nor_the_marker_s_model_matter(tests: Command, name: str) -> None:
+    code = tests(f"test_net.py::{name}", "--gpu", "A100-40GB")[0]
+    assert code == 0
+    t4, _ = tests.json(f"test_net.py::{name}", "--gpu", "T4", "--gpu", "H100")["gpus"]
+    assert (t4["fits"], t4["peak_allocated"]) == (False, 20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("test_limited", "names 2 tests; give one of them, like test_net.py::test_limited[L4]"),
+        ("test_absent", "was not run: ERROR: not found:"),
+        ("test_on_the_cpu", "cannot be predicted for T4: it allocates nothing on the device"),
+        ("test_fails", "cannot be predicted for T4: assert torch.Size([3]) == (4,)"),
+        ("test_skipped", "cannot be predicted for T4: not today"),
+    ],
+)
+def test_tests_that_cannot_be_predicted(tests: Command, name: str, sentence: str) -> None:
+    assert sentence in tests.refusal(f"test_net.py::{name}", "--gpu", "T4")
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("net.py:broken", "net.py:broken raised RuntimeError"),
+        ("net.py:value", "net.py:value: bool() at "),
+        ("net.py:needs", "cannot be called without arguments"),
+        ("absent.py:f", "there is no file absent.py"),
+        ("net", "'net' is no target; write module:function, path.py:function or path.py::test"),
+    ],
+)
+def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) -> None:
+    assert sentence in gpumem.refusal(target, "--gpu", "T4")
+
+
+def test_an_unknown_gpu(gpumem: Command) -> None:
+    assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:train", "--gpu", "T5")

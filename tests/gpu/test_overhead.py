@@ -1,0 +1,32 @@
+"""The benchmark of the plugin's overhead runs; what it measures is judged where it is run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.conftest import REPOSITORY
+from tests.gpu.device import stands_in
+
+
+def test_the_benchmark_of_the_overhead_runs() -> None:
+    device = "cuda" if stands_in() is None else "sim"
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "benchmarks/plugin_overhead.py",
+            *("--device", device, "--pairs", "3", "--steps", "1"),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # 1 says that a budget is exceeded, which three pairs do not tell.
+    assert ran.returncode in (0, 1), ran.stderr
+    *_, header, test, step = ran.stdout.splitlines()
+    assert header.split() == ["bare", "marked", "cost", "budget"]
+    assert test.startswith("a test ")
+    assert step.startswith("a step of ")

@@ -1,0 +1,89 @@
+"""unique, bincount and histc: what they sort and look up, and the room that their results keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.operators import cub
+
+COUNT = 60_000
+INDICES = COUNT * 8
+SELECTION = cub.unique_bytes(COUNT, (8, 0), (2, 9))
+SCAN = cub.scan_bytes(COUNT, 4, (2, 9))
+LENGTH = 8
+
+
+def known() -> torch.Tensor:
+    return torch.arange(COUNT, device="cuda") // 3
+
+
+def test_unique_sorts_and_its_result_keeps_the_room_of_its_input(on: Any) -> None:
+    gpu = on("A100-40GB", "2.9")
+    numbers = known()
+    storage = cub.radix_sort_pairs_bytes(COUNT, 8, 0, 64, (8, 0))
+    before = torch.cuda.memory_allocated()
+    gpu.events()
+    found = torch.unique(numbers)
+    assert gpu.events() == [
+        INDICES, storage, -storage, INDICES, LENGTH, SELECTION, -SELECTION, -LENGTH, -INDICES,
+    ]  # fmt: skip
+    assert found.tolist() == list(range(COUNT // 3))
+    # resize_ of a smaller size gives nothing back: 480,000 bytes in blocks of 512.
+    assert torch.cuda.memory_allocated() - before == 480_256
+    del found
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_unique_with_inverse_and_counts(on: Any) -> None:
+    gpu = on("A100-40GB", "2.9")
+    numbers = known()
+    storage = cub.radix_sort_pairs_bytes(COUNT, 8, 8, 64, (8, 0))
+    events = gpu.of(lambda: torch.unique(numbers, return_inverse=True, return_counts=True))
+    assert events[:6] == [INDICES, INDICES, INDICES, storage, -storage, -INDICES]
+    assert events[6:12] == [INDICES, INDICES, SCAN, -SCAN, -INDICES, -INDICES]
+    assert events[12:] == [
+        INDICES, INDICES, INDICES,
+        LENGTH, SELECTION, -SELECTION, -LENGTH, -INDICES, -INDICES,
+    ]  # fmt: skip
+
+
+def test_consecutive_values_are_not_sorted(on: Any) -> None:
+    gpu = on("A100-40GB", "2.9")
+    numbers = known()
+    events = gpu.of(lambda: torch.unique_consecutive(numbers))
+    assert events == [INDICES, LENGTH, SELECTION, -SELECTION, -LENGTH]
+
+
+def test_truth_values_are_counted(on: Any) -> None:
+    gpu = on("A100-40GB", "2.9")
+    truth = known() > 4
+    events = gpu.of(lambda: torch.unique(truth, return_counts=True))
+    assert events == [4, 2, 16, -4]
+
+
+def test_storage_that_only_cub_knows_is_said_to_be_estimated() -> None:
+    with simulate("A100-40GB", torch_version="2.9") as gpu:
+        torch.unique(known())
+        assert any("CUB's workspace for a selection" in note for note in gpu.notes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "looks"), [(torch.int64, [8, -8, 8, -8]), (torch.uint8, [1, -1])]
+)
+def test_bincount_looks_for_the_smallest_and_the_largest(
+    on: Any, dtype: torch.dtype, looks: list[int]
+) -> None:
+    gpu = on()
+    numbers = (torch.arange(100, device="cuda") // 10).to(dtype)
+    assert gpu.of(lambda: torch.bincount(numbers)) == [*looks, 10 * 8]
+
+
+def test_histc_without_a_range_looks_for_it(on: Any) -> None:
+    gpu = on()
+    numbers = torch.rand(100, device="cuda")
+    assert gpu.of(lambda: torch.histc(numbers, 10)) == [40, 4, -4, 4, -4]
+    assert gpu.of(lambda: torch.histc(numbers, 10, 0, 1)) == [40]

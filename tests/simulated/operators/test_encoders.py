@@ -1,0 +1,100 @@
+"""The fast path of transformer encoders without gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem import simulate
+
+BATCH, LENGTH, WIDTH, HEADS, INNER = 2, 10, 64, 4, 256
+TOKENS = BATCH * LENGTH * WIDTH * 4
+PROJECTED = 3 * TOKENS
+HIDDEN = BATCH * LENGTH * INNER * 4
+STATISTICS = BATCH * LENGTH * 4
+NORM = [TOKENS, STATISTICS, STATISTICS, -STATISTICS, -STATISTICS]
+WORKSPACE = 1 << 20
+LT = [WORKSPACE, -WORKSPACE]
+"""What every product takes before 2.9."""
+
+
+def layer(**options: Any) -> nn.Module:
+    made = nn.TransformerEncoderLayer(WIDTH, HEADS, INNER, batch_first=True, **options)
+    return made.cuda().eval()
+
+
+def tokens(**options: Any) -> torch.Tensor:
+    return torch.rand(BATCH, LENGTH, WIDTH, device="cuda", **options)
+
+
+@torch.no_grad()
+def test_a_layer_adds_in_place_and_keeps_what_c_plus_plus_keeps(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    encoder, x = layer(), tokens()
+    encoder(x)  # cuBLAS's workspace comes with the first product
+    assert gpu.of(lambda: encoder(x)) == [
+        PROJECTED, *LT,
+        TOKENS,  # attention
+        TOKENS, *LT, -TOKENS, -PROJECTED,
+        *NORM, -TOKENS,
+        HIDDEN, *LT, TOKENS, *LT, -HIDDEN,
+        *NORM, -TOKENS, -TOKENS,
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_layer_that_normalizes_first(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    encoder, x = layer(norm_first=True), tokens()
+    encoder(x)
+    assert gpu.of(lambda: encoder(x)) == [
+        *NORM,
+        PROJECTED, *LT,
+        TOKENS,
+        TOKENS, *LT, -TOKENS, -PROJECTED, -TOKENS,
+        *NORM,
+        HIDDEN, *LT, TOKENS, *LT, -HIDDEN, -TOKENS,
+        -TOKENS,
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_attention_without_weights(on: Any) -> None:
+    gpu = on("A100-40GB", "2.6")
+    attention, x = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).cuda().eval(), tokens()
+    attention(x, x, x, need_weights=False)
+    assert gpu.of(lambda: attention(x, x, x, need_weights=False)[0]) == [
+        PROJECTED, *LT, TOKENS, TOKENS, *LT, -TOKENS, -PROJECTED,
+    ]  # fmt: skip
+
+
+def test_its_values_are_those_of_the_cpu() -> None:
+    with simulate("A100-40GB", real_values=True), torch.no_grad():
+        for encoder in (layer(), layer(norm_first=True, activation="gelu")):
+            x = tokens()
+            found = encoder(x).cpu()
+            torch.testing.assert_close(found, encoder.cpu()(x.cpu()))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("A100-40GB", {"src_key_padding_mask": torch.zeros(BATCH, LENGTH, dtype=torch.bool)}),
+        ("A100-40GB", {"src_mask": torch.zeros(LENGTH, LENGTH, dtype=torch.bool)}),
+        ("H100", {}),  # cuDNN's attention in float16
+    ],
+)
+def test_what_has_kernels_of_its_own_is_said(model: str, options: dict[str, torch.Tensor]) -> None:
+    with simulate(model, torch_version="2.13") as gpu, torch.no_grad():
+        masks = {name: mask.cuda() for name, mask in options.items()}
+        assert layer().half()(tokens(dtype=torch.float16), **masks).shape == (2, LENGTH, WIDTH)
+        assert any("simulated operator by operator" in note for note in gpu.notes)
+
+
+def test_gradients_rule_it_out() -> None:
+    with simulate("A100-40GB") as gpu:
+        assert layer()(tokens()).requires_grad
+        assert not gpu.notes
