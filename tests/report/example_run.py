@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from collections.abc import Mapping
+from typing import Any
 
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.device.environment import Environment
@@ -17,7 +16,11 @@ REAL = Environment(False, "NVIDIA H200", "9.0", "2.13", cuda="12.8", driver="570
 
 
 def phase(name: str, peak: int, parent: str | None = None, **numbers: int) -> PhaseRecord:
-    values: dict[str, Any] = {"peak_reserved": 96 * MIB, "allocated_before": 0, "allocated_after": 8 * MIB}
+    values: dict[str, Any] = {
+        "peak_reserved": 96 * MIB,
+        "allocated_before": 0,
+        "allocated_after": 8 * MIB,
+    }
     return PhaseRecord(name, peak, parent=parent, **{**values, **numbers})
 
 
