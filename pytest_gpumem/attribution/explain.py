@@ -197,7 +197,7 @@ def _joined(
     gone: dict[tuple[Any, ...], list[Change]] = defaultdict(list)
     others = []
     for change in changes:
-        if change.change == "gone" and not _is_rest(change.site):
+        if change.change == "gone":
             gone[identity(change.site)].append(change)
         else:
             others.append(change)
@@ -216,7 +216,8 @@ def _joined(
 
 def _whatever_category(site: Site) -> tuple[Any, ...]:
     """A temporary that is kept for backward now is neither new nor gone."""
-    return site.module, site.function, site.operator, site.dtype
+    rest = site.category if _is_rest(site) else ""
+    return site.module, site.function, site.operator, site.dtype, rest
 
 
 def _whatever_function(site: Site) -> tuple[Any, ...]:

@@ -118,3 +118,8 @@ def test_hints_say_what_many_lines_have_in_common() -> None:
         "4 tensors that lived for a moment are kept now",
     ]
     assert list(hints([LINEAR, SOFTMAX], [SOFTMAX])) == []
+
+
+def test_the_rest_of_a_renamed_function_is_the_same_rest() -> None:
+    renamed = [replace(site, function="attend") for site in many(40)]
+    assert told(renamed, list(compact(many(40)))) == []

@@ -197,7 +197,7 @@ def test_efficient_backward_copies_a_gradient_that_is_not_laid_out_by_length(on:
 
 def test_sums_of_groups_above_2_gib_are_added_up_in_float32(on: Any) -> None:
     gpu = on("A100-80GB", "2.14")
-    shape = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    shape: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     query = torch.randn(64, 8448, 32, 64, **shape).transpose(1, 2)
     key, value = (torch.randn(64, 8448, 1, 64, **shape).transpose(1, 2) for _ in range(2))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
