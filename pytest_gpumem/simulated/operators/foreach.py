@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.reductions import sum_of_all
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
@@ -39,7 +40,7 @@ def _is_one_launch(tensors: Sequence[torch.Tensor]) -> bool:
     return all(
         tensor.dtype == first.dtype
         and tensor.device == first.device
-        and torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+        and is_dense(tensor)
         for tensor in tensors
     )
 

@@ -31,3 +31,19 @@ def _is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         least = strides[dim] * max(shape[dim], 1)
     return True
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their memory without gaps, each place once, in any order.
+
+    Source: c10/core/TensorImpl.h, ``is_non_overlapping_and_dense``; in Python releases have it
+    under different names.
+    """
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size < 2:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.operators import cub, reductions
+from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ _SLICES_SORTED_AT_ONCE = 128
 
 def _dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim() if tensor.dim() else 0
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -75,7 +72,7 @@ def sort_slices(
         return
     scratch = Scratch(gpu)
     strides = tensor.stride()
-    if not _is_dense(tensor) or strides[dim] != 1:
+    if not is_dense(tensor) or strides[dim] != 1:
         strides = _with_last(tensor, dim)
         scratch.take(_bytes(tensor))
     if tuple(result_strides) != tuple(strides):
