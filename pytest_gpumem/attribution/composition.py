@@ -6,8 +6,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import PurePath
-from types import MappingProxyType
 from typing import Any
 
 from pytest_gpumem.attribution.history import (
@@ -23,8 +23,6 @@ from pytest_gpumem.attribution.history import (
     Life,
     Origin,
 )
-
-NOBODY: Mapping[int, str] = MappingProxyType({})
 
 MOST_VIEWS = 8
 """Nodes in a row that allocate nothing in forward."""
@@ -94,11 +92,17 @@ def settled(composition: Composition, total: int) -> Composition:
 def compositions(history: History) -> dict[str, Composition]:
     """Return the composition at the peak of each phase, by its name."""
     forward = ForwardLives(history.lives)
+    places: dict[int, Site] = {}
     known: dict[int, Composition] = {}
     found = {}
     for phase, position in history.peaks().items():
         if position not in known:
-            known[position] = _composition(history, history.live_at(position), forward)
+            live = history.live_at(position)
+            for life in live:
+                # What lives long is part of several peaks.
+                if id(life) not in places:
+                    places[id(life)] = _place(history, life, forward)
+            known[position] = _composition((places[id(life)], life) for life in live)
         found[phase] = known[position]
     return found
 
@@ -107,20 +111,16 @@ def composition_of(
     history: History, lives: Iterable[Life], holders: Mapping[int, str]
 ) -> Composition:
     """Return what ``lives`` come to, wherever they ended; ``holders`` name what keeps them."""
-    return _composition(history, lives, ForwardLives(history.lives), holders)
+    forward = ForwardLives(history.lives)
+    placed = ((_place(history, life, forward), life) for life in lives)
+    return _composition(
+        (replace(place, held_by=holders.get(life.address)), life) for place, life in placed
+    )
 
 
-def _composition(
-    history: History,
-    lives: Iterable[Life],
-    forward: ForwardLives,
-    holders: Mapping[int, str] = NOBODY,
-) -> Composition:
+def _composition(placed: Iterable[tuple[Site, Life]]) -> Composition:
     groups: dict[Site, list[Life]] = {}
-    for life in lives:
-        place = _place(history, life, forward)
-        if holder := holders.get(life.address):
-            place = replace(place, held_by=holder)
+    for place, life in placed:
         groups.setdefault(place, []).append(life)
     sites = sorted(
         (_sum(place, group) for place, group in groups.items()),
@@ -233,6 +233,7 @@ class ForwardLives:
         return self._lives[self._numbers[index]]
 
 
+@cache
 def shown_path(filename: str, root: str) -> str:
     """Return ``filename`` relative to ``root``, or as its package names it; never absolute."""
     path = PurePath(filename)
@@ -245,5 +246,6 @@ def shown_path(filename: str, root: str) -> str:
     return path.name
 
 
+@cache
 def _general(module: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)

@@ -105,7 +105,7 @@ class AutomaticPhases:
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step is not None and self._step.frame is sys._getframe(1):
             if self._witness is not None:
-                self._witness.watch(optimizer)
+                self._witness.stepped(optimizer)
             self._close_step()
 
     def _abandoned_step(self) -> bool:

@@ -38,6 +38,7 @@ class Witness:
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._running: list[str] = []
         """Paths of the modules that have been called and not returned, outermost first."""
         self._moving = False
@@ -56,12 +57,17 @@ class Witness:
             self._see_module(self._positions(), holder)
 
     def look(self) -> None:
-        """See what every known module and optimizer holds now."""
-        now = self._positions()
-        for module in list(self._roots):
-            self._see_module(now, module)
-        for optimizer in list(self._optimizers):
-            self._see_optimizer(now, optimizer)
+        """See what known optimizers hold that have not stepped: their state may have been loaded.
+
+        Everything else was seen when it came about.
+        """
+        for optimizer in list(self._optimizers - self._stepped):
+            self._see_optimizer(self._positions(), optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """See the state of ``optimizer``, which has just stepped."""
+        self._stepped.add(optimizer)
+        self.watch(optimizer)
 
     # What surrounds torch's functions while a test runs.
 
@@ -195,7 +201,8 @@ class Witness:
         kind = type(optimizer).__name__
         for parameter in _parameters(optimizer):
             path = owners.get(id(parameter), "")
-            self._see(now, parameter, PARAMETERS, path, "")
+            if not path:
+                self._see(now, parameter, PARAMETERS, "", "")
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -154,6 +154,7 @@ def user_line() -> str:
     return f"{filename if shown.startswith('..') else shown}:{frame.f_lineno}"
 
 
+@lru_cache(maxsize=100_000)
 def _line(code: CodeType, offset: int) -> int:
     for start, end, line in code.co_lines():
         if start <= offset < end and line is not None:

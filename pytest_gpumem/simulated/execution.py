@@ -391,7 +391,7 @@ class ShapeExecution(TorchDispatchMode):
                 and not operators.is_masked_fill(self._storages, args, kwargs)
             ):
                 with self:
-                    indices = _expanded(args[1], args[0].device)
+                    indices = _expanded(args[1], args[0])
                 args = (args[0], indices, *args[2:])
             return handler(args, kwargs)
 
@@ -663,16 +663,27 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _expanded(indices: Sequence[Any], device: torch.device) -> list[Any]:
+def _expanded(indices: Sequence[Any], tensor: torch.Tensor) -> list[Any]:
     expanded: list[Any] = []
+    device = tensor.device
     for index in indices:
         if _is_mask(index):
+            _check_mask(index, tensor, len(expanded))
             places = index.nonzero()
             columns = [places.select(1, at) for at in range(index.dim())]
             expanded += [column.to(device) for column in columns]
         else:
             expanded.append(index)
     return expanded
+
+
+def _check_mask(mask: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
+    for at, (wanted, found) in enumerate(zip(mask.shape, tensor.shape[first:], strict=False)):
+        if wanted != found:
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {at} does not match the shape "
+                f"of the indexed tensor {list(tensor.shape)} at index {first + at}"
+            )
 
 
 def _shaped_as(func: Any, computed: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -55,12 +56,27 @@ def test_recording_begins_and_ends_as_on_a_gpu() -> None:
         x = torch.ones(512, device="cuda")
         record(stacks="python")  # goes on
         assert [event["size"] for event in snapshot_events()] == [2048]
+        record(None)
+        assert snapshot_events() == []
+    del before, x
+
+
+@pytest.mark.skipif(
+    "clear_history" not in inspect.signature(torch.cuda.memory._record_memory_history).parameters,
+    reason="this torch cannot clear a recording",
+)
+def test_recording_is_cleared() -> None:
+    record = torch.cuda.memory._record_memory_history
+    with simulate("T4"):
+        record()
+        x = torch.ones(512, device="cuda")
         record(clear_history=True)
         assert snapshot_events() == []
         y = torch.ones(512, device="cuda")
+        assert [event["size"] for event in snapshot_events()] == [2048]
         record(None)
         assert snapshot_events() == []
-    del before, x, y
+    del x, y
 
 
 def names_of(stacks: str) -> list[list[str]]:

@@ -63,7 +63,7 @@ def masks(device: str) -> Any:
     mask = torch.arange(5, device=device)[None] < lengths[:, None]
     flat = torch.arange(15, device=device).view(3, 5)
     flat.masked_fill_(~mask, -1).index_put_((lengths > 1,), torch.tensor(9, device=device))
-    kept = flat[mask, None]
+    kept = flat[None, mask]
     return mask, flat, kept, mask.cumsum(1), torch.bincount(lengths), F.one_hot(lengths, 6)
 
 
@@ -225,6 +225,16 @@ def test_attention_drops_the_same_in_both_directions(gpu: str, dtype: torch.dtyp
         by_values = (v.detach().double() * v.grad.double()).sum()
         by_output = (out.detach().double() * gradient.double()).sum()
         assert by_values.item() == pytest.approx(by_output.item(), rel=0.02, abs=0.5)
+
+
+@pytest.mark.parametrize("real_values", [False, True])
+def test_a_mask_of_another_shape_is_refused(real_values: bool) -> None:
+    with simulate("T4", real_values=real_values):
+        x, mask = torch.ones(4, 5, device="cuda"), torch.ones(4, 3, device="cuda").bool()
+        with pytest.raises(IndexError, match=r"mask \[4, 3\] at index 1 .* \[4, 5\] at index 1"):
+            x[mask]
+        with pytest.raises(IndexError, match=r"mask \[4\] at index 0 .* \[4, 5\] at index 1"):
+            x[:, mask[:, 0]]
 
 
 def test_random_numbers_are_the_devices_own() -> None:

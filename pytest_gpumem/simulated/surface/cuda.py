@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
+from pytest_gpumem.simulated.surface.pools import chosen_pool
 from pytest_gpumem.simulated.surface.properties import DeviceProperties
 
 if TYPE_CHECKING:
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
+FLATTENS_POOL_IDS = "2.13"
+"""From this release on ``torch.cuda.memory_stats`` takes keys that are no strings.
+
+``torch.__version__`` compares itself by releases.
+"""
+_PRIVATE = "reserved_bytes_by_private_pools"
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
@@ -224,7 +230,10 @@ class _Api:
     # The caching allocator.
 
     def _cuda_memoryStats(self, device: Any) -> dict[str, Any]:
-        return self._gpu(device).allocator.stats()
+        stats = self._gpu(device).allocator.stats()
+        if torch.__version__ < FLATTENS_POOL_IDS and _PRIVATE in stats:
+            stats[_PRIVATE] = {f"{a}_{b}": value for (a, b), value in stats[_PRIVATE].items()}
+        return stats
 
     def _cuda_resetPeakMemoryStats(self, device: Any) -> None:
         self._gpu(device).allocator.reset_peak_stats()
@@ -239,7 +248,7 @@ class _Api:
 
         torch has none either unless history is recorded; ``_snapshot()`` shows them.
         """
-        pool = SHARED_POOL if mempool_id is None else (mempool_id[0], mempool_id[1])
+        pool = chosen_pool(self._simulation, mempool_id)
         return [
             segment
             for gpu in self._simulation.gpus

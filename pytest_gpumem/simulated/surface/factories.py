@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.jit._builtins
 import torch.jit._recursive
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        device = torch.device(kwargs.get("device") or _default_device())
         given = dict(zip(("indices", "values"), args, strict=False)) | kwargs
         if device.type != "cuda" or "values" not in given:
             return factory(*args, **kwargs)
@@ -174,8 +175,16 @@ _UNSEEN = {"asarray": _from_arrays, "range": _range, "tensor": _from_arrays}
 """What C++ does on a device before a dispatch mode can see it: how to call the factory."""
 
 
+def _default_device() -> torch.device:
+    # torch.get_default_device of 2.6 does not see contexts, and raises once the default was reset.
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return torch.device("cpu")
+
+
 def _check_generator(generator: torch.Generator, device: Any) -> None:
-    target = torch.get_default_device() if device is None else torch.device(device)
+    target = _default_device() if device is None else torch.device(device)
     if target.type in ("cpu", "cuda") and generator.device.type != target.type:
         raise RuntimeError(
             f"Expected a '{target.type}' device type for generator but found "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 THREAD_POOLS = (2, 8)
 """From this release on ``use_mem_pool`` routes only the thread that opened it."""
+OPTIONS_SINCE = {"use_on_oom": (2, 8), "no_split": (2, 10)}
+"""The release that brought each option of ``MemPool`` (torch/cuda/memory.py)."""
 
 
 class SimulatedMemPool:
@@ -36,6 +38,9 @@ class SimulatedMemPool:
         if allocator is not None:
             raise _needs_a_driver("torch.cuda.MemPool with an allocator of its own")
         gpu = self._simulation.current
+        for option, given in (("use_on_oom", use_on_oom), ("no_split", no_split)):
+            if given and gpu.version < OPTIONS_SINCE[option]:
+                raise TypeError(f"MemPool.__init__() got an unexpected keyword argument '{option}'")
         self.id: PoolId = self._simulation.pool_ids.of_user()
         self.allocator = None
         self.device = gpu.index
@@ -58,6 +63,45 @@ class SimulatedMemPool:
             memory.empty_cache(self.id)
 
 
+class ActivePool(threading.local):
+    """The pool of the innermost :class:`SimulatedMemPoolContext` of each thread."""
+
+    pool: SimulatedMemPool | None = None
+
+
+class SimulatedMemPoolContext:
+    """``torch.cuda.MemPoolContext``, up to 2.7: a pool is the active one while this lives.
+
+    Source: ``MemPoolContext`` of c10/cuda/CUDACachingAllocator.cpp. ``use_mem_pool`` makes one
+    around its scope; snapshots and ``empty_cache`` then concern the active pool alone.
+    """
+
+    _simulation: ClassVar[Simulation]
+
+    def __init__(self, pool: SimulatedMemPool) -> None:
+        self._active = self._simulation.active_pools
+        self._previous = self._active.pool
+        self._active.pool = pool
+
+    def __del__(self) -> None:
+        self._active.pool = self._previous
+
+    @classmethod
+    def active_pool(cls) -> SimulatedMemPool | None:
+        """The pool that is active in this thread."""
+        return cls._simulation.active_pools.pool
+
+
+def chosen_pool(simulation: Simulation, pool: Sequence[Any] | None) -> PoolId:
+    """The pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
+    if pool is not None:
+        return pool[0], pool[1]
+    active = simulation.active_pools.pool
+    if active is None or simulation.current.version >= THREAD_POOLS:
+        return SHARED_POOL
+    return active.id
+
+
 class _Api:
     """The functions of ``torch._C`` about pools and settings of the allocator."""
 
@@ -65,11 +109,16 @@ class _Api:
         self._simulation = simulation
 
     def _cuda_beginAllocateToPool(self, device: int, pool: PoolId) -> None:
+        active = self._simulation.active_pools.pool
+        if active is not None and active.id == (pool[0], pool[1]):
+            # use_mem_pool of a torch up to 2.7, whichever release is simulated.
+            self._cuda_beginAllocateCurrentThreadToPool(device, pool)
+            return
         self._begin(device, pool, lambda _: True)
 
     def _cuda_beginAllocateCurrentThreadToPool(self, device: int, pool: PoolId) -> None:
         if self._simulation.device(device).version < THREAD_POOLS:
-            self._cuda_beginAllocateToPool(device, pool)
+            self._begin(device, pool, lambda _: True)
             return
         thread = threading.get_ident()
         # Autograd's thread is another one on a GPU, though it is this one here.
@@ -94,18 +143,20 @@ class _Api:
         with _torch_errors():
             self._memory(device).release_pool((pool[0], pool[1]))
 
-    def _cuda_emptyCache(self, pool: PoolId = SHARED_POOL) -> None:
+    def _cuda_emptyCache(self, pool: Sequence[Any] | None = None) -> None:
+        chosen = chosen_pool(self._simulation, pool)
         for gpu in self._simulation.gpus:
-            gpu.allocator.empty_cache((pool[0], pool[1]))
+            gpu.allocator.empty_cache(chosen)
 
     def _accelerator_emptyCache(self) -> None:
         self._cuda_emptyCache()
 
     def _cuda_memorySnapshot(self, chosen: Any = None, *_: Any) -> dict[str, Any]:
         """``chosen`` is a pool's id, since 2.11 with whether to include traces."""
-        first, second, *traces = chosen or SHARED_POOL
+        traces = [] if chosen is None else chosen[2:]
         memories = [gpu.allocator for gpu in self._simulation.gpus]
-        return snapshot(memories, (first, second), traces=traces != [False])
+        pool = chosen_pool(self._simulation, chosen)
+        return snapshot(memories, pool, traces=list(traces) != [False])
 
     def _cuda_cudaCachingAllocator_enable(self, enabled: bool) -> None:
         for gpu in self._simulation.gpus:
@@ -192,11 +243,14 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """Replace the pool class and the functions below ``torch.cuda.memory``."""
     api = _Api(simulation)
     pool = type("MemPool", (SimulatedMemPool,), {"_simulation": simulation})
+    context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_simulation": simulation})
     for module in (torch.cuda, torch.cuda.memory):
         for name, value in {
             "MemPool": pool,
+            "MemPoolContext": context,
             "CUDAPluggableAllocator": _PluggableAllocator,
             "change_current_allocator": _change_current_allocator,
         }.items():
-            patches.plan(module, name, value)
+            if name in vars(module):
+                patches.plan(module, name, value)
     plan_functions(api, patches)

@@ -14,6 +14,8 @@ import torch.export
 import torch.multiprocessing
 import torch.utils.dlpack
 from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.errors import UnsupportedOperatorError
@@ -60,8 +62,25 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "traces its score function for a compiler, which a simulated GPU does not have",
     )
     patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
+    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has rules alone
+        patches.plan(
+            HigherOrderOperator,
+            "dispatch",
+            _with_rule(type(simulation.execution), HigherOrderOperator.dispatch),
+        )
     # With one device DataParallel only calls its module.
     patches.plan(nn.DataParallel, "forward", _call_module)
+
+
+def _with_rule(mode: type, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    def call(operator: Any, dispatch_key: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def rule(active: Any, *args: Any, **kwargs: Any) -> Any:
+            return active.__torch_dispatch__(operator, (), args, kwargs)
+
+        operator.python_key_table.setdefault(mode, rule)
+        return dispatch(operator, dispatch_key, *args, **kwargs)
+
+    return call
 
 
 def _refusing(name: str, why: str) -> Callable[..., NoReturn]:

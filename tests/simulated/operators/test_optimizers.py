@@ -137,12 +137,13 @@ FUSED = {
 
 @pytest.mark.parametrize(("make", "kept"), FUSED.values(), ids=FUSED)
 def test_fused_steps_need_nothing(gpu: Any, make: Make, kept: int) -> None:
-    parameters = parameters_with_gradients()
     try:
-        make(parameters)
+        found = charged(gpu, make, parameters_with_gradients())
     except RuntimeError as error:
+        if "floating point Tensors of supported devices" not in str(error):
+            raise
         pytest.skip(f"this torch has it for the CPU alone: {error}")
-    assert charged(gpu, make, parameters) == (kept, 0)
+    assert found == (kept, 0)
 
 
 def test_adafactor_keeps_rows_and_columns(gpu: Any) -> None:

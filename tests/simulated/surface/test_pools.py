@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ class TestMemPool:
             assert pools() == [(pool, 30)]
 
     def test_a_pool_that_does_not_split(self) -> None:
-        with simulate("T4"):
+        with simulate("T4", torch_version="2.13"):
             pool = torch.cuda.MemPool(no_split=True)
             with torch.cuda.use_mem_pool(pool):
                 x = mebibytes(4)
@@ -99,7 +99,7 @@ class TestMemPool:
             assert x.is_cuda
 
     def test_a_pool_that_helps_out(self) -> None:
-        with simulate("T4"):
+        with simulate("T4", torch_version="2.13"):
             pool = torch.cuda.MemPool(use_on_oom=True)
             with torch.cuda.use_mem_pool(pool):
                 mebibytes(12 << 10)
@@ -107,11 +107,20 @@ class TestMemPool:
             assert [event["segment_pool_id"] for event in torch.cuda.memory_snapshot()] == [pool.id]
             assert x.is_cuda
 
+    @pytest.mark.parametrize(("version", "option"), [("2.7", "use_on_oom"), ("2.9", "no_split")])
+    def test_options_it_did_not_have_yet(self, version: str, option: str) -> None:
+        options: dict[str, Any] = {option: True}
+        with (
+            simulate("T4", torch_version=version),
+            pytest.raises(TypeError, match=f"unexpected keyword argument '{option}'"),
+        ):
+            torch.cuda.MemPool(**options)
+
     def test_a_graph_may_use_it(self) -> None:
-        with simulate("T4"):
+        with simulate("T4", torch_version="2.13"):
             pool = torch.cuda.MemPool()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=torch.cuda._POOL_HANDLE(pool.id)):
+            with torch.cuda.graph(graph, pool=cast("Any", pool.id)):
                 mebibytes(30)
             assert pool.use_count() == 2
             del graph
@@ -144,8 +153,62 @@ class TestMemPool:
             use()
 
 
+def memory_context(pool: torch.cuda.MemPool) -> object:
+    return vars(torch.cuda)["MemPoolContext"](pool)
+
+
+def active_pool() -> object:
+    return vars(torch.cuda)["MemPoolContext"].active_pool()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cuda, "MemPoolContext"), reason="MemPoolContext went with torch 2.8"
+)
+class TestMemPoolContext:
+    """Up to 2.7: snapshots and ``empty_cache`` are about the pool of the innermost context."""
+
+    def test_contexts_nest(self) -> None:
+        with simulate("T4", torch_version="2.6"):
+            first, second = torch.cuda.MemPool(), torch.cuda.MemPool()
+            assert active_pool() is None
+            outer = memory_context(first)
+            inner = memory_context(second)
+            assert active_pool() is second
+            del inner
+            assert active_pool() is first
+            del outer
+            assert active_pool() is None
+
+    @pytest.mark.parametrize(
+        ("version", "seen", "kept"),
+        [("2.7", [((0, 1), 30)], 60), ("2.8", [((0, 0), 30), ((0, 1), 30)], 30)],
+    )
+    def test_inside_there_is_but_one_pool(
+        self, version: str, seen: list[tuple[Any, int]], kept: int
+    ) -> None:
+        with simulate("T4", torch_version=version):
+            pool = torch.cuda.MemPool()
+            mebibytes(30)
+            with torch.cuda.use_mem_pool(pool):
+                x = mebibytes(30)
+                assert pools() == seen
+                assert len(torch.cuda.memory._snapshot()["segments"]) == len(seen)
+            assert len(pools()) == 2
+            context = memory_context(pool)
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == kept * MIB
+            del context
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 30 * MIB
+            assert x.is_cuda
+
+
 def set_settings(conf: str) -> None:
-    torch._C._accelerator_setAllocatorSettings(conf)
+    # The function of torch.accelerator is younger than 2.6.
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch._C._accelerator_setAllocatorSettings(conf)
+    else:
+        torch.cuda.memory._set_allocator_settings(conf)
 
 
 class TestSettings:
@@ -210,6 +273,9 @@ class TestWithoutCaching:
             assert x.is_cuda
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.cuda, "host_memory_stats"), reason="this torch has no host_memory_stats"
+)
 class TestPinnedMemory:
     """``host_memory_stats``: powers of two, kept for the next request of their size."""
 

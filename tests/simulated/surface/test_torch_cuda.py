@@ -110,6 +110,8 @@ def test_generators_are_on_their_device_and_fit_no_other() -> None:
             torch.randn(3, device="cuda", generator=torch.Generator())
         with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator"):
             torch.randn(3, generator=generator)
+        with torch.device("cuda"):
+            assert torch.randn(3, generator=generator).is_cuda
         with torch.random.fork_rng(devices=[0]):
             torch.cuda.manual_seed_all(0)
 
