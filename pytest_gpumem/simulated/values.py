@@ -480,9 +480,11 @@ class Values:
         if key in self._simulation.storages.by_key or key in self._loose:
             return
 
-        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
-            self._loose.pop(key, None)
-            self.forget(key)
+        def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            # Another storage may have the address by now.
+            if self._loose.get(key) is reference:
+                del self._loose[key]
+                self.forget(key)
 
         self._loose[key] = weakref.ref(storage, died)
 

@@ -30,7 +30,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     for dtype, name in DTYPE_NAMES.items():
         kind = _CudaType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
         patches.plan(torch.cuda, name, kind)
-    for name, made in (("new", _new), ("new_tensor", _new_tensor)):
+    for name, made in (("new", _new), ("new_tensor", new_tensor)):
         patches.plan(torch.Tensor, name, _on_gpu(made, getattr(torch.Tensor, name)))
     set_type = torch.set_default_tensor_type
     patches.plan(torch, "set_default_tensor_type", _setting_default(set_type))
@@ -80,7 +80,7 @@ def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
     return _legacy(args, tensor.dtype, tensor.device if device is None else device)
 
 
-def _new_tensor(
+def new_tensor(
     tensor: torch.Tensor,
     data: Any,
     *,
@@ -89,6 +89,7 @@ def _new_tensor(
     requires_grad: bool = False,
     **options: Any,
 ) -> torch.Tensor:
+    """``Tensor.new_tensor``: C++ would ask for the type that a tensor of this device has."""
     return torch.tensor(
         data,
         dtype=tensor.dtype if dtype is None else dtype,

@@ -36,7 +36,6 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.Tensor, "type_as", _type_as)
     patches.plan(torch.Tensor, "copy_", _copying(simulation))
     patches.plan(torch.Tensor, "__setitem__", _setting(simulation))
-    patches.plan(torch.Tensor, "new_tensor", _new_tensor)
     for owner, name in _BEGIN_WITH_A_FACTORY:
         patches.plan(owner, name, _followed(simulation, getattr(owner, name)))
 
@@ -72,23 +71,6 @@ def _setting(simulation: Simulation) -> Callable[..., None]:
         set_item(tensor, index, value)
 
     return __setitem__
-
-
-def _new_tensor(
-    tensor: torch.Tensor,
-    data: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    device: Any = None,
-    requires_grad: bool = False,
-    **_: Any,
-) -> torch.Tensor:
-    return torch.tensor(
-        data,
-        dtype=tensor.dtype if dtype is None else dtype,
-        device=tensor.device if device is None else device,
-        requires_grad=requires_grad,
-    )
 
 
 def _followed(simulation: Simulation, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.neutral import NeutralFloat
 from pytest_gpumem.simulated.placement import return_gradient
+from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -86,18 +87,6 @@ _tolist = raw.base("tolist")
 _item = raw.base("item")
 _getitem = raw.base("__getitem__")
 _numpy = raw.base("numpy")
-_DTYPE_NAMES = {
-    torch.float32: "FloatTensor",
-    torch.float64: "DoubleTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.int64: "LongTensor",
-    torch.int32: "IntTensor",
-    torch.int16: "ShortTensor",
-    torch.int8: "CharTensor",
-    torch.uint8: "ByteTensor",
-    torch.bool: "BoolTensor",
-}
 
 
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -248,9 +237,9 @@ class _Tensors:
             block = self._block(tensor)
             if block is None:
                 return _type(tensor)
-            return f"torch.cuda.{_DTYPE_NAMES.get(tensor.dtype, 'Tensor')}"
+            return f"torch.cuda.{DTYPE_NAMES.get(tensor.dtype, 'Tensor')}"
         name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
-        for kind, suffix in _DTYPE_NAMES.items():
+        for kind, suffix in DTYPE_NAMES.items():
             if name.endswith(suffix) and "cuda" in f"{name}{getattr(dtype, '__module__', '')}":
                 return self.to(tensor, "cuda", kind)
         return _type(tensor, dtype, non_blocking, **kwargs)
