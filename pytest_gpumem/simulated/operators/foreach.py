@@ -38,9 +38,7 @@ def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
 def _is_one_launch(tensors: Sequence[torch.Tensor]) -> bool:
     first = tensors[0]
     return all(
-        tensor.dtype == first.dtype
-        and tensor.device == first.device
-        and is_dense(tensor)
+        tensor.dtype == first.dtype and tensor.device == first.device and is_dense(tensor)
         for tensor in tensors
     )
 
