@@ -16,9 +16,7 @@ from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.affinity import FixtureDevices
 from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
 from pytest_gpumem.session.results import SKIPPED_AT_IMPORT, Results
-from pytest_gpumem.session.second_run import SecondRun, second_run
 from pytest_gpumem.simulated.errors import SimulationError
-from pytest_gpumem.simulated.neutral import NeutralFloat
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.judge import Judge
     from pytest_gpumem.session.predictions import Predictions
+    from pytest_gpumem.session.second_run import SecondRun
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
@@ -175,6 +174,10 @@ class GpumemSession:
 
     def second_run(self, item: pytest.Item, error: BaseException | None = None) -> SecondRun | None:
         """Return the run that ``item`` needs after ``error``, ``None`` where it needs no other."""
+        if self.current is None:
+            return None
+        from pytest_gpumem.session.second_run import second_run
+
         return second_run(self, item, error)
 
     def calling(self) -> AbstractContextManager[None]:
@@ -196,9 +199,9 @@ class GpumemSession:
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report."""
         if self.current is not None:
-            # pytest-xdist carries builtin types only.
+            # pytest-xdist carries builtin types only: no number that stands for an unknown one.
             report.user_properties = [
-                (name, float(value) if isinstance(value, NeutralFloat) else value)
+                (name, float(value) if isinstance(value, float) else value)
                 for name, value in report.user_properties
             ]
             self.current.complete(report, raised=raised)
