@@ -28,7 +28,7 @@ from pytest_gpumem.attribution.history import (
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.holders import holders_of
-from pytest_gpumem.measurement.phases import PhaseTracker, Positions
+from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.record import CALL, Measurement, PhaseRecord
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
@@ -105,7 +105,7 @@ class Account:
             return None
         position, origin = failure
         history = self.history(device, tracker, ())
-        live = history.live_at(position - _on(device, self._beginning.positions) - 1)
+        live = history.live_at(position - position_on(device, self._beginning.positions) - 1)
         place = origin.place if origin else None
         shown = f"{shown_path(place[0], self._root)}:{place[1]}" if place else None
         return post_mortem(
@@ -119,12 +119,12 @@ class Account:
 
     def compositions(self, device: int, tracker: PhaseTracker) -> dict[str, Composition]:
         """Return what was live at the peaks of the phases that fixtures had, before the run."""
-        begin = _on(device, self._beginning.positions)
+        begin = position_on(device, self._beginning.positions)
         windows = [window for phase in tracker.phases.values() for window in phase.windows]
-        if all(_on(device, opened) >= begin for opened, _ in windows):
+        if all(position_on(device, opened) >= begin for opened, _ in windows):
             return {}
         history = self._history(device, tracker, (), self._set_up)
-        until = begin - _on(device, self._set_up.positions)
+        until = begin - position_on(device, self._set_up.positions)
         history.phases = [span for span in history.phases if span.begin < until]
         return compositions(history)
 
@@ -139,19 +139,19 @@ class Account:
         workspaces: Iterable[Block],
         beginning: Beginning,
     ) -> History:
-        begin = _on(device, beginning.positions)
+        begin = position_on(device, beginning.positions)
         witness = self.witness
         seen = [one._replace(position=one.position - begin) for one in witness.sightings(device)]
 
         def shifted(spans: Iterable[Span]) -> list[Span]:
             return [Span(name, b - begin, e - begin) for name, b, e in spans if b >= begin]
 
-        end = _on(device, self._end) - begin
+        end = position_on(device, self._end) - begin
         return History(
             held=beginning.held.get(device, ()),
             events=self._recorder.events(device, begin),
             phases=shifted(
-                Span(phase.name, _on(device, b), _on(device, e))
+                Span(phase.name, position_on(device, b), position_on(device, e))
                 for phase in tracker.phases.values()
                 for b, e in phase.windows
             ),
@@ -161,7 +161,10 @@ class Account:
                 *seen,
                 *(Sighting(end, block.address, WORKSPACE, "", "") for block in workspaces),
             ],
-            asides=[(_on(device, b) - begin, _on(device, e) - begin) for b, e in tracker.asides],
+            asides=[
+                (position_on(device, b) - begin, position_on(device, e) - begin)
+                for b, e in tracker.asides
+            ],
             root=self._root,
         )
 
@@ -203,10 +206,6 @@ def leaks(history: History, device: int, blocks: Iterable[Block]) -> tuple[dict[
     lives = [life for life in history.lives if life.address in addresses and life.died == FOREVER]
     holders = holders_of(frozenset(blocks)) if lives else {}
     return tuple(site.to_dict() for site in composition_of(history, lives, holders).sites)
-
-
-def _on(device: int, positions: Positions) -> int:
-    return positions[device] if device < len(positions) else 0
 
 
 def _holders(values: Iterable[Any]) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:

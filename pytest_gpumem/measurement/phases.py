@@ -13,6 +13,12 @@ from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Stati
 Positions = Sequence[int]
 """By device: how many events its allocator has seen."""
 
+
+def position_on(device: int, positions: Positions) -> int:
+    """Return the position of ``device``; one that CUDA did not have yet had seen nothing."""
+    return positions[device] if device < len(positions) else 0
+
+
 KEPT_NAMES = (SETUP, CALL)
 
 SNAPSHOTS_OF_EACH_ENTRY = 8

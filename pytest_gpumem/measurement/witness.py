@@ -18,7 +18,7 @@ from pytest_gpumem.attribution.history import (
     Sighting,
     Span,
 )
-from pytest_gpumem.measurement.phases import Positions
+from pytest_gpumem.measurement.phases import Positions, position_on
 
 Function = Callable[..., Any]
 
@@ -144,18 +144,19 @@ class Witness:
     def sightings(self, device: int) -> list[Sighting]:
         """Return what was seen; positions are those of ``device``."""
         return [
-            Sighting(_on(device, positions), address, category, path, name)
+            Sighting(position_on(device, positions), address, category, path, name)
             for positions, address, category, path, name in self._sightings
         ]
 
     def modules(self, device: int) -> list[tuple[int, str]]:
         """Return from which position on which module ran."""
-        return [(_on(device, positions), path) for positions, path in self._marks]
+        return [(position_on(device, positions), path) for positions, path in self._marks]
 
     def spans(self, device: int) -> list[Span]:
         """Return the automatic phases, in order."""
         return [
-            Span(name, _on(device, begin), _on(device, end)) for name, begin, end in self._spans
+            Span(name, position_on(device, begin), position_on(device, end))
+            for name, begin, end in self._spans
         ]
 
     def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> None:
@@ -172,29 +173,34 @@ class Witness:
             self._paths[part] = name or type(module).__name__
 
     def _see_module(self, now: Positions, module: torch.nn.Module) -> None:
+        for path, name, parameter in self._parameters_of(module):
+            self._see(now, parameter, PARAMETERS, path, name)
+            self._see_gradient(now, parameter, path, name)
         for part in module.modules():
-            path = self._paths.get(part, "")
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    self._see(now, parameter, PARAMETERS, path, name)
-                    if parameter.grad is not None:
-                        self._see(now, parameter.grad, GRADIENTS, path, name)
             for name, buffer in part._buffers.items():
                 if buffer is not None:
-                    self._see(now, buffer, OTHER, path, name)
+                    self._see(now, buffer, OTHER, self._paths.get(part, ""), name)
 
     def _see_gradients(self) -> None:
         now = self._positions()
         for module in list(self._roots):
-            for part in module.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and parameter.grad is not None:
-                        path = self._paths.get(part, "")
-                        self._see(now, parameter.grad, GRADIENTS, path, name)
+            for path, name, parameter in self._parameters_of(module):
+                self._see_gradient(now, parameter, path, name)
         for optimizer in list(self._optimizers):
             for held in _parameters(optimizer):
-                if held.grad is not None:
-                    self._see(now, held.grad, GRADIENTS, "", "")
+                self._see_gradient(now, held, "", "")
+
+    def _see_gradient(self, now: Positions, parameter: torch.Tensor, path: str, name: str) -> None:
+        if parameter.grad is not None:
+            self._see(now, parameter.grad, GRADIENTS, path, name)
+
+    def _parameters_of(self, module: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the path of the owner, the name and the parameter."""
+        for part in module.modules():
+            path = self._paths.get(part, "")
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    yield path, name, parameter
 
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
         owners = self._owners()
@@ -209,11 +215,9 @@ class Witness:
 
     def _owners(self) -> dict[int, str]:
         return {
-            id(parameter): self._paths.get(part, "")
+            id(parameter): path
             for module in list(self._roots)
-            for part in module.modules()
-            for parameter in part._parameters.values()
-            if parameter is not None
+            for path, _, parameter in self._parameters_of(module)
         }
 
     def _see(
@@ -227,11 +231,6 @@ class Witness:
             return
         if address:
             self._sightings.append((now, address, category, path, name))
-
-
-def _on(device: int, positions: Positions) -> int:
-    # A device that CUDA did not have yet had seen nothing.
-    return positions[device] if device < len(positions) else 0
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
