@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+    from pytest_gpumem.measurement.recorder import Recorder
     from pytest_gpumem.options import Settings
     from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.session.judge import Judge
 
+
+_OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+"""How a second run may end without taking the place of the first one's failure."""
 
 EXPLAINED_BY = "all"
 """Stacks that are recorded to explain a failure: Python's, and C++'s, which name operators."""
@@ -83,7 +87,7 @@ class MeasuredItem:
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
             self._explained = recorder is not None
-            account = Account(recorder, str(item.config.rootpath)) if recorder else None
+            account = _account(recorder, item) if recorder is not None else None
             self._meter = Meter(statistics, ledger, account)
             device.begin_test(ledger.with_nested(_shared_before(item)))
             self._meter.begin_set_up()
@@ -176,8 +180,8 @@ class MeasuredItem:
             # shows the traceback all the same, without the values of its variables.
             traceback.clear_frames(error.__traceback__)
             recorder = RecordedHistory()
-            with recorder.during(EXPLAINED_BY), suppress(Exception):
-                self._meter.account_by(Account(recorder, str(self._item.config.rootpath)))
+            with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
+                self._meter.account_by(_account(recorder, self._item))
                 try:
                     with self._run():
                         self._item.runtest()
@@ -208,13 +212,13 @@ class MeasuredItem:
         recorder = RecordedHistory()
         try:
             with recorder.during(EXPLAINED_BY):
-                self._meter.account_by(Account(recorder, str(self._item.config.rootpath)))
+                self._meter.account_by(_account(recorder, self._item))
                 with self._run():
                     self._item.runtest()
                 again = self._measured(passed=True)
                 # In here, because what was recorded is gone afterwards.
                 snapshot = self._snapshot()
-        except Exception as error:
+        except _OUTCOMES as error:
             self._write_snapshot()
             self._note(
                 f"{self._item.nodeid}: nothing explains its memory, because the body does not run "
@@ -314,6 +318,10 @@ class MeasuredItem:
         return (
             values if instance is None else [*values, instance, *holders_of_class(type(instance))]
         )
+
+
+def _account(recorder: Recorder, item: pytest.Item) -> Account:
+    return Account(recorder, str(item.config.rootpath))
 
 
 def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
