@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.simulated.errors import UnknownValueError
 
 MOST_OBJECTS = 1_000_000
 """A walk ends here: what a fixture reaches through a larger heap is not its own any more."""
@@ -128,5 +129,5 @@ def _node_parts(node: Any) -> Iterator[Any]:
 def _data_pointer(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # sparse, or without a storage
+    except (RuntimeError, UnknownValueError):  # sparse, without a storage, or a copy on the host
         return 0

@@ -39,6 +39,8 @@ def test_item_of_an_unknown_float_is_zero_and_said_once_per_line() -> None:
         lambda x: x.tolist(),
         lambda x: x.cpu().tolist(),
         lambda x: x.cpu().numpy(),
+        lambda x: x.cpu().data_ptr(),
+        lambda x: x.cpu().untyped_storage().data_ptr(),
         lambda x: x.cpu().argmax().item(),
         lambda x: bool(x.cpu().sum() > 0),
         lambda x: torch.equal(x, x),

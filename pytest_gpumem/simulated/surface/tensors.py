@@ -143,12 +143,18 @@ class _Tensors:
     def data_ptr(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
         if block is None:
+            self._refuse_on_host(tensor, "data_ptr()")
             return int(_data_ptr(tensor))
         return block.address + int(tensor.storage_offset()) * tensor.element_size()
 
     def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
         block = self._storages.by_key.get(storage._cdata)
-        return self._storage_data_ptr(storage) if block is None else block.address
+        if block is not None:
+            return block.address
+        if storage._cdata in self._storages.on_host:
+            # There is nothing to be read there: safetensors and ctypes would take it for empty.
+            raise UnknownValueError(self._unknown("data_ptr()"))
+        return self._storage_data_ptr(storage)
 
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
         device = self.device(tensor)
