@@ -518,6 +518,14 @@ def test_device_management() -> None:
             assert torch.cuda.current_device() == 0
 
 
+def test_the_module_of_the_present_device_is_not_remembered_beyond() -> None:
+    outside = torch.get_device_module()
+    with simulate("T4"):
+        assert torch.get_device_module() is torch.get_device_module("cuda") is torch.cuda
+        assert torch.get_device_module("cpu") is torch.cpu
+    assert torch.get_device_module() is outside
+
+
 def test_accelerator_is_the_same_device() -> None:
     with simulate("T4") as gpu:
         accelerator = torch.accelerator

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import comm
 from torch.utils.checkpoint import checkpoint
 
@@ -335,6 +336,7 @@ def test_random_states_are_per_device() -> None:
             "torch.nn.parallel.comm.broadcast",
             lambda model: comm.broadcast(model.weight, [0, 1]),
         ),
+        ("DeviceMesh of GPUs", lambda model: DeviceMesh("cuda", [0, 1])),
     ],
 )
 @pytest.mark.usefixtures("gpu")

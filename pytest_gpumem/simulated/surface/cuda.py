@@ -68,8 +68,18 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)
+    patches.plan(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    patches.plan(torch, "get_device_module", _device_module(torch.get_device_module))
     patches.plan(torch, "Generator", generator)
     patches.plan(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
+
+
+def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
+    def get_device_module(device: torch.device | str | None = None) -> Any:
+        # The original remembers its answers, also beyond the simulation.
+        return torch.cuda if device is None else find(device)
+
+    return get_device_module
 
 
 def _yes() -> bool:
