@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.sizes import SizeError, format_size, parse_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.allocator.replay import (
+    from pytest_gpumem.simulated.allocator.replayed import (
         DeviceReplay,
         ReplayResult,
         Shortage,
@@ -106,8 +106,9 @@ def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
 def lines(result: ReplayResult, path: Path, used_elsewhere: int = 0) -> Iterator[str]:
     """Yield what the command prints."""
     names = ", ".join(f"cuda:{device.device}" for device in result.devices)
-    events = sum(device.events for device in result.devices)
-    yield f"{path.name}: {events:,} events on {names}, recorded with {_conf(result.recorded_conf)}"
+    count = sum(device.events for device in result.devices)
+    events = f"{count:,} event{'s' if count != 1 else ''}"
+    yield f"{path.name}: {events} on {names}, recorded with {_conf(result.recorded_conf)}"
     yield f"replayed by the rules of torch {_dotted(result)}: {_agreement(result)}"
     for device in result.devices:
         if device.mismatch is not None:
@@ -134,6 +135,8 @@ def lines(result: ReplayResult, path: Path, used_elsewhere: int = 0) -> Iterator
 
 def _agreement(result: ReplayResult) -> str:
     total = f"{result.total:,} address{'es' if result.total != 1 else ''}"
+    if not result.total:
+        return "no allocation is among the events; with a larger max_entries recording keeps more"
     if result.exact:
         return f"all {total} agree, and so does the final layout"
     return f"{result.exact_addresses:,} of {total} agree"

@@ -15,8 +15,11 @@ import torch
 
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
-from pytest_gpumem.simulated.allocator.addresses import DriverAddresses
-from pytest_gpumem.simulated.allocator.allocator import DEVICE_ADDRESSES, FIRST_ADDRESS
+from pytest_gpumem.simulated.allocator.addresses import (
+    DEVICE_ADDRESSES,
+    FIRST_ADDRESS,
+    DriverAddresses,
+)
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.allocator.trace import TraceEntry
@@ -75,6 +78,8 @@ class SimulatedGPU:
         )
         self._open_logs: list[SetupLog] = []
         self.estimates = Estimates(self._allocated_and_peak)
+        self.frugal_plans: set[object] = set()
+        """Calls of cuDNN whose workspace once did not fit: they do without from then on."""
 
     @classmethod
     def machine(cls, name: str | GpuModel | Machine, **settings: Any) -> tuple[SimulatedGPU, ...]:

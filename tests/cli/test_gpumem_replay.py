@@ -195,6 +195,25 @@ def test_a_disagreement_is_shown_and_is_a_failure(folder: Path, gpumem: Gpumem) 
     ]
 
 
+def test_a_recording_that_kept_no_allocation(folder: Path, gpumem: Gpumem) -> None:
+    allocator = Allocator(1 << 40, version=(2, 6))
+    allocator.free(allocator.malloc(6 * GIB))
+    snapshot = allocator.snapshot()
+    # max_entries=1: the default of the oldest releases.
+    save(folder, "run.pickle", {**snapshot, "device_traces": [snapshot["device_traces"][0][-1:]]})
+
+    code, output = gpumem("run.pickle")
+
+    assert (code, output[:2]) == (
+        0,
+        [
+            "run.pickle: 1 event on cuda:0, recorded with the allocator's default settings",
+            "replayed by the rules of torch 2.6: no allocation is among the events; with a larger "
+            "max_entries recording keeps more",
+        ],
+    )
+
+
 def test_every_device_is_shown(folder: Path, gpumem: Gpumem) -> None:
     snapshot, other = fragmented().snapshot(), fragmented(device=1).snapshot()
     snapshot["segments"] += other["segments"]

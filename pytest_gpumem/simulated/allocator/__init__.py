@@ -7,7 +7,8 @@ from pytest_gpumem.simulated.allocator.messages import (
     OutOfMemoryFields,
 )
 from pytest_gpumem.simulated.allocator.recording import SnapshotError, load_snapshot
-from pytest_gpumem.simulated.allocator.replay import ReplayResult, replay
+from pytest_gpumem.simulated.allocator.replay import replay
+from pytest_gpumem.simulated.allocator.replayed import ReplayResult
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, SettingsError
 from pytest_gpumem.simulated.allocator.trace import Trace, TraceEntry
 

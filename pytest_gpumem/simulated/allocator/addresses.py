@@ -1,4 +1,4 @@
-"""Where NVIDIA's driver for Linux puts what ``cudaMalloc`` returns.
+"""Where the segments of a device lie: as NVIDIA's driver for Linux places them, or simply upwards.
 
 Torch breaks ties between free blocks of one size by address, so the order of addresses decides
 which block is split, and with it what is reserved. The driver documents no rule; recorded traces
@@ -14,6 +14,10 @@ from heapq import heappop, heappush
 
 from pytest_gpumem.sizes import MIB
 
+FIRST_ADDRESS = 0x7F0000000000
+"""Where the first segment of device 0 lands: looks like a pointer of a 64-bit Linux process."""
+DEVICE_ADDRESSES = 1 << 44
+"""Distance between the address ranges of two devices; freed ranges are not used again."""
 RANGE = 32 * MIB
 """Bytes of addresses that the driver takes at a time."""
 
@@ -44,4 +48,21 @@ class DriverAddresses:
             address = self._lowest
         if room > size:
             heappush(self._rests[room - size], address + size)
+        return address
+
+
+class RisingAddresses:
+    """Addresses for the segments of one device, each behind the one before.
+
+    Args:
+        device: index of the device, which has a range of its own.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._unused = FIRST_ADDRESS + device * DEVICE_ADDRESSES
+
+    def __call__(self, size: int) -> int:
+        """The address of a new segment of ``size`` bytes."""
+        address = self._unused
+        self._unused += size
         return address

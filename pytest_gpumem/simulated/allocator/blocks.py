@@ -159,6 +159,14 @@ class FreeList:
         del self.blocks[block.key]
         block.key = 0
 
+    def note_split(self, size: int) -> None:
+        """A whole segment was split: its free part of ``size`` bytes counts as inactive split."""
+        for tally in (self.tally, self.every):
+            tally.splits += 1
+            tally.splits_peak = max(tally.splits_peak, tally.splits)
+            tally.split_bytes += size
+            tally.split_bytes_peak = max(tally.split_bytes_peak, tally.split_bytes)
+
 
 class Pool:
     """A small or a large pool: its free lists by stream and its statistics."""

@@ -8,7 +8,7 @@ and ``unmap_block`` of c10/cuda/CUDACachingAllocator.cpp.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pytest_gpumem.simulated.allocator.blocks import SIZE_SHIFT, Block, FreeList, Pool, new_block
@@ -87,6 +87,26 @@ class ExpandableSegments:
         free_list.remove(block)
         return block
 
+    def restore(self, free_list: FreeList, base: int, mapped: Sequence[Block]) -> None:
+        """Make a segment whose addresses begin at ``base``, with these blocks of mapped memory.
+
+        Addresses between them are unmapped, and so is what comes after the last.
+        """
+        page = self._page_of(free_list)
+        end = max(base + self._reserved_bytes(page), mapped[-1].address + mapped[-1].size)
+        insort(self._bases, base)
+        self._pages[base] = page
+        previous, position = None, base
+        for block in (*mapped, None):
+            until = end if block is None else block.address
+            if until > position:
+                gap = new_block(free_list, position, until - position, 0)
+                free_list.unmapped[position] = gap
+                previous = _link(previous, gap)
+            if block is not None:
+                previous = _link(previous, block)
+                position = block.address + block.size
+
     def release(self, pool: Pool) -> None:
         """Unmap every page that lies wholly in a free block."""
         for block in pool.free_blocks():
@@ -107,8 +127,8 @@ class ExpandableSegments:
         return self._new_segment(free_list, rounded)
 
     def _new_segment(self, free_list: FreeList, rounded: int) -> Block | None:
-        page = SMALL_SEGMENT if free_list.pool.small else self.large_page
-        size = -(-self.address_space // page) * page
+        page = self._page_of(free_list)
+        size = self._reserved_bytes(page)
         if size < rounded:
             return None
         address, shift = self._reserve(size)
@@ -117,6 +137,12 @@ class ExpandableSegments:
         self._pages[block.address] = page
         free_list.unmapped[block.address] = block
         return block
+
+    def _page_of(self, free_list: FreeList) -> int:
+        return SMALL_SEGMENT if free_list.pool.small else self.large_page
+
+    def _reserved_bytes(self, page: int) -> int:
+        return -(-self.address_space // page) * page
 
     def _map(self, block: Block, size: int, context: Any) -> bool:
         """Map the pages that hold the first ``size`` bytes of an unmapped block.
@@ -185,6 +211,14 @@ def _unused_from(block: Block | None, enough: int) -> int:
         found += block.size
         block = block.next
     return found
+
+
+def _link(previous: Block | None, block: Block) -> Block:
+    """Make ``block`` the neighbour behind ``previous``."""
+    block.previous = previous
+    if previous is not None:
+        previous.next = block
+    return block
 
 
 def _insert_after(block: Block, added: Block) -> None:

@@ -116,16 +116,29 @@ def checked(snapshot: Json) -> Json:
     if not any(traces):
         raise SnapshotError(
             "The snapshot holds no events: start recording with"
-            " torch.cuda.memory._record_memory_history() before the code of interest."
+            " torch.cuda.memory._record_memory_history() before the code of interest, and dump the"
+            " snapshot before recording is switched off, which forgets them."
         )
     return snapshot
 
 
 def recorded_conf(snapshot: Json) -> str:
-    """The allocator settings that a snapshot was recorded with; old snapshots have none."""
+    """The allocator settings that a snapshot was recorded with.
+
+    Old snapshots have none: that expandable segments were on is then told by the segments.
+    """
     settings = snapshot.get("allocator_settings")
-    conf = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, Mapping) else None
-    return conf if isinstance(conf, str) else ""
+    found = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, Mapping) else None
+    conf = found if isinstance(found, str) else ""
+    if "expandable_segments" not in conf and _has_expandable(snapshot):
+        return ",".join(filter(None, (conf, "expandable_segments:True")))
+    return conf
+
+
+def _has_expandable(snapshot: Json) -> bool:
+    return any(segment.get("is_expandable") for segment in snapshot["segments"]) or any(
+        event["action"] == "segment_map" for trace in snapshot["device_traces"] for event in trace
+    )
 
 
 def release_of(snapshot: Json) -> Version:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.allocator.allocator import Allocator
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.history import check_history
 from pytest_gpumem.simulated.allocator.messages import AllocatorError, OutOfMemory
 from pytest_gpumem.simulated.allocator.recording import (
     Json,
@@ -26,6 +27,14 @@ from pytest_gpumem.simulated.allocator.recording import (
     load_snapshot,
     recorded_conf,
     release_of,
+)
+from pytest_gpumem.simulated.allocator.replayed import (
+    START,
+    DeviceReplay,
+    Mismatch,
+    ReplayResult,
+    Shortage,
+    Usage,
 )
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.simulated.allocator.start import PENDING, starting_segments
@@ -39,120 +48,6 @@ _ELSEWHERE = 1 << 50
 """Where segments land that the recording does not have."""
 _NOT_COMPARED = frozenset({"free_requested", "snapshot", "oom", "annotate"})
 """free_requested repeats free_completed; the others do not change the allocator's state."""
-START = -1
-"""Stands for the moment before the first event."""
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """The first place where a recording and its replay differ."""
-
-    event: int | None
-    """Index in the device's trace; ``None`` for a difference at the end."""
-    expected: str
-    got: str
-    line: str = ""
-    """``file:line, function`` of the event, where the recording has it."""
-
-    def __str__(self) -> str:
-        if self.event is None:
-            return f"{self.expected}, {self.got}"
-        at = f" ({self.line})" if self.line else ""
-        return f"event {self.event} is {self.expected}, simulated {self.got}{at}"
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """An allocation that found no memory; sizes in bytes."""
-
-    event: int
-    """Index in the device's trace; :data:`START` for what was live when recording began."""
-    requested: int
-    """Asked for by the program; in a recording after rounding."""
-    free: int
-    """Left on the device."""
-    line: str = ""
-    """``file:line, function``, where the recording has it."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """How much memory one device took; in bytes."""
-
-    peak_allocated: int
-    peak_reserved: int
-    allocated_then: int
-    """The most that was allocated while ``peak_reserved`` was reserved."""
-    largest_split: int
-    """The largest free part of a segment partly in use, at that moment."""
-    segments: int
-    """Segments held from the driver, at that moment."""
-    retries: int
-    """How often the device was full, so that the cache had to be emptied; a recording does not
-    say, so that it is 0 there."""
-    out_of_memory: Shortage | None = None
-    """The first allocation that found no memory."""
-
-    @property
-    def fragmentation(self) -> int:
-        """Reserved and not allocated, when reserved memory was at its peak and used best."""
-        return self.peak_reserved - self.allocated_then
-
-
-@dataclass(frozen=True)
-class DeviceReplay:
-    """One device of a snapshot."""
-
-    device: int
-    events: int
-    exact: bool
-    exact_addresses: int
-    total: int
-    mismatch: Mismatch | None
-    recorded: Usage
-    what_if: Usage | None
-    capacity: int | None
-    """Memory of the device in the ``what_if``; ``None`` where nobody knows."""
-    live_at_start: int
-    """Bytes that were allocated before recording began; for a ``what_if`` they are placed anew
-    unless the recorded settings are kept."""
-
-
-@dataclass(frozen=True)
-class ReplayResult:
-    """How a simulated allocator compares with a recorded one; peaks in bytes.
-
-    With several devices the counts are sums, and the peaks those of the device with the highest.
-    """
-
-    exact: bool
-    """Every event has the recorded action, address and size, and the final segments are equal."""
-    exact_addresses: int
-    total: int
-    """Recorded allocations."""
-    first_mismatch: str | None
-    peak_allocated: int
-    """With the settings and the GPU that were asked for, as is ``peak_reserved``."""
-    peak_reserved: int
-    devices: tuple[DeviceReplay, ...]
-    recorded_conf: str
-    alloc_conf: str | None
-    """The settings tried instead of the recorded ones, ``None`` where these were kept."""
-    gpu: str | None
-    """The model tried, ``None`` for the recorded one, whose memory is not on record."""
-    version: Version
-    """The torch release whose rules were followed."""
-
-    @property
-    def what_if(self) -> bool:
-        """Whether other settings or another GPU were tried."""
-        return self.alloc_conf is not None or self.gpu is not None
-
-    @property
-    def out_of_memory(self) -> Shortage | None:
-        """Where the program would run out of memory with what was tried."""
-        usages = [each.what_if for each in self.devices if each.what_if is not None]
-        return next((each.out_of_memory for each in usages if each.out_of_memory), None)
 
 
 def replay(
@@ -178,7 +73,7 @@ def replay(
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
 
     Raises:
-        SnapshotError: ``snapshot`` is not a memory snapshot, or its start cannot be restored.
+        SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
         AllocatorError: the settings ask for something that is not simulated.
         GpuError: ``gpu`` is not in the catalogue.
     """
@@ -282,6 +177,7 @@ class _Tape:
 
 def _replay_device(data: Json, device: int, question: _Question) -> DeviceReplay:
     trace: Sequence[Json] = data["device_traces"][device]
+    check_history(trace, device)
     final = [segment for segment in data["segments"] if segment["device"] == device]
     start = starting_segments(final, trace, question.recorded)
     tape = _Tape(start, trace, final)
@@ -376,7 +272,12 @@ class _Run:
                 line=line_of(event),
             )
         except AllocatorError as error:
-            raise SnapshotError(f"Event {index} cannot be repeated: {error}") from error
+            what = (
+                "The start cannot be restored"
+                if index == START
+                else f"Event {index} cannot be repeated"
+            )
+            raise SnapshotError(f"{what}: {error}") from error
 
     def usage(self) -> Usage:
         """What the run took; a second run finds the state at the peak."""

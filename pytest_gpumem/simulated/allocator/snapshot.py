@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, Block, PoolId
+from pytest_gpumem.simulated.allocator.readings import Readings
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.simulated.allocator.trace import Trace, TraceEntry
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.allocator.allocator import Allocator
 
 Json = dict[str, Any]
 
@@ -25,7 +23,7 @@ def frames_of(context: Any, with_cpp: bool = False) -> list[Any]:
 
 
 def snapshot(
-    allocators: Sequence[Allocator], pool: PoolId = SHARED_POOL, *, traces: bool = True
+    allocators: Sequence[Readings], pool: PoolId = SHARED_POOL, *, traces: bool = True
 ) -> Json:
     """One snapshot of the allocators of all devices; the settings are those of the first.
 
@@ -45,9 +43,7 @@ def snapshot(
     return result
 
 
-def segments(
-    allocator: Allocator, pool: PoolId = SHARED_POOL, *, frames: bool = True
-) -> list[Json]:
+def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[Json]:
     """The segments of one allocator by address, each with its blocks; looking frames up is slow."""
     heads = sorted(
         (
@@ -65,7 +61,7 @@ def _is_head(block: Block) -> bool:
     return block.previous is None or not block.previous.is_mapped
 
 
-def _segment(allocator: Allocator, head: Block, *, frames: bool) -> Json:
+def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
     blocks = list(_chain(head))
     active = [block for block in blocks if not block.key]
     pool = head.free_list.pool
@@ -99,7 +95,7 @@ def _chain(head: Block) -> Iterable[Block]:
         block = block.next
 
 
-def _block(allocator: Allocator, block: Block, *, frames: bool) -> Json:
+def _block(allocator: Readings, block: Block, *, frames: bool) -> Json:
     return {
         "address": block.address,
         "size": block.size,
@@ -109,7 +105,7 @@ def _block(allocator: Allocator, block: Block, *, frames: bool) -> Json:
     }
 
 
-def _state(allocator: Allocator, block: Block) -> str:
+def _state(allocator: Readings, block: Block) -> str:
     if block.key:
         return "inactive"
     return "active_pending_free" if allocator.is_pending(block) else "active_allocated"

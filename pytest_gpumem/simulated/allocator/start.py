@@ -8,11 +8,8 @@ from typing import Any, NamedTuple
 
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
 from pytest_gpumem.simulated.allocator.constants import SMALL_SIZE
-from pytest_gpumem.simulated.allocator.recording import (
-    Json,
-    SnapshotError,
-    default_segment_type,
-)
+from pytest_gpumem.simulated.allocator.mapped_pages import mapped_at_start
+from pytest_gpumem.simulated.allocator.recording import Json, default_segment_type
 from pytest_gpumem.simulated.allocator.rounding import round_size
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings
 
@@ -36,19 +33,20 @@ def starting_segments(
     """The segments at the beginning of ``trace``, which ends with ``segments``; by address.
 
     Each has ``address``, ``total_size``, ``stream``, ``segment_type``, ``segment_pool_id`` and
-    ``blocks``, as in a snapshot. Of a block that was live at the beginning and freed later, only
-    the requested size is on record: its size follows from its neighbours, see :func:`_handed_out`.
-
-    Raises:
-        SnapshotError: an expandable segment had memory when recording began; its pages cannot be
-            told from the events.
+    ``blocks``, as in a snapshot; for those of expandable segments see :func:`mapped_at_start`. Of a
+    block that was live at the beginning and freed later, only the requested size is on record: its
+    size follows from its neighbours, see :func:`_handed_out`, and with expandable segments, where
+    every remainder is split off, from the request.
     """
     segments = list(segments)
-    _check_expandable(segments, trace)
-    held, blocks = _segments_held(segments, trace), _blocks_held(segments, trace)
+    blocks = _blocks_held(segments, trace)
+    held = [
+        *_segments_held(segments, trace).values(),
+        *mapped_at_start(segments, trace, settings),
+    ]
     addresses = sorted(blocks)
     start = []
-    for segment in sorted(held.values(), key=lambda each: int(each["address"])):
+    for segment in sorted(held, key=lambda each: int(each["address"])):
         first, end = segment["address"], segment["address"] + segment["total_size"]
         inside = addresses[bisect_left(addresses, first) : bisect_left(addresses, end)]
         row: list[dict[str, Any]] = []
@@ -58,24 +56,15 @@ def starting_segments(
             size = block.size
             if size is None:
                 size = round_size(block.requested, settings.roundup_power2_divisions)
-                if segment["segment_type"] == "large":
+                if settings.max_split_size is not None and size >= settings.max_split_size:
+                    size = following - address  # Blocks of this size are never split.
+                elif segment["segment_type"] == "large" and not settings.expandable_segments:
                     size = _handed_out(address, size, following, trace)
             row += _gap(position, address)
             row.append(_block(address, size, block.requested, block.state))
             position = address + size
         start.append({**segment, "blocks": row + _gap(position, end)})
     return start
-
-
-def _check_expandable(segments: Sequence[Json], trace: Sequence[Json]) -> None:
-    changes = {"segment_map": 1, "segment_unmap": -1}
-    mapped = sum(changes.get(event["action"], 0) * event["size"] for event in trace)
-    held = sum(segment["total_size"] for segment in segments if segment.get("is_expandable"))
-    if mapped != held:
-        raise SnapshotError(
-            f"The recording began when expandable segments held {held - mapped} bytes;"
-            " to replay it, start recording before the first allocation."
-        )
 
 
 def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:

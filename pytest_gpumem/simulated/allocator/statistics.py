@@ -1,13 +1,13 @@
 """Counters behind ``torch.cuda.memory_stats()``.
 
 torch keeps current, peak, allocated and freed for nine quantities in three scopes (all, small pool,
-large pool): 108 numbers. Here a pool keeps what only ever grows (``*_in`` and ``*_out``) and its
-peaks, the device keeps current values and peaks; the rest follows when it is read. The allocator
-updates the attributes in place, because a method call for each would halve its speed.
+large pool): 108 numbers. Here the device keeps current values and peaks, a pool also what went out
+of it (``*_out``); the rest follows when it is read. The allocator updates the attributes in place,
+because a method call for each would halve its speed.
 
 Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
 so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
-follow from the highest allocated value since pending last changed (:meth:`_Peaks.settle`).
+follow from the highest allocated value since pending last changed (:meth:`DeviceTally.settle`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,37 @@ _SPLITS: Final = ("splits", "split_bytes")
 """What is not counted of expandable segments."""
 
 
-class _Peaks:
-    """What both scopes know of blocks that were freed while another stream used them."""
+class DeviceTally:
+    """Current values and peaks over all pools (scope ``all``)."""
 
-    __slots__ = ("active_peaks", "earlier_peaks", "pending")
+    __slots__ = (
+        "active_peaks",
+        "blocks",
+        "blocks_peak",
+        "bytes",
+        "bytes_peak",
+        "earlier_peaks",
+        "pending",
+        "requested",
+        "requested_peak",
+        "reserved",
+        "reserved_peak",
+        "segments",
+        "segments_peak",
+        "split_bytes",
+        "split_bytes_peak",
+        "splits",
+        "splits_peak",
+    )
 
     def __init__(self) -> None:
+        self.blocks = self.blocks_peak = 0
+        self.bytes = self.bytes_peak = 0
+        self.requested = self.requested_peak = 0
+        self.splits = self.splits_peak = 0
+        self.split_bytes = self.split_bytes_peak = 0
+        self.segments = self.segments_peak = 0
+        self.reserved = self.reserved_peak = 0
         self.pending = {"blocks": 0, "bytes": 0}
         """Blocks, and their bytes, that are no longer allocated and still active."""
         self.earlier_peaks = {"blocks": 0, "bytes": 0}
@@ -48,8 +73,14 @@ class _Peaks:
         """Highest active before pending last changed."""
 
     def current(self, field: str) -> int:
-        """Current value of one of the fields above."""
-        raise NotImplementedError
+        """Current value of a field."""
+        return int(getattr(self, field))
+
+    def change(self, field: str, amount: int) -> None:
+        """Add to a field, or take away."""
+        value = self.current(field) + amount
+        setattr(self, field, value)
+        setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), value))
 
     def settle(self) -> None:
         """Take over the peaks since the last call: pending is about to change.
@@ -88,95 +119,32 @@ class _Peaks:
             self.active_peaks[field] = self.current(field) + pending
 
 
-class DeviceTally(_Peaks):
-    """Current values and peaks over all pools (scope ``all``)."""
-
-    __slots__ = (
-        "blocks",
-        "blocks_peak",
-        "bytes",
-        "bytes_peak",
-        "requested",
-        "requested_peak",
-        "reserved",
-        "reserved_peak",
-        "segments",
-        "segments_peak",
-        "split_bytes",
-        "split_bytes_peak",
-        "splits",
-        "splits_peak",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = self.blocks_peak = 0
-        self.bytes = self.bytes_peak = 0
-        self.requested = self.requested_peak = 0
-        self.splits = self.splits_peak = 0
-        self.split_bytes = self.split_bytes_peak = 0
-        self.segments = self.segments_peak = 0
-        self.reserved = self.reserved_peak = 0
-
-    def current(self, field: str) -> int:
-        """Current value of a field."""
-        return int(getattr(self, field))
-
-    def change(self, field: str, amount: int) -> None:
-        """Add to a field, or take away."""
-        value = self.current(field) + amount
-        setattr(self, field, value)
-        setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), value))
-
-
-class PoolTally(_Peaks):
-    """What went in and out of a small or large pool since it was made, and its peaks."""
+class PoolTally(DeviceTally):
+    """The same for a small or large pool, and what went out of it since it was made."""
 
     __slots__ = (
         "_zero",
-        "blocks_in",
         "blocks_out",
-        "blocks_peak",
-        "bytes_in",
         "bytes_out",
-        "bytes_peak",
-        "requested_in",
         "requested_out",
-        "requested_peak",
-        "reserved_in",
         "reserved_out",
-        "reserved_peak",
-        "segments_in",
         "segments_out",
-        "segments_peak",
-        "split_bytes_in",
         "split_bytes_out",
-        "split_bytes_peak",
-        "splits_in",
         "splits_out",
-        "splits_peak",
     )
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks_in = self.blocks_out = self.blocks_peak = 0
-        self.bytes_in = self.bytes_out = self.bytes_peak = 0
-        self.requested_in = self.requested_out = self.requested_peak = 0
-        self.splits_in = self.splits_out = self.splits_peak = 0
-        self.split_bytes_in = self.split_bytes_out = self.split_bytes_peak = 0
-        self.segments_in = self.segments_out = self.segments_peak = 0
-        self.reserved_in = self.reserved_out = self.reserved_peak = 0
+        self.blocks_out = self.bytes_out = self.requested_out = 0
+        self.splits_out = self.split_bytes_out = 0
+        self.segments_out = self.reserved_out = 0
         self._zero: dict[str, tuple[int, int]] = {}
-
-    def current(self, field: str) -> int:
-        """Current value of a field."""
-        return int(getattr(self, f"{field}_in") - getattr(self, f"{field}_out"))
 
     def change(self, field: str, amount: int) -> None:
         """Add to a field, or take away."""
-        side = f"{field}_in" if amount > 0 else f"{field}_out"
-        setattr(self, side, getattr(self, side) + abs(amount))
-        setattr(self, f"{field}_peak", max(getattr(self, f"{field}_peak"), self.current(field)))
+        super().change(field, amount)
+        if amount < 0:
+            setattr(self, f"{field}_out", getattr(self, f"{field}_out") - amount)
 
     def allocated_and_freed(self, quantity: str) -> tuple[int, int]:
         """All that was added to, and taken from, a quantity since the last reset of the totals."""
@@ -191,7 +159,8 @@ class PoolTally(_Peaks):
     def _totals(self, quantity: str) -> tuple[int, int]:
         field = _FIELDS[quantity]
         pending = self.pending[field] if quantity in _ACTIVE else 0
-        return getattr(self, f"{field}_in"), getattr(self, f"{field}_out") - pending
+        went_out = getattr(self, f"{field}_out")
+        return self.current(field) + went_out, went_out - pending
 
 
 class UnsplitDeviceTally(DeviceTally):
@@ -211,8 +180,8 @@ class UnsplitPoolTally(PoolTally):
 
     def __init__(self, counted: PoolTally) -> None:
         self._counted = counted
-        self.splits_in = self.splits_out = self.splits_peak = 0
-        self.split_bytes_in = self.split_bytes_out = self.split_bytes_peak = 0
+        self.splits = self.splits_peak = self.split_bytes = self.split_bytes_peak = 0
+        self.splits_out = self.split_bytes_out = 0
 
 
 def _passed_on(name: str) -> property:
@@ -225,8 +194,11 @@ def _passed_on(name: str) -> property:
     return property(read, write)
 
 
-for _unsplit, _counted in ((UnsplitDeviceTally, DeviceTally), (UnsplitPoolTally, PoolTally)):
-    for _name in (*_counted.__slots__, *_Peaks.__slots__):
+for _unsplit, _names in (
+    (UnsplitDeviceTally, DeviceTally.__slots__),
+    (UnsplitPoolTally, (*DeviceTally.__slots__, *PoolTally.__slots__)),
+):
+    for _name in _names:
         if not _name.startswith(_SPLITS):
             setattr(_unsplit, _name, _passed_on(_name))
 

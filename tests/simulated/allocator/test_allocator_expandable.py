@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pytest_gpumem.simulated.allocator import (
@@ -12,6 +14,7 @@ from pytest_gpumem.simulated.allocator import (
     SnapshotError,
     replay,
 )
+from pytest_gpumem.simulated.allocator.start import starting_segments
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BASE = 0x7F0000000000
@@ -296,14 +299,91 @@ def test_replay_from_empty(allocator: Allocator) -> None:
     assert (result.exact, result.total) == (True, 6)
 
 
-def test_a_recording_that_began_later_cannot_be_replayed(allocator: Allocator) -> None:
-    allocator.malloc(5 * MIB)
-    allocator.malloc(5 * MIB)
+def recorded_from(allocator: Allocator, begin: int) -> dict[str, Any]:
+    """The snapshot, had recording begun after ``begin`` events."""
     snapshot = allocator.snapshot()
-    snapshot["device_traces"] = [snapshot["device_traces"][0][2:]]
+    return {**snapshot, "device_traces": [snapshot["device_traces"][0][begin:]]}
 
-    with pytest.raises(SnapshotError, match="segments held 20971520 bytes; to replay it, start"):
-        replay(snapshot)
+
+def test_the_start_of_a_recording_is_told_by_its_maps_and_unmaps(allocator: Allocator) -> None:
+    allocator.malloc(5 * MIB)
+    second = allocator.malloc(30 * MIB)
+    begin = len(allocator.trace)
+    allocator.free(second)
+    allocator.empty_cache()
+    allocator.malloc(20 * MIB)
+    assert events(allocator, begin) == [
+        ("free_requested", 5, 30 * MIB),
+        ("free_completed", 5, 30 * MIB),
+        ("segment_unmap", 20, 20 * MIB),
+        ("segment_map", 20, 20 * MIB),
+        ("alloc", 5, 20 * MIB),
+    ]
+    snapshot = recorded_from(allocator, begin)
+
+    (start,) = starting_segments(
+        snapshot["segments"], snapshot["device_traces"][0], allocator.settings
+    )
+    result = replay(snapshot)
+
+    blocks = [(block["size"] // MIB, block["state"]) for block in start["blocks"]]
+    assert (start["address"], start["total_size"]) == (BASE, 40 * MIB)
+    assert blocks == [(5, "active_allocated"), (30, "active_allocated"), (5, "inactive")]
+    assert (result.first_mismatch, result.exact_addresses, result.total) == (None, 1, 1)
+    assert (result.peak_allocated, result.peak_reserved) == (35 * MIB, 40 * MIB)
+
+
+def test_pages_given_back_before_the_recording_are_mapped_again_first(allocator: Allocator) -> None:
+    first, second = allocator.malloc(20 * MIB), allocator.malloc(20 * MIB)
+    allocator.free(first)
+    allocator.empty_cache()
+    begin = len(allocator.trace)
+    assert allocator.malloc(12 * MIB) == first
+
+    result = replay(recorded_from(allocator, begin))
+
+    assert second == first + 20 * MIB
+    assert (result.first_mismatch, result.exact_addresses) == (None, 1)
+
+
+@pytest.mark.parametrize("version", [(2, 6), (2, 13)])
+def test_a_recording_that_began_at_any_moment(version: tuple[int, int]) -> None:
+    allocator = expandable(version=version)
+    small = [allocator.malloc(700 * KIB) for _ in range(9)]
+    large = [allocator.malloc(size * MIB) for size in (2, 30, 9, 45)]
+    other = allocator.malloc(25 * MIB, stream=7)
+    for address in (*small[2:7], large[1], large[3], other):
+        allocator.free(address)
+    allocator.empty_cache()
+    for size in (800 * KIB, 70 * MIB, 3 * MIB):
+        allocator.malloc(size)
+        allocator.malloc(size, stream=7)
+    allocator.free(large[0])
+
+    for begin in range(len(allocator.trace) - 1):
+        result = replay(recorded_from(allocator, begin), version=version)
+        assert result.first_mismatch is None, begin
+
+
+def test_a_pool_whose_pages_all_went_is_told_by_their_size(allocator: Allocator) -> None:
+    small = [allocator.malloc(MIB) for _ in range(3)]
+    large = allocator.malloc(18 * MIB)
+    for address in (*small, large):
+        allocator.free(address)
+    begin = len(allocator.trace)
+    allocator.empty_cache()
+    allocator.malloc(2 * MIB)
+    snapshot = recorded_from(allocator, begin)
+
+    start = starting_segments(
+        snapshot["segments"], snapshot["device_traces"][0], allocator.settings
+    )
+
+    assert sorted((each["segment_type"], each["total_size"] // MIB) for each in start) == [
+        ("large", 20),
+        ("small", 4),
+    ]
+    assert replay(snapshot).first_mismatch is None
 
 
 def test_other_settings_may_be_tried_on_a_recording_that_began_later() -> None:
@@ -318,5 +398,46 @@ def test_other_settings_may_be_tried_on_a_recording_that_began_later() -> None:
 
     assert result.exact  # under the recorded settings
     assert (result.peak_allocated, result.peak_reserved) == (13 * MIB, 20 * MIB)
-    with pytest.raises(AllocatorError, match="expandable segments cannot be restored"):
-        expandable().restore(snapshot["segments"])
+
+
+def test_settings_that_are_not_on_record_are_told_by_the_segments(allocator: Allocator) -> None:
+    allocator.malloc(5 * MIB)
+    allocator.malloc(30 * MIB)
+    snapshot = allocator.snapshot()
+    del snapshot["allocator_settings"]
+
+    result = replay(snapshot)
+
+    assert (result.exact, result.recorded_conf) == (True, "expandable_segments:True")
+
+
+def test_settings_that_contradict_the_segments(allocator: Allocator) -> None:
+    allocator.malloc(5 * MIB)
+    allocator.malloc(30 * MIB)
+    snapshot = recorded_from(allocator, 2)
+    snapshot["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:False"
+
+    with pytest.raises(SnapshotError, match="start cannot be restored: There are expandable segme"):
+        replay(snapshot)
+
+
+def test_only_an_allocator_with_expandable_segments_takes_their_state(allocator: Allocator) -> None:
+    allocator.malloc(1000)
+
+    with pytest.raises(
+        AllocatorError, match="expandable segments, and the settings do not turn them on"
+    ):
+        Allocator(16 * GIB).restore(allocator.segments())
+
+
+def test_a_restored_allocator_goes_on_where_the_other_one_was(allocator: Allocator) -> None:
+    allocator.malloc(5 * MIB)
+    allocator.free(allocator.malloc(30 * MIB))
+    restored = expandable()
+
+    restored.restore(allocator.segments())
+
+    assert (restored.allocated, restored.reserved) == (5 * MIB, 40 * MIB)
+    assert ranges(restored) == ranges(allocator) == [(0, [(5, True), (35, False)])]
+    assert restored.malloc(60 * MIB) == allocator.malloc(60 * MIB) == BASE + 5 * MIB
+    assert restored.reserved == allocator.reserved == 80 * MIB
