@@ -12,12 +12,6 @@ from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_toleranc
 if TYPE_CHECKING:
     import pytest
 
-MARKER = (
-    "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory): measure the test's GPU memory and fail it where it exceeds what is given."
-)
-"""The line for ``config.addinivalue_line("markers", ...)``."""
-
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -1,4 +1,7 @@
-"""Command line and ini file, read once into one frozen :class:`Settings`."""
+"""Command line and ini file, read once into one frozen :class:`Settings`.
+
+Every project with the plugin installed pays for this module: what few need is imported on use.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import pytest
 
-from pytest_gpumem.marker import parse_keyword
-from pytest_gpumem.sizes import Tolerance
+if TYPE_CHECKING:
+    from pytest_gpumem.sizes import Tolerance
 
 T = TypeVar("T")
+
+MARKER = (
+    "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
+    "gpu, min_memory): measure the test's GPU memory and fail it where it exceeds what is given."
+)
+"""The line for ``config.addinivalue_line("markers", ...)``."""
 
 DEFAULT_GPU = "A100-40GB"
 """The catalogue name that is simulated where none is given."""
@@ -82,8 +91,7 @@ class DeviceChoice:
     """Catalogue names to simulate; empty where nothing can be simulated."""
 
 
-@dataclass(frozen=True)
-class ReportTarget:
+class ReportTarget(NamedTuple):
     """One report to write."""
 
     kind: Literal["json"]
@@ -271,20 +279,26 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
         raise pytest.UsageError(f"{label}={error}") from None
 
 
+def _marker_value(keyword: str, value: object) -> Any:
+    from pytest_gpumem.marker import parse_keyword
+
+    return parse_keyword(keyword, value)
+
+
 def _as_marker(keyword: str) -> Callable[[str], Any]:
-    return lambda value: parse_keyword(keyword, value)
+    return lambda value: _marker_value(keyword, value)
 
 
 def _runs(keyword: str) -> Callable[[str], int]:
     def parse(value: str) -> int:
-        runs: int = parse_keyword(keyword, int(value) if value.strip().isdecimal() else value)
+        runs: int = _marker_value(keyword, int(value) if value.strip().isdecimal() else value)
         return runs
 
     return parse
 
 
 def _models(value: str) -> tuple[str, ...]:
-    models: tuple[str, ...] = parse_keyword("gpu", [name.strip() for name in value.split(",")])
+    models: tuple[str, ...] = _marker_value("gpu", [name.strip() for name in value.split(",")])
     return models
 
 
@@ -295,7 +309,7 @@ def _phases(lines: list[str]) -> dict[str, int]:
         if not equals or not name or name in limits:
             raise ValueError(f"{line!r} is not a phase and its limit, each once: forward = 1GB")
         limits[name] = size
-    parsed: dict[str, int] = parse_keyword("phases", limits)
+    parsed: dict[str, int] = _marker_value("phases", limits)
     return parsed
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.marker import MARKER
-from pytest_gpumem.options import add_options
+from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.session.results import ARGUMENTS, Results, hide_own_frames, skip_unsimulated
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.marker import MARKER, Expectation, MarkerError, expectation_of, parse_keyword
+from pytest_gpumem.marker import Expectation, MarkerError, expectation_of, parse_keyword
+from pytest_gpumem.options import MARKER
 from pytest_gpumem.sizes import Tolerance
 
 

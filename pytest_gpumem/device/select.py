@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.device.errors import DeviceError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -40,25 +38,29 @@ class DeviceSelector:
             return "cuda" if self._choice.index is None else f"cuda:{self._choice.index}"
         return models or "off, nothing is measured"
 
-    def models(self, expectation: Expectation) -> Sequence[str]:
+    def models(self, expectation: Expectation | None) -> Sequence[str]:
         """Return the GPU models that a test is to be simulated on, one by one.
 
         Known without torch, so that collecting does not import it; where a GPU is found later, the
         first of them stands for it.
         """
-        return expectation.gpu or (self._choice.models if self._choice.kind == "sim" else ())
+        if expectation is not None and expectation.gpu:
+            return expectation.gpu
+        return self._choice.models if self._choice.kind == "sim" else ()
 
     def select(self, model: str | None, *, real_values: bool = False) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
         One with ``real_values`` is another device: it computes on the CPU what it simulates.
-        Raises :class:`DeviceError` where the options ask for a CUDA device that is not there.
+        Raises ``DeviceError`` where the options ask for a CUDA device that is not there.
         """
         return self.real() or self._simulate(model or self._choice.models[0], real_values)
 
     def check_torch(self) -> None:
-        """Raise :class:`DeviceError` where torch is not installed."""
+        """Raise ``DeviceError`` where torch is not installed."""
         from importlib.util import find_spec
+
+        from pytest_gpumem.device.errors import DeviceError
 
         if find_spec("torch") is None:
             raise DeviceError(

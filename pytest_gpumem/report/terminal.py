@@ -1,4 +1,4 @@
-"""The terminal: the header's line and the section "gpumem" at the end of a run."""
+"""The terminal: the section "gpumem" at the end of a run."""
 
 from __future__ import annotations
 
@@ -43,18 +43,6 @@ def describe(environment: Environment) -> str:
     if environment.cublas_workspace_config:
         facts.append(f"CUBLAS_WORKSPACE_CONFIG={environment.cublas_workspace_config}")
     return f"{kind}{environment.gpu} ({', '.join(facts)})"
-
-
-def header_line(device: str, torch: str | None, folder: str, environments: Sequence[str]) -> str:
-    """Return the line for ``pytest_report_header``: what is real, and what is compared with.
-
-    ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
-    those that ``folder`` has baselines of.
-    """
-    facts = [device, f"torch {torch}" if torch else "torch is not installed"]
-    if environments:
-        facts.append(f"baselines in {folder}: {', '.join(environments)}")
-    return f"gpumem: {'; '.join(facts)}"
 
 
 def write_section(writer: Writer, lines: Sequence[Line], *, verbosity: int) -> None:

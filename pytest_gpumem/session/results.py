@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.options import Settings
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from pytest_gpumem.baseline.update import Collected, MeasuredTest, UpdateReport
+    from pytest_gpumem.options import Settings
     from pytest_gpumem.report.record import TestRecord
 
 ATTRIBUTE = "gpumem"

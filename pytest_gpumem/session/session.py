@@ -1,4 +1,8 @@
-"""What lives as long as the pytest process: settings, devices, and which tests are measured."""
+"""What lives as long as the pytest process: settings, devices, and which tests are measured.
+
+Every project with the plugin installed pays for this module: what only measured tests need is
+imported on use.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
-from pytest_gpumem.marker import Expectation, MarkerError, expectation_of
 from pytest_gpumem.options import settings_from
-from pytest_gpumem.session.affinity import FixtureDevices
-from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
 from pytest_gpumem.session.results import SKIPPED_AT_IMPORT, Results
-from pytest_gpumem.simulated.errors import SimulationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.device.device import Device
+    from pytest_gpumem.marker import Expectation
     from pytest_gpumem.measurement.fixtures import FixtureLedger
     from pytest_gpumem.prediction.predicted import PredictedTest
+    from pytest_gpumem.session.affinity import FixtureDevices
+    from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.judge import Judge
     from pytest_gpumem.session.predictions import Predictions
@@ -49,7 +51,6 @@ class GpumemSession:
         self.selector = config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
-        self._devices = FixtureDevices()
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -59,6 +60,13 @@ class GpumemSession:
         from pytest_gpumem.measurement.fixtures import FixtureLedger
 
         return FixtureLedger()
+
+    @cached_property
+    def fixture_devices(self) -> FixtureDevices:
+        """Where shared fixtures were set up."""
+        from pytest_gpumem.session.affinity import FixtureDevices
+
+        return FixtureDevices()
 
     @cached_property
     def predictions(self) -> Predictions:
@@ -91,7 +99,7 @@ class GpumemSession:
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
-        from pytest_gpumem.report.terminal import header_line
+        from pytest_gpumem.report.header import header_line
 
         root = self.settings.baselines
         folders = (
@@ -117,13 +125,12 @@ class GpumemSession:
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model that a test names."""
-        try:
-            expectation = self._expectation(metafunc.definition)
-        except MarkerError:
+        expectation, problem = self._read(metafunc.definition)
+        if problem:
             return  # said when the module has been collected, with the test's id
         if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
             return
-        models = self.selector.models(expectation or Expectation())
+        models = self.selector.models(expectation)
         if len(models) > 1:
             metafunc.fixturenames.append(MODEL_PARAMETER)
             metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
@@ -150,10 +157,10 @@ class GpumemSession:
         expectation = self._expectation(item)
         if expectation is not None or self._measures_unmarked(_fixture_names(item)):
             device = self._device(item, expectation, real_values)
-            self._devices.renew(item, self._machine(device))
+            self._renew(item, device)
             self.current = self._measured(item, expectation, device)
         else:
-            self._devices.renew(item, self._machine(self._ambient))
+            self._renew(item, self._ambient)
 
     def end(self) -> None:
         """Stop measuring the current test."""
@@ -163,6 +170,8 @@ class GpumemSession:
 
     def fixture(self) -> Gpumem | IdleGpumem:
         """Return the value of the ``gpumem`` fixture for the current test."""
+        from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+
         if self.current is not None:
             return Gpumem(self.current)
         return IdleGpumem(
@@ -214,7 +223,8 @@ class GpumemSession:
         with ExitStack() as contexts:
             if self.results.any_marked:
                 device = self.current.device if self.current else self._ambient
-                contexts.enter_context(self._devices.setting_up(fixture, self._machine(device)))
+                machine = self._machine(device)
+                contexts.enter_context(self.fixture_devices.setting_up(fixture, machine))
                 if device is not None:
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
@@ -224,10 +234,16 @@ class GpumemSession:
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
         """Drop what is known of a fixture that has been torn down."""
-        self._devices.forget(fixture)
+        if "fixture_devices" in vars(self):
+            self.fixture_devices.forget(fixture)
         self.selector.forget(fixture)
         if "ledger" in vars(self):
             self.ledger.forget(fixture)
+
+    def _renew(self, item: pytest.Item, device: Device | None) -> None:
+        """Tear down what ``item`` shares with earlier tests and was set up for another device."""
+        if "fixture_devices" in vars(self):
+            self.fixture_devices.renew(item, self._machine(device))
 
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
@@ -236,7 +252,7 @@ class GpumemSession:
     def _device(
         self, item: pytest.Item, expectation: Expectation | None, real_values: bool
     ) -> Device:
-        models = self.selector.models(expectation or Expectation())
+        models = self.selector.models(expectation)
         model = _parameter(item) or (models[0] if models else None)
         device = self._reported(model, real_values)
         if self.selector.real() and model not in (*models[:1], None):
@@ -248,6 +264,8 @@ class GpumemSession:
         return device
 
     def _reported(self, model: str | None, real_values: bool = False) -> Device:
+        from pytest_gpumem.device.errors import DeviceError
+
         real_values |= self.settings.sim_values == "always"
         try:
             return self.selector.select(model, real_values=real_values)
@@ -286,22 +304,30 @@ class GpumemSession:
         return _parameter(item) in (None, *expectation.gpu[:1])
 
     def _expectation(self, node: pytest.Item) -> Expectation | None:
+        return self._read(node)[0]
+
+    def _read(self, node: pytest.Item) -> tuple[Expectation | None, str]:
+        """Return what the markers of a test expect, and what is wrong with them."""
         markers = list(node.iter_markers(MARKER_NAME))
+        if not markers:
+            return None, ""
+        from pytest_gpumem.marker import MarkerError, expectation_of
+
         # pytest puts a parameter's marks behind its function's; nothing is closer to the test.
         of_parameter = getattr(getattr(node, "callspec", None), "marks", ())
         markers.sort(key=lambda mark: mark not in of_parameter)
-        return expectation_of(markers, self.settings.defaults) if markers else None
+        try:
+            return expectation_of(markers, self.settings.defaults), ""
+        except MarkerError as error:
+            return None, str(error)
 
     def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
         return not self.selector.off and (self.settings.all or FIXTURE_NAME in fixture_names)
 
     def _error(self, item: pytest.Item) -> str:
-        try:
-            expectation = self._expectation(item)
-        except MarkerError as error:
-            return str(error)
+        expectation, problem = self._read(item)
         if expectation is None or len(expectation.gpu) < 2 or _parameter(item):
-            return ""
+            return problem
         return (
             f"gpumem marker: gpu={list(expectation.gpu)!r} asks for a test id of each model, which "
             "only plain test functions can have, not unittest classes nor single parameters; give "
@@ -317,9 +343,12 @@ def _taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Ite
     """
     try:
         yield
-    except SimulationError:
-        fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest
-        fixture.finish(request)  # type: ignore[arg-type]
+    except BaseException as error:
+        from pytest_gpumem.simulated.errors import SimulationError
+
+        if isinstance(error, SimulationError):
+            fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest
+            fixture.finish(request)  # type: ignore[arg-type]
         raise
 
 

@@ -275,6 +275,27 @@ def pytest_unconfigure(config):
     result.stdout.fnmatch_lines(["*imported: []*"])
 
 
+def test_a_suite_without_marked_tests_imports_little_of_the_plugin(project: Project) -> None:
+    project.path.joinpath("test_light.py").write_text("def test_plain():\n    pass\n")
+    project.path.joinpath("conftest.py").write_text(
+        """
+import sys
+
+def pytest_unconfigure(config):
+    print("imported:", *sorted(name for name in sys.modules if name.startswith("pytest_gpumem.")))
+"""
+    )
+
+    result = project.run_apart("-s", device="--gpumem-device=auto")
+
+    rooms = (
+        "device device.select options plugin report report.header"
+        " session session.results session.session"
+    )
+    names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
+    result.stdout.fnmatch_lines([f"*imported: {names}"])
+
+
 def test_an_ordinary_suite_runs_unchanged(project: Project) -> None:
     project.write(
         test_plain="""

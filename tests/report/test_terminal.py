@@ -8,7 +8,7 @@ from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.update import Change, UpdateReport
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.terminal import describe, header_line, section, write_section
+from pytest_gpumem.report.terminal import describe, section, write_section
 from pytest_gpumem.report.text import cells
 from tests.report.example_run import (
     MIB,
@@ -63,17 +63,6 @@ def test_an_environment_says_whether_it_is_real() -> None:
     assert describe(special) == (
         "simulated A100-40GB (torch 2.13, MIG-1g.5gb, expandable_segments:True, "
         "CUBLAS_WORKSPACE_CONFIG=:0:0)"
-    )
-
-
-def test_the_header_names_the_device_and_the_baselines() -> None:
-    environments = ["sim-A100-40GB-torch2.13", "sim-T4-torch2.6"]
-    assert header_line("simulated T4", "2.13.0", "baselines", environments) == (
-        "gpumem: simulated T4; torch 2.13.0; "
-        "baselines in baselines: sim-A100-40GB-torch2.13, sim-T4-torch2.6"
-    )
-    assert header_line("simulated T4", None, "baselines", []) == (
-        "gpumem: simulated T4; torch is not installed"
     )
 
 

@@ -1,0 +1,17 @@
+"""The line in the header of a run, which every project with the plugin installed sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def header_line(device: str, torch: str | None, folder: str, environments: Sequence[str]) -> str:
+    """Return the line for ``pytest_report_header``: what is real, and what is compared with.
+
+    ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
+    those that ``folder`` has baselines of.
+    """
+    facts = [device, f"torch {torch}" if torch else "torch is not installed"]
+    if environments:
+        facts.append(f"baselines in {folder}: {', '.join(environments)}")
+    return f"gpumem: {'; '.join(facts)}"
