@@ -4,8 +4,8 @@
 
 ``gpumemnet_mlp.csv``: nvidia-smi on an A100 while a perceptron trains, one constant of context on
 top of reserved memory; a random sample of ROWS rows, by default 300 (some minutes).
-``liger_operators.csv``: peak allocated of one operator, exact. The data are read from
-$GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository).
+``liger_operators.csv``: peak allocated of one operator, exact (programs: measured_operators.py).
+The data are read from $GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository).
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import pack
-from typing import Any
 
 import torch
+from measured_operators import OPERATORS, Row
 from recordings import GROUND_TRUTH
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from pytest_gpumem import simulate
 
 MIB = 2**20
-Row = dict[str, str]
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -204,91 +202,21 @@ def print_mlp_table(count: int) -> None:
 
 # Operators.
 
-
-def cross_entropy(row: Row, config: dict[str, Any]) -> Callable[[], Any]:
-    """Set up one row; the result is what is measured."""
-    tokens, vocabulary = config["B"] * config["T"], int(row["x"])
-    x = torch.randn(tokens, vocabulary, requires_grad=True, device="cuda")
-    target = torch.randint(vocabulary, (tokens, 1), device="cuda").squeeze(1)
-    return lambda: functional.cross_entropy(x, target).backward()
-
-
-def kl_div(row: Row, config: dict[str, Any]) -> Callable[[], Any]:
-    """Set up one row; the result is what is measured."""
-    tokens, vocabulary = config["B"] * config["T"], int(row["x"])
-    x = torch.randn(tokens, vocabulary, requires_grad=True, device="cuda").log_softmax(dim=-1)
-    target = torch.randn(tokens, vocabulary, device="cuda").softmax(dim=-1)
-    measure = nn.KLDivLoss(reduction="batchmean")
-    return lambda: measure(x, target).backward(retain_graph=True)
-
-
-def layer_norm(row: Row, config: dict[str, Any]) -> Callable[[], Any]:
-    """Set up one row; the result is what is measured."""
-    size = int(row["x"])
-    x = torch.randn(config["M"], size, device="cuda")
-    gradient = torch.randn_like(x)
-    x.requires_grad_(True)
-    rival = nn.LayerNorm(size, eps=config["eps"]).cuda()
-    layer = nn.LayerNorm(size, eps=config["eps"]).cuda()
-
-    def full(_: Any = rival) -> None:
-        layer(x).backward(gradient, retain_graph=True)
-
-    return full
-
-
-class GatedLayer(nn.Module):
-    """The gated feed-forward of Llama."""
-
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(hidden, inner, bias=False)
-        self.up = nn.Linear(hidden, inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
-        inner = functional.gelu(self.gate(x), approximate="tanh") * self.up(x)
-        output: Tensor = self.down(inner)
-        return output
-
-
-def geglu(row: Row, config: dict[str, Any]) -> Callable[[], Any]:
-    """Set up one row; the result is what is measured."""
-    hidden = config["hidden_size"]
-    layer = GatedLayer(hidden, config["intermediate_size"]).to("cuda").to(torch.bfloat16)
-    shape = (config["bsz"], int(row["x"]), hidden)
-    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    if row["mode"] == "forward":
-        torch.ones(2, 2, device="cuda", requires_grad=True).mm(torch.ones(2, 2, device="cuda"))
-        warm = torch.ones(2, 2, device="cuda", requires_grad=True)
-        (warm @ warm).sum().backward()
-        del warm
-        return lambda: layer(x)
-    if row["mode"] == "backward":
-        output = layer(x)
-        gradient = torch.randn_like(output)
-        return lambda: output.backward(gradient, retain_graph=True)
-
-    def full() -> None:
-        output = layer(x)
-        output.backward(torch.randn_like(output), retain_graph=True)
-
-    return full
-
-
-OPERATORS = {
-    "cross_entropy": cross_entropy,
-    "kl_div": kl_div,
-    "layer_norm": layer_norm,
-    "geglu": geglu,
+GPUS = {
+    "NVIDIA A100-SXM4-80GB": ("A100-80GB", "2.6"),
+    "NVIDIA H100 PCIe": ("H100", "2.6"),
+    "NVIDIA H100 80GB HBM3": ("H100", "2.6"),
+    "NVIDIA GeForce RTX 3090": ("RTX-3090", "2.6"),
+    "NVIDIA GeForce RTX 4090": ("RTX-4090", "2.6"),
+    "NVIDIA B200": ("B200", "2.10"),
 }
+"""The simulated GPU, and a release for it: which one ran is not on record."""
 
 
 def operator_peak(row: Row) -> float:
     """Median peak of ten calls, in MiB."""
-    gpu = "H100" if "H100" in row["gpu"] else "A100-80GB"
-    with simulate(gpu, torch_version="2.6", alloc_conf=""):
+    gpu, release = GPUS[row["gpu"]]
+    with simulate(gpu, torch_version=release, alloc_conf=""):
         call = OPERATORS[row["operator"]](row, json.loads(row["config"]))
         peaks = []
         for _ in range(10):
@@ -299,11 +227,13 @@ def operator_peak(row: Row) -> float:
 
 
 def operator_table() -> Iterator[tuple[Row, float, bool]]:
-    """Every row with the simulated peak in MiB, and whether it is the measured one.
+    """Every row that has a program with the simulated peak in MiB, and whether it is the measured.
 
     The measurements are 32-bit floats, which hold every byte below 16 GiB only.
     """
     for row in rows("liger_operators.csv"):
+        if row["operator"] not in OPERATORS or row["gpu"] not in GPUS:
+            continue
         simulated = operator_peak(row)
         yield row, simulated, pack("f", float(row["peak_mib"])) == pack("f", simulated)
 

@@ -21,6 +21,7 @@ from pytest_gpumem.simulated.described import (
     on_gpu,
 )
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
 from pytest_gpumem.simulated.surface import graphs
@@ -440,9 +441,14 @@ class ShapeExecution(TorchDispatchMode):
             else:
                 where = simulation.here.destination or target
                 kind = where.type
+            if copies and args[0].layout is not torch.strided:
+                _refuse_crossing(to_host=kind == "cpu", from_host=owner in (None, HOST))
             if kind == "cpu":
                 if owner is None:
                     return self._run(func, args, kwargs)
+                record = self._storages.of(args[0]) if copies else None
+                if record is not None and record.nbytes:
+                    transfers.stage_move(record.device, args[0], kwargs)
                 computed = self._values.computed(operator, args, {**kwargs, "device": CPU})
                 if computed is not None:
                     return computed
@@ -461,6 +467,9 @@ class ShapeExecution(TorchDispatchMode):
                 running.operator = FROM_HOST
             result = self._run(func, args, shapes_only)
             self._adopt(result, device)
+            if copies and self._storages.of(args[0]) is None:
+                non_blocking = bool(kwargs.get("non_blocking"))
+                transfers.stage_upload(device, result, args[0], non_blocking)
             if after is not None:
                 after(device, args, kwargs, result)
             self._values.make(operator, args, kwargs, result)
@@ -490,16 +499,30 @@ class ShapeExecution(TorchDispatchMode):
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target, source = args[0], args[1]
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
+                self._stage(target, source, args, kwargs)
                 if self._values.computed(operator, args, kwargs) is None:
                     self._lose(func, target)
                 return target
             if self._storages.on_host and self._owner(args, kwargs) == HOST:
                 return self._on_host(func, args, kwargs)
+            if not raw.is_meta(source) or self._storages.is_on_host(source):
+                self._stage(target, source, args, kwargs)
             result = self._run(func, args, kwargs)
             self._values.follow(operator, args, kwargs, result)
             return result
 
         return handle
+
+    def _stage(
+        self, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        """What ``copy_`` between the host and a GPU allocates for the time of the call."""
+        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        to, of = self._storages.of(target), self._storages.of(source)
+        if to is not None and of is None:
+            transfers.stage_upload(to.device, target, source, non_blocking)
+        elif of is not None and to is None:
+            transfers.stage_download(of.device, target, source, non_blocking)
 
     def _quantize(self, func: Any) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -649,6 +672,15 @@ def _shapes_only(value: Any, is_unknown: Callable[[torch.Tensor], bool]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_shapes_only(item, is_unknown) for item in value)
     return value
+
+
+def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:
+    """Refuse a sparse tensor that moves: shapes do not say how many of its elements there are."""
+    if to_host != from_host:
+        raise UnsupportedOperatorError(
+            f"a sparse tensor moves between host and GPU at {user_line()}, which a simulated GPU "
+            "cannot do: make it on the device it is used on, or move a dense one"
+        )
 
 
 def _no_shapes(func: Any) -> str:

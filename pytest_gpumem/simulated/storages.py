@@ -56,15 +56,12 @@ class Storages:
         except (NotImplementedError, RuntimeError):
             values = values_of_sparse(tensor)
             return None if values is None else self.of(values)
+        except ValueError:
+            return self.by_key.get(storage_key(tensor))
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a CPU tensor of unknown values."""
-        if not self.on_host:
-            return False
-        try:
-            return tensor.untyped_storage()._cdata in self.on_host
-        except (NotImplementedError, RuntimeError):
-            return False
+        return bool(self.on_host) and storage_key(tensor) in self.on_host
 
     def adopt_on_host(self, tensor: torch.Tensor) -> None:
         """Let ``tensor`` stand for host memory with unknown values."""
@@ -152,6 +149,19 @@ _COMPRESSED = {
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies the storage of ``tensor``; 0 for one that has none of its own."""
+    key: int
+    try:
+        key = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
+        return 0
+    except ValueError:  # a lazy module's parameter, which lets nothing be asked of it
+        with torch._C.DisableTorchFunctionSubclass():
+            key = tensor.untyped_storage()._cdata
+    return key
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from pytest_gpumem.simulated import raw, real_kernels
 from pytest_gpumem.simulated.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.errors import HostMemoryError
 from pytest_gpumem.simulated.host import available_memory
+from pytest_gpumem.simulated.storages import storage_key
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
@@ -142,7 +143,7 @@ class Values:
         """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
         if not self._bases:
             return None
-        base = self._bases.get(_key(tensor))
+        base = self._bases.get(storage_key(tensor))
         return None if base is None else _view(base, tensor)
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -205,13 +206,13 @@ class Values:
         if operator.written:
             self._write(operator, args, kwargs, result)
             return
-        given = {_key(tensor) for tensor in _collect((*args, *kwargs.values()), [])}
-        made = [tensor for tensor in _collect(result, []) if _key(tensor) not in given]
+        given = {storage_key(tensor) for tensor in _collect((*args, *kwargs.values()), [])}
+        made = [tensor for tensor in _collect(result, []) if storage_key(tensor) not in given]
         computed = None
         if self._bases and self._known(args, kwargs) and self._is_computable(operator, made):
             computed = self._compute(operator, args, kwargs, [])
         for tensor in made:
-            self.forget(_key(tensor))
+            self.forget(storage_key(tensor))
         if computed is not None:
             self._keep_all(result, computed, set(), parts=True)
 
@@ -234,7 +235,7 @@ class Values:
             return
         if operator.blank and result.numel():
             if self.everything:
-                self._blank.add(_key(result))
+                self._blank.add(storage_key(result))
                 self._watch(result)
             return
         if operator.shaped_like:
@@ -258,7 +259,7 @@ class Values:
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Follow a storage that was resized in place: what was added is undefined."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         base = self._bases.get(key)
         if base is None:
             return
@@ -281,19 +282,19 @@ class Values:
             return
         targets = operator.targets(args, kwargs)
         for target in targets:
-            if _key(target) in self._blank:
+            if storage_key(target) in self._blank:
                 self._put_blank(target)
         if operator.overwrites:
             if not self._can_overwrite(operator, args, kwargs, targets):
                 return
-        elif not any(_key(target) in bases for target in targets):
+        elif not any(storage_key(target) in bases for target in targets):
             return
         elif not self._known(args, kwargs):
             assume = operator.assumption
             spared = assume(self._simulation, args, result) if assume else None
             for target in targets:
                 if target is not spared:
-                    self.forget(_key(target))
+                    self.forget(storage_key(target))
             return
         self._derive(operator, args, kwargs, result, targets)
 
@@ -311,7 +312,7 @@ class Values:
         read += [value for name, value in kwargs.items() if name not in names]
         if targets and self._unknown_among(read) is not True:
             for target in targets:
-                key = _key(target)
+                key = storage_key(target)
                 if key in self._bases:
                     continue
                 if not self._keeps(target) or not covers(target):
@@ -320,7 +321,7 @@ class Values:
             else:
                 return True
         for target in targets:
-            self.forget(_key(target))
+            self.forget(storage_key(target))
         return False
 
     def _derive(
@@ -337,7 +338,7 @@ class Values:
             computed = self._compute(operator, args, kwargs, used)
         if computed is None:
             for target in targets:
-                self.forget(_key(target))
+                self.forget(storage_key(target))
         self._keep_all(result, computed, {tensor.untyped_storage()._cdata for tensor in used})
 
     def _is_computable(self, operator: Operator, results: Iterable[torch.Tensor]) -> bool:
@@ -374,7 +375,7 @@ class Values:
 
     def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
-            base = self._bases.get(_key(value))
+            base = self._bases.get(storage_key(value))
             real = value if base is None else _view(base, value)
             used.append(real)
             return real
@@ -398,7 +399,7 @@ class Values:
         answer = None
         for value in values:
             if isinstance(value, torch.Tensor):
-                if _key(value) in bases:
+                if storage_key(value) in bases:
                     answer = False
                 elif raw.is_meta(value) or is_on_host(value):
                     return True
@@ -433,14 +434,14 @@ class Values:
         if computed is real_kernels.UNREAD or isinstance(computed, int):
             filling = 0 if computed is real_kernels.UNREAD else computed
             computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
-        if not isinstance(computed, torch.Tensor):
+        if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
             return
         if computed.shape == (*result.shape, 1):
             # What cuDNN's attention sums had no last dimension yet in 2.6.
             computed = computed.squeeze(-1)
         if computed.shape != result.shape:
             return
-        base = self._bases.get(_key(result))
+        base = self._bases.get(storage_key(result))
         if base is None:
             self._keep(result, computed, computed.untyped_storage()._cdata in used)
             used.add(computed.untyped_storage()._cdata)
@@ -464,7 +465,7 @@ class Values:
         self._put(tensor, base)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        key = _key(tensor)
+        key = storage_key(tensor)
         self.forget(key)
         if self.everything:
             self._hold(base.numel() * base.element_size())
@@ -495,14 +496,6 @@ class Values:
                 f"was free"
             )
         self._held += nbytes
-
-
-def _key(tensor: torch.Tensor) -> int:
-    try:
-        key: int = tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
-        return 0
-    return key
 
 
 def _view(base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

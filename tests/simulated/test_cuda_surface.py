@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.errors import UnsupportedOperatorError
 
 MIB = 1024 * 1024
 
@@ -171,6 +172,19 @@ def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None
         lazy(torch.ones(2, 8, device="cuda"))
         assert lazy.weight.is_cuda
         assert lazy.weight.shape == (4, 8)
+        with pytest.raises(UnsupportedOperatorError, match=r"run it once first$"):
+            nn.LazyLinear(4).cuda().cpu()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("real_values", [False, True])
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_sparse_tensors_do_not_move_unseen(here: str, there: str, real_values: bool) -> None:
+    with simulate("T4", real_values=real_values):
+        indices = torch.tensor([[0, 1], [1, 0]], device=here)
+        sparse = torch.sparse_coo_tensor(indices, torch.ones(2, device=here), (2, 2))
+        with pytest.raises(UnsupportedOperatorError, match="a sparse tensor moves between host"):
+            sparse.to(there)
 
 
 def test_the_cuda_version_is_one() -> None:

@@ -26,10 +26,13 @@ from pytest_gpumem.simulated.operators import (
     normalization,
     reductions,
     rnn,
+    rolling,
     shapes_only,
     slices,
+    softmax,
     sorting,
     spatial,
+    whole,
 )
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
 from pytest_gpumem.simulated.operators.indexing import is_masked_fill
@@ -56,6 +59,7 @@ RULES: dict[str, Rule] = {
     **attention.RULES,
     **counting.RULES,
     **ctc.RULES,
+    **dropout.RULES,
     **embeddings.RULES,
     **foreach.RULES,
     **indexing.RULES,
@@ -65,6 +69,8 @@ RULES: dict[str, Rule] = {
     **normalization.RULES,
     **reductions.RULES,
     **rnn.RULES,
+    **rolling.RULES,
+    **softmax.RULES,
     **sorting.RULES,
     **spatial.RULES,
 }
@@ -89,6 +95,7 @@ IN_VIEW: dict[str, Callable[..., Any]] = {
     **indexing.IN_VIEW,
     **losses.IN_VIEW,
     **rnn.IN_VIEW,
+    **whole.IN_VIEW,
 }
 """By overload: operators that autograd sees whole and that CUDA builds from others."""
 

@@ -1,14 +1,20 @@
 """Dropout: on CUDA one fused kernel with a mask of one byte per element.
 
-Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable).
+Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable) and native/cuda/Dropout.cu
+(native_dropout_cuda, dropout_cuda), of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pytest_gpumem.simulated.operators.rules import Rule
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -21,3 +27,16 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}
+
+
+def _outputs(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+) -> tuple[torch.Tensor, ...]:
+    """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
+    output, mask = out
+    everything = (args[1] if len(args) > 1 else kwargs["p"]) == 1
+    trains = args[2] if len(args) > 2 else kwargs.get("train")
+    return (output, mask) if everything or trains is False else (mask, output)
+
+
+RULES = {"aten::native_dropout": Rule(placed=_outputs)}

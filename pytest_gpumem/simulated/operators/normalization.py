@@ -62,9 +62,13 @@ def batch_norm(
             weight.contiguous(),
             bias.contiguous(),
         ]
-        return torch.ops.aten.cudnn_batch_norm(  # type: ignore[no-any-return]  # an operator
+        output: Tensor
+        output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
             *kept, running_mean, running_var, training, momentum, eps
-        )[0]
+        )
+        # _batch_norm_impl_index drops its copies, batch_norm then the rest of what it returned.
+        del kept
+        return output
     return _batch_norm(  # type: ignore[no-any-return]  # an operator
         input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
     )

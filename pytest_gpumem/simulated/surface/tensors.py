@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.assumptions import taken_for_granted
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.neutral import NeutralFloat
+from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import return_gradient
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 
@@ -195,6 +196,11 @@ class _Tensors:
         elif not raw.is_meta(tensor):
             return _to(tensor, *args, **kwargs)
         block = self._block(tensor)
+        if block is not None and is_lazy(tensor) and device.type == "cpu":
+            raise UnsupportedOperatorError(
+                f"a lazy module moves back to the host at {user_line()} before it has a shape, "
+                f"which it cannot on a simulated GPU: run it once first"
+            )
         if (block is None) != (device.type == "cpu") and not _is_non_blocking(args, kwargs):
             index = device.index if block is None else block.device.index
             self._simulation.streams.host_waits(self._simulation.device(index).index)
@@ -337,8 +343,9 @@ class _Tensors:
         return NeutralFloat(value) if self._is_unknown(tensor) else value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
-        known = self._known(tensor)
-        if known is not None:
+        block, known = self._block(tensor), self._known(tensor)
+        if block is not None and known is not None:
+            transfers.stage_move(block.device, tensor, {})
             return _tolist(known)
         self._refuse(tensor, "tolist()")
         return _tolist(tensor)

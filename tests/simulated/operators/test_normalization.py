@@ -49,6 +49,17 @@ def test_saved_statistics(on: Any) -> None:
     assert gpu.of(lambda: norm(x)) == [4 * 64 * 64 * 4, 256, 256]
 
 
+def test_a_copy_of_the_input_goes_before_the_statistics(on: Any) -> None:
+    # HugePandaCoder/octree-nca-groupeq d47727a2, Model_BasicNCA3D.py: inference over a transposed
+    # volume, normalised by its own statistics.
+    gpu = on()
+    norm = nn.BatchNorm3d(64, track_running_stats=False).cuda()
+    x = torch.randn(1, 6, 5, 4, 64, device="cuda").transpose(1, 4)
+    nbytes = 64 * 6 * 5 * 4 * 4
+    with torch.no_grad():
+        assert gpu.of(lambda: norm(x)) == [nbytes, nbytes, 256, 256, -nbytes, -256, -256]
+
+
 def uncounted(norm: nn.Module) -> nn.Module:
     norm.num_batches_tracked = None  # type: ignore[assignment]  # its increment is not the kernel's
     return norm.cuda()

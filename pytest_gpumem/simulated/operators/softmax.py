@@ -1,0 +1,64 @@
+"""Softmax: the product that its backward takes, and copies of what is not contiguous.
+
+Source: aten/src/ATen/native/cuda/SoftMax.cu (host_softmax, host_softmax_backward,
+softmax_backward_cuda_out), torch 2.6 to 2.15. Outputs come first, as of every structured operator:
+the meta kernels give their sizes, types and strides as CUDA's do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
+
+from pytest_gpumem.simulated.operators.rules import Rule, passing
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+
+def _copies(*tensors: Tensor) -> list[int]:
+    return [
+        tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_contiguous()
+    ]
+
+
+def _forward(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    passing(gpu, *_copies(args[0]))
+
+
+def _log_backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    passing(gpu, *_copies(*args[:2]))
+
+
+def _backward(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    gradient, output = args[:2]
+    product = gradient.numel() * gradient.element_size()
+    copied = [] if _is_product_contiguous(gradient, output) else [product]
+    passing(gpu, product, *copied, *_copies(output))
+
+
+def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
+    """The product takes over the order of strides of what it multiplies."""
+    if gradient.is_contiguous() and output.is_contiguous():
+        return True
+    strides = compute_elementwise_output_strides(gradient, output)
+    shape = output.shape
+    expected = make_contiguous_strides_for(shape)
+    return all(
+        size == 1 or stride == wanted
+        for size, stride, wanted in zip(shape, strides, expected, strict=True)
+    )
+
+
+RULES = {
+    "aten::_softmax": Rule(after=_forward),
+    "aten::_log_softmax": Rule(after=_forward),
+    "aten::_softmax_backward_data": Rule(after=_backward),
+    "aten::_log_softmax_backward_data": Rule(after=_log_backward),
+}

@@ -1,0 +1,109 @@
+"""Copies between host and GPU: what is no single stretch of memory on both sides is staged.
+
+Source: aten/src/ATen/native/cuda/Copy.cu (copy_requires_temporaries, copy_kernel_cuda) and
+native/TensorConversions.cpp (_to_copy), of torch 2.6 to 2.15. Copies between GPUs that reach each
+other's memory, and copies on one GPU, take nothing. Sparse tensors do not move between the two.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.rules import Scratch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+
+def stage_upload(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """The temporary of ``target.copy_(source)`` from the host.
+
+    The host converts what it sends, unless the copy does not block.
+    """
+    if target.layout is not torch.strided or not target.numel():
+        return
+    converts = target.dtype != source.dtype
+    if not converts and _are_one_stretch(target, source):
+        return
+    if target.is_contiguous() and not (converts and non_blocking):
+        return
+    sent = source if non_blocking else target
+    _take_and_free(gpu, target.numel() * sent.element_size())
+
+
+def stage_download(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+    """The temporaries of ``target.copy_(source)`` to the host."""
+    if source.layout is not torch.strided:
+        return
+    _download(
+        gpu, source, target.dtype, target.shape, _are_one_stretch(target, source), non_blocking
+    )
+
+
+def stage_move(gpu: SimulatedGPU, source: Tensor, options: dict[str, Any]) -> None:
+    """The temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
+    wanted = options.get("memory_format") or torch.preserve_format
+    if wanted is torch.preserve_format:
+        kept = is_dense(source)
+    else:
+        kept = source.is_contiguous(memory_format=wanted)
+    _download(
+        gpu,
+        source,
+        options.get("dtype") or source.dtype,
+        source.shape,
+        kept,
+        bool(options.get("non_blocking")),
+    )
+
+
+def _download(
+    gpu: SimulatedGPU,
+    source: Tensor,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    one_stretch: bool,
+    non_blocking: bool,
+) -> None:
+    converts = dtype != source.dtype
+    if one_stretch and not converts:
+        return
+    if not (converts and non_blocking):
+        if not source.is_contiguous() or source.shape != shape:
+            _take_and_free(gpu, shape.numel() * source.element_size())
+        return
+    scratch = Scratch(gpu)
+    converted = scratch.take(source.numel() * dtype.itemsize)
+    if not _is_in_order(source) or source.shape != shape:
+        scratch.take(shape.numel() * dtype.itemsize)
+        scratch.drop(converted)
+    scratch.free()
+
+
+def _take_and_free(gpu: SimulatedGPU, nbytes: int) -> None:
+    scratch = Scratch(gpu)
+    scratch.take(nbytes)
+    scratch.free()
+
+
+def _are_one_stretch(target: Tensor, source: Tensor) -> bool:
+    """TensorIteratorBase::is_contiguous of the pair: the same dense layout, where it matters."""
+    if target.numel() == 1:
+        return True
+    if target.shape != source.shape:
+        return False
+    layouts = zip(target.shape, target.stride(), source.stride(), strict=True)
+    return all(size < 2 or one == other for size, one, other in layouts) and is_dense(target)
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Whether a dense copy of ``tensor`` is contiguous (infer_dense_strides)."""
+    strides = [
+        stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ]
+    return all(left >= right for left, right in pairwise(strides))
