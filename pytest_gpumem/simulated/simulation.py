@@ -58,7 +58,7 @@ class Simulation:
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
         self.notes: dict[str, None] = {}
-        self.autocast = CastCache()
+        self.autocast = CastCache(self.gpus[0].version)
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
         """Which GPU an operator runs on; ``None`` where there is but one."""
         self.streams = streams.Streams(self.gpus[0].timeline)

@@ -105,6 +105,29 @@ def test_casts_of_leaves_stay_until_the_outermost_context_ends() -> None:
         assert gpu.allocated == 2 * 256 * 256 * 4 + 8_519_680
 
 
+@pytest.mark.parametrize(("release", "kept"), [("2.10", 256 * 256 * 2), ("2.11", 0)])
+def test_casts_made_in_inference_mode_are_not_kept_since_2_11(release: str, kept: int) -> None:
+    with simulate("A100-40GB", torch_version=release) as gpu:
+        weight = torch.ones(256, 256, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16), torch.inference_mode():
+            weight @ weight
+            gc.collect()
+            assert gpu.allocated == 256 * 256 * 4 + kept + 8_519_680
+
+
+@pytest.mark.parametrize(("release", "reaches_the_weight"), [("2.10", False), ("2.11", True)])
+def test_a_cast_made_without_gradients_serves_for_them_since_2_11(
+    release: str, reaches_the_weight: bool
+) -> None:
+    with simulate("A100-40GB", torch_version=release):
+        weight = torch.ones(256, 256, device="cuda", requires_grad=True)
+        x = torch.ones(256, 256, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            with torch.no_grad():
+                x @ weight
+            assert (x @ weight).requires_grad is reaches_the_weight
+
+
 def test_cache_can_be_switched_off() -> None:
     with simulate("A100-40GB", torch_version="2.6") as gpu:
         weight = torch.ones(256, 256, device="cuda", requires_grad=True)

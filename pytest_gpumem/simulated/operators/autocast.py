@@ -8,12 +8,16 @@ name that a release does not have is passed over.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 
 LOWER_PRECISION = """
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
@@ -59,9 +63,14 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 
 
 class CastCache:
-    """Casts of float32 leaves, kept until the outermost autocast context ends."""
+    """Casts of float32 leaves, kept until the outermost autocast context ends.
 
-    def __init__(self) -> None:
+    Since 2.11 those made in inference mode are not kept, and those made under ``no_grad`` serve for
+    gradients afterwards (``cached_cast``; up to 2.10 their leaves then got none).
+    """
+
+    def __init__(self, version: Version) -> None:
+        self._for_gradients = version >= (2, 11)
         self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._library: torch.library.Library | None = None
 
@@ -128,12 +137,14 @@ class CastCache:
             and tensor.requires_grad
             and tensor.is_leaf
             and not tensor._is_view()
+            and not (self._for_gradients and torch.is_inference_mode_enabled())
         )
         if not cacheable:
             return tensor.to(dtype)
         found = self._casts.get(id(tensor))
         if found is None:
-            found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
+            with torch.set_grad_enabled(self._for_gradients or torch.is_grad_enabled()):
+                found = self._casts[id(tensor)] = (tensor, tensor.to(dtype))
         return found[1]
 
     def _run(
@@ -201,7 +212,14 @@ class CastCache:
         return kernel
 
     def _promote(self, overload: Any) -> Callable[..., Any]:
+        in_place = IN_PLACE.get(str(overload))
+
         def kernel(*args: Any, **kwargs: Any) -> Any:
+            if in_place is not None and in_formula(sys._getframe(1)):
+                node = torch._C._current_autograd_node()
+                operator = None if node is None else in_place(args, node.name())
+                if operator is not None:
+                    return operator(*args, **kwargs)
             with torch._C._ExcludeDispatchKeyGuard(_KEYS):
                 dtype = torch.get_autocast_dtype("cuda")
                 tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]

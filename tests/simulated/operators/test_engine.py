@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -160,3 +161,20 @@ def test_nothing_is_kept_without_gradients(on: Any) -> None:
         with context():
             assert sum(gpu.of(lambda: weight.exp().sin())) == MATRIX
     assert sum(gpu.of(lambda: weight.exp().sin())) == 2 * MATRIX
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda table: table[torch.zeros(8, dtype=torch.long, device="cuda")],
+        lambda table: table.gather(0, torch.zeros(8, 64, dtype=torch.long, device="cuda")),
+    ],
+)
+def test_formulas_that_autocast_knows_write_in_place_under_it(on: Any, select: Any) -> None:
+    gpu = on()
+    table = torch.ones(1000, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        events = gpu.of(select(table).sum().backward)
+    # index_put_ and scatter_add_ fill the zeros that become the gradient: 1000 x 64 x 4 bytes.
+    assert events.count(256_000) == 1
+    assert -256_000 not in events
