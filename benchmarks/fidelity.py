@@ -111,8 +111,9 @@ def programs() -> Iterator[str]:
     yield (
         "The program behind a recording, written anew (`benchmarks/producers`) and run under "
         "simulation: every allocation and free with its size, in order, and the highest bytes "
-        "while recording. The rules are those of the torch named; composite operators are those "
-        "of the torch that runs. Where a repository does not name its GPU, the one named has the "
+        "while recording. The rules are those of the torch named, for older recordings the oldest "
+        "that is simulated; composite operators are those of the torch that runs. Where a "
+        "repository does not name its GPU, the one named has the "
         "compute capability that the trace shows."
     )
     yield ""

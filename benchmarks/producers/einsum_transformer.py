@@ -22,7 +22,7 @@ class Product(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         return torch.einsum("...a,ba->...b", x, self.weight)
 
 
@@ -34,7 +34,7 @@ class Table(nn.Module):
         self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         return self.weight[x]
 
 
@@ -46,7 +46,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         dtype = x.dtype
         x = x.to(torch.float32)
         root = torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True) + 1e-5)
@@ -73,7 +73,7 @@ class Rotation(nn.Module):
         self.register_buffer("cos", angles.cos())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         positions = torch.arange(x.shape[-2])
         sin = self.sin[positions].to("cuda")
         cos = self.cos[positions].to("cuda")
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.out = Product(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         length = x.shape[-2]
         q, k, v = self.q(x), self.k(x), self.v(x)
         q = self._split(q)
@@ -130,7 +130,7 @@ class Gate(nn.Module):
     """SiLU by hand."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         return x * torch.sigmoid(x)
 
 
@@ -145,7 +145,7 @@ class FeedForward(nn.Module):
         self.gate = Gate()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         a = self.w1(x)
         b = self.gate(a)
         c = self.w3(x)
@@ -163,7 +163,7 @@ class Block(nn.Module):
         self.attention, self.feed_forward = Attention(), FeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         normed = self.norm1(x)
         attended = self.attention(normed)
         middle = attended + x
@@ -184,7 +184,7 @@ class Model(nn.Module):
         self.head = Product(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         x = self.table(x)
         for block in self.blocks:
             x = block(x)
@@ -229,7 +229,7 @@ class Loss(nn.Module):
     """Cross entropy by hand, through one-hot targets."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """The layer\'s output."""
+        """The layer's output."""
         highest, _ = torch.max(x, dim=-1, keepdim=True)
         log = x - highest - torch.log(torch.sum(torch.exp(x - highest), dim=-1, keepdim=True))
         one_hot = torch.zeros_like(log)

@@ -176,6 +176,7 @@ class SimulatedGPU:
         memory.reset_peak_stats()
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
+        self.frugal_plans.clear()
 
     @property
     def left_behind(self) -> int:

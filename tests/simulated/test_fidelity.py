@@ -48,6 +48,10 @@ def tables(recordings: ModuleType) -> ModuleType:
         "lm-small-forward",
         "lm-medium-training",
         "tiny-steps",
+        "automaton-slide",
+        "automaton-fused-slide",
+        "automaton-video",
+        "layer-by-layer",
     ],
 )
 def test_every_event_and_both_peaks_equal_the_recording(
@@ -102,3 +106,15 @@ def test_resnet50_takes_the_bytes_that_a_profiler_recorded(recordings: ModuleTyp
 
     assert highest.simulated == highest.measured == 283_144_680
     assert last.simulated == last.measured == 111_570_920
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("resnet101", "SGD"), ("convnext_tiny", "AdamW")])
+def test_large_batches_of_images_reserve_what_nvml_showed(
+    recordings: ModuleType, model: str, optimizer: str
+) -> None:
+    import single_numbers
+
+    runs = [run for run in single_numbers.XMEM if (run.model, run.optimizer) == (model, optimizer)]
+    (number,) = single_numbers.image_runs(runs)
+
+    assert number.simulated == pytest.approx(number.measured, rel=0.02)

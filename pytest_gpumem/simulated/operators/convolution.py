@@ -334,30 +334,37 @@ class _Call:
         output: Tensor,
         memory_format: torch.memory_format,
     ) -> None:
-        """run_conv_plan: the workspace, for the time of the call."""
+        """run_conv_plan: the workspace, for the time of the call.
+
+        Where it does not fit, cuDNN's next plans are tried, of which the last ones need none, and
+        the one that ran is kept for such calls (try_configs and benchmark_cache in Conv_v8.cpp).
+        """
         parameters = self.parameters
-        nbytes = cudnn.convolution_bytes(
-            cudnn.Convolution(
-                direction,
-                tuple(input.shape),
-                output.shape[1],
-                tuple(weight.shape[2:]),
-                parameters.stride,
-                parameters.dilation,
-                parameters.groups,
-                _nbytes(input),
-                _nbytes(weight),
-                _nbytes(output),
-                input.element_size(),
-                memory_format is not _CONTIGUOUS,
-                self._on_tensor_cores(input.dtype),
-                self.gpu.model.compute_capability,
-            )
+        call = cudnn.Convolution(
+            direction,
+            tuple(input.shape),
+            output.shape[1],
+            tuple(weight.shape[2:]),
+            parameters.stride,
+            parameters.dilation,
+            parameters.groups,
+            _nbytes(input),
+            _nbytes(weight),
+            _nbytes(output),
+            input.element_size(),
+            memory_format is not _CONTIGUOUS,
+            self._on_tensor_cores(input.dtype),
+            self.gpu.model.compute_capability,
         )
+        frugal = self.gpu.frugal_plans
+        nbytes = 0 if frugal and call in frugal else cudnn.convolution_bytes(call)
         if nbytes:
             dims = 1 if weight.shape[2] == 1 < weight.shape[3] else weight.dim() - 2
             scratch = Scratch(self.gpu)
-            scratch.estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
+            try:
+                scratch.estimate(nbytes, "cuDNN", f"conv{dims}d ({direction})")
+            except torch.OutOfMemoryError:
+                frugal.add(call)
             scratch.free()
 
     def _on_tensor_cores(self, dtype: torch.dtype) -> bool:

@@ -100,6 +100,21 @@ def test_backward_computes_input_then_weight_then_bias(on: Any) -> None:
     assert events[:7] == [IMAGE, workspace, -workspace, WEIGHTS, workspace, -workspace, 512]
 
 
+def test_a_workspace_that_does_not_fit_is_done_without(on: Any) -> None:
+    gpu = on()
+    layer, x = conv(), image(grad=False)
+    total = torch.cuda.get_device_properties(0).total_memory
+    # The output fits in a segment of 2 MiB; the workspace wants one of 20 MiB.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4 * 2**20) / total)
+    assert gpu.of(lambda: layer(x)) == [IMAGE]
+    assert torch.cuda.memory_stats()["num_ooms"] == 1
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert gpu.of(lambda: layer(x)) == [IMAGE]  # the plan that ran is kept
+    larger = torch.randn(4, 128, 32, 32, device="cuda")
+    workspace = 2 * IMAGE + WEIGHTS + 16
+    assert gpu.of(lambda: layer(larger)) == [2 * IMAGE, workspace, -workspace]
+
+
 def test_channels_last_weights_make_channels_last_outputs(on: Any) -> None:
     gpu = on()
     layer, x = conv(), image(grad=False)

@@ -82,12 +82,86 @@ def test_contiguous_operands_are_transposed(
     assert convolution_bytes(call) == nbytes
 
 
+def batch_of(direction: str, inputs: int, size: int, outputs: int) -> Convolution:
+    """300 images through a 3x3 convolution."""
+    one = convolution(direction, inputs, size, outputs, 3)
+    return replace(
+        one,
+        input=(300, *one.input[1:]),
+        input_bytes=300 * one.input_bytes,
+        output_bytes=300 * one.output_bytes,
+        capability=(8, 9),
+    )
+
+
+@pytest.mark.parametrize(
+    ("direction", "inputs", "size", "outputs", "nbytes"),
+    [
+        # VGG-19, 300 images of 86 x 86 pixels: Stone-ResearchLife/xMem 235b5abb.
+        (FORWARD, 64, 86, 64, 568_160_272),
+        (FORWARD, 64, 43, 128, 142_298_128),
+        (FORWARD, 256, 21, 256, 137_834_512),
+        (FORWARD, 256, 10, 512, 35_438_608),
+        (FORWARD, 512, 5, 512, 40_157_200),
+        (INPUT, 64, 86, 64, 1_136_173_072),
+        (INPUT, 64, 43, 128, 426_304_528),
+        (INPUT, 256, 21, 256, 273_309_712),
+        (INPUT, 256, 10, 512, 96_878_608),
+        (INPUT, 512, 10, 512, 132_317_200),
+        (WEIGHT, 256, 10, 512, 96_878_608),
+        (WEIGHT, 512, 5, 512, 40_157_200),
+        (WEIGHT, 3, 86, 64, 0),
+    ],
+)
+def test_large_batches_are_transposed_whole(
+    direction: str, inputs: int, size: int, outputs: int, nbytes: int
+) -> None:
+    assert convolution_bytes(batch_of(direction, inputs, size, outputs)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("direction", "inputs", "size", "outputs", "nbytes"),
+    [
+        # The same trace: partial sums, and tiles of the images.
+        (FORWARD, 512, 10, 512, 132_484_959),
+        (WEIGHT, 64, 86, 64, 1_136_173_092),
+        (WEIGHT, 128, 43, 128, 576_860_875),
+        (WEIGHT, 256, 21, 256, 273_309_784),
+    ],
+)
+def test_what_comes_on_top_of_the_copies_is_small(
+    direction: str, inputs: int, size: int, outputs: int, nbytes: int
+) -> None:
+    assert convolution_bytes(batch_of(direction, inputs, size, outputs)) == pytest.approx(
+        nbytes, rel=0.02
+    )
+
+
 def test_what_needs_no_copy_takes_nothing() -> None:
     call = convolution(WEIGHT, 128, 28, 128, 3)
     assert convolution_bytes(replace(call, channels_last=True)) == 0
     assert convolution_bytes(replace(call, groups=4)) == 0
     assert convolution_bytes(replace(call, tensor_cores=False)) == 0
     assert convolution_bytes(convolution(FORWARD, 128, 28, 128, 1)) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [(64, 0), (302, 4_194_304), (604, 134_217_728), (1208, 134_217_728), (4830, 134_217_728)],
+)
+def test_large_products_on_tensor_cores_as_recorded(size: int, nbytes: int) -> None:
+    # HugePandaCoder/octree-nca-groupeq 0cc72993: 32 to 64 channels of one image.
+    call = replace(convolution(FORWARD, 32, size, 64, 1), capability=(8, 9))
+    assert convolution_bytes(call) == nbytes
+
+
+def test_other_products_take_nothing() -> None:
+    call = replace(convolution(FORWARD, 32, 4830, 64, 1), capability=(8, 9))
+    assert convolution_bytes(replace(call, outputs=13)) == 0  # recorded there too: 64 to 13
+    assert convolution_bytes(replace(call, input=(2, 32, 4830, 4830))) == 0
+    assert convolution_bytes(replace(call, tensor_cores=False)) == 0
+    assert convolution_bytes(replace(call, direction=WEIGHT)) == 0
+    assert convolution_bytes(replace(call, capability=(8, 6))) == 0
 
 
 def test_measured_shapes_of_a_gpu_go_before_the_rule() -> None:
