@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from typing import Any
 
 BLOCK = 512
 """The caching allocator rounds every tensor up to a multiple of this."""
@@ -20,6 +22,30 @@ CATEGORIES = (
 def in_blocks(*shape: int, itemsize: int = 4) -> int:
     """Bytes that a tensor of ``shape`` takes on the device."""
     return -(-prod(shape) * itemsize // BLOCK) * BLOCK
+
+
+INTERMEDIATES: dict[
+    str, tuple[Callable[..., Any], list[tuple[int, int]], list[tuple[int, int]], int]
+] = {
+    "x @ w": (lambda x, w: x @ w, [(256, 250)], [(100, 256)], 0),
+    "x + w": (lambda x, w: x + w, [(100, 256)], [], 0),
+    "(x * 2) @ w": (
+        lambda x, w: (x * 2) @ w,
+        [(256, 250)],
+        [(100, 256)],
+        in_blocks(100, 256),
+    ),
+    "((x + 2) @ w1 + 3) * w2": (
+        lambda x, w1, w2: ((x + 2) @ w1 + 3) * w2,
+        [(256, 250), (100, 250)],
+        [(100, 256), (100, 250), (100, 250)],
+        in_blocks(100, 256) + in_blocks(100, 250),
+    ),
+}
+"""What autograd keeps for an input of (100, 256) and weights: a computation, the shapes of its
+weights, the shapes that it saves for backward, and the bytes that it keeps beside input and
+output.
+"""
 
 
 def linear(inputs: int, outputs: int) -> int:

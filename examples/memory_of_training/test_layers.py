@@ -74,24 +74,8 @@ def test_backward_tensors(tensors_alone: Read) -> None:
 @on_any_gpu
 @pytest.mark.parametrize(
     ("compute", "w_shapes", "saved", "kept"),
-    [
-        pytest.param(lambda x, w: x @ w, [(256, 250)], [(100, 256)], 0, id="x @ w"),
-        pytest.param(lambda x, w: x + w, [(100, 256)], [], 0, id="x + w"),
-        pytest.param(
-            lambda x, w: (x * 2) @ w,
-            [(256, 250)],
-            [(100, 256)],
-            in_blocks(100, 256),
-            id="(x * 2) @ w",
-        ),
-        pytest.param(
-            lambda x, w1, w2: ((x + 2) @ w1 + 3) * w2,
-            [(256, 250), (100, 250)],
-            [(100, 256), (100, 250), (100, 250)],
-            in_blocks(100, 256) + in_blocks(100, 250),
-            id="((x + 2) @ w1 + 3) * w2",
-        ),
-    ],
+    closed_form.INTERMEDIATES.values(),
+    ids=closed_form.INTERMEDIATES,
 )
 def test_kept(
     compute: Callable[..., Tensor],

@@ -84,6 +84,23 @@ def _seed(dropout: float) -> int:
     return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
 
 
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, int]:
+    """The output, the logarithm of each row's sum, and the seed of what is dropped."""
+    seed = _seed(dropout)
+    _, dropped, total, values, _ = _attention(
+        query, key, value, bias, dropout, is_causal, scale, seed
+    )
+    return (dropped @ values).to(query.dtype), total, seed
+
+
 def _flash(
     query: Tensor,
     key: Tensor,
@@ -94,11 +111,7 @@ def _flash(
     *,
     scale: float | None = None,
 ) -> Any:
-    seed = _seed(dropout_p)
-    _, dropped, total, values, _ = _attention(
-        query, key, value, None, dropout_p, is_causal, scale, seed
-    )
-    out = (dropped @ values).to(query.dtype)
+    out, total, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
     return out, total, None, None, None, None, seed, UNREAD, UNREAD
 
 
@@ -113,13 +126,9 @@ def _efficient(
     *,
     scale: float | None = None,
 ) -> Any:
-    seed = _seed(dropout_p)
-    _, dropped, total, values, _ = _attention(
-        query, key, value, attn_bias, dropout_p, is_causal, scale, seed
-    )
+    out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     rows = total.shape[-1]
     padded = torch.nn.functional.pad(total, (0, -rows % 32), value=math.inf)
-    out = (dropped @ values).to(query.dtype)
     return out, padded if compute_log_sumexp else UNREAD, seed, UNREAD
 
 
@@ -135,11 +144,7 @@ def _cudnn(
     *,
     scale: float | None = None,
 ) -> Any:
-    seed = _seed(dropout_p)
-    _, dropped, total, values, _ = _attention(
-        query, key, value, attn_bias, dropout_p, is_causal, scale, seed
-    )
-    out = (dropped @ values).to(query.dtype)
+    out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
     return out, total[..., None], None, None, None, None, seed, UNREAD, UNREAD
 
 

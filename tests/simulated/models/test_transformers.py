@@ -38,6 +38,17 @@ def bert() -> nn.Module:
     return _module(transformers.BertForSequenceClassification(config))
 
 
+GROUPED_HEADS = {
+    "vocab_size": WORDS,
+    "hidden_size": WIDTH,
+    "intermediate_size": 2 * WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+}
+"""A decoder with two heads of queries for each of keys."""
+
+
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=WORDS,
@@ -52,27 +63,13 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-    )
+    config = transformers.LlamaConfig(**GROUPED_HEADS)
     return _module(transformers.LlamaForCausalLM(config).to(torch.bfloat16))
 
 
 def qwen() -> nn.Module:
-    """Two heads of queries for each of keys, in float32: flash cannot run."""
-    config = transformers.Qwen2Config(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-    )
+    """In float32: flash cannot run."""
+    config = transformers.Qwen2Config(**GROUPED_HEADS)
     return _module(transformers.Qwen2ForCausalLM(config))
 
 
