@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ import torch
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.measurement.history import recording
 from pytest_gpumem.simulated.allocator.rounding import round_size
+from pytest_gpumem.simulated.callsite import shown_operator
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).resolve().parents[1])
 _OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
 _NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
 _WORKSPACE = re.compile(r"\b(getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
-_COPIES = ("to_copy", "to_dtype_layout", "to_device")
-_FACTORIES = ("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye")
+_FACTORIES = (
+    *("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye", "linspace"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "resize"),
+)
+"""How operators begin that make tensors, for users and inside of other operators."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,19 +61,34 @@ class RecordedOrigin:
     @cached_property
     def operator_name(self) -> str | None:
         """The operator in C++ frames, else the function of torch's own Python that was called."""
-        operator = self._found(_OPERATOR)
-        if operator:
-            base = operator.lstrip("_")
-            return f"torch.{base}" if hasattr(torch, base) else f"aten::{operator}"
-        return self._called()
+        operator = self._operator
+        return shown_operator(f"aten::{operator}") if operator else self._called()
 
-    @property
+    @cached_property
     def kind(self) -> str:
         """``copy``, ``factory`` or ``computed``, by the operator's name."""
-        base = (self._found(_OPERATOR) or self._called() or "").rpartition(".")[2].lstrip("_")
-        if base in _COPIES:
-            return "copy"
-        return "factory" if base.startswith(_FACTORIES) else "computed"
+        operator = self._operator
+        if operator == "_to_copy":
+            # Under ``to_dtype`` the tensor stays on its device: autocast's casts, ``x.half()``.
+            return "computed" if "to_dtype" in self._symbols else "copy"
+        base = operator or (self._called() or "").rpartition(".")[2]
+        return "factory" if _is_factory(base) else "computed"
+
+    @property
+    def _operator(self) -> str | None:
+        """The innermost operator that is more than memory for another one, without overload.
+
+        The block of ``relu`` is ``empty_memory_format``'s, called by ``empty_like``, called by it.
+        """
+        called = [_without_overload(symbol) for symbol in self._symbols]
+        computing = (operator for operator in called if not _is_factory(operator))
+        return next(computing, called[-1] if called else None)
+
+    @cached_property
+    def _symbols(self) -> list[str]:
+        """What runs of ``at::_ops`` below Python, innermost first; needs C++ frames."""
+        names = (frame["name"] for frame in takewhile(_is_cpp, self.frames))
+        return [match[1] for name in names if (match := _OPERATOR.search(name))]
 
     def _called(self) -> str | None:
         """Return the outermost function of torch between the allocation and the user's code."""
@@ -85,6 +105,26 @@ class RecordedOrigin:
     def _found(self, pattern: re.Pattern[str]) -> str | None:
         matches = (pattern.search(frame["name"]) for frame in self.frames)
         return next((match[1] for match in matches if match), None)
+
+
+def _is_cpp(frame: dict[str, Any]) -> bool:
+    return not frame["filename"].endswith(".py")
+
+
+def _is_factory(operator: str) -> bool:
+    return operator.lstrip("_").startswith(_FACTORIES)
+
+
+@cache
+def _without_overload(symbol: str) -> str:
+    """Return ``sum`` for ``sum_dim_IntList``, as ``at::_ops`` names ``aten::sum.dim_IntList``."""
+    parts = symbol.split("_")
+    for end in range(len(parts), 0, -1):
+        name, overload = "_".join(parts[:end]), "_".join(parts[end:]) or "default"
+        operator = getattr(torch.ops.aten, name, None) if name.strip("_") else None
+        if operator is not None and overload in operator.overloads():
+            return name
+    return symbol
 
 
 class RecordedHistory:

@@ -102,14 +102,17 @@ class CudaStatistics:
         return readings
 
     def live_blocks(self) -> frozenset[Block]:
-        """Return every block in use, also those that a stream still works on."""
+        """Return every block in use; not those that were given up while a stream works on them.
+
+        They are "active" until the allocator is next asked for memory: nobody leaks them.
+        """
         if not _initialized():
             return frozenset()
         return frozenset(
             Block(segment["device"], block["address"], block["size"])
             for segment in torch.cuda.memory_snapshot(**self._snapshot_options)
             for block in segment["blocks"]
-            if block["state"].startswith("active")
+            if block["state"] == "active_allocated"
         )
 
     def synchronize(self) -> None:

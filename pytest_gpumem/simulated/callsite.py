@@ -111,7 +111,7 @@ class Provenance:
         """The operator as users call it: ``torch.softmax``."""
         if self.operator is None or self.operator is FROM_HOST:
             return FROM_HOST
-        return _operator_name(self.operator)
+        return shown_operator(self.operator._schema.name)
 
     @property
     def kind(self) -> str:
@@ -167,8 +167,8 @@ _OWNERS = (("torch", torch), ("Tensor", torch.Tensor), ("functional", torch.nn.f
 
 
 @cache
-def _operator_name(operator: Any) -> str:
-    name: str = operator._schema.name
+def shown_operator(name: str) -> str:
+    """Return ``aten::_softmax`` as users call it: ``torch.softmax``."""
     namespace, _, base = name.partition("::")
     base = base.lstrip("_") if namespace == "aten" else base
     if base == "to_copy":

@@ -115,6 +115,16 @@ def test_blocks_are_listed_with_address_and_rounded_size(statistics: CudaStatist
     }
 
 
+def test_a_block_that_only_a_stream_still_works_on_is_nobody_s(statistics: CudaStatistics) -> None:
+    kept, dropped = empty(500), empty(2000)
+    dropped.record_stream(torch.cuda.Stream())
+    del dropped
+    statistics.synchronize()
+
+    assert torch.cuda.memory_stats()["active_bytes.all.current"] == 512 + 2048
+    assert [block.address for block in statistics.live_blocks()] == [kept.data_ptr()]
+
+
 def test_cleared_workspaces_are_told_by_their_blocks(statistics: CudaStatistics) -> None:
     kept = empty(512)
     torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")

@@ -43,11 +43,33 @@ def test_a_workspace_is_the_library_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "kind"), [("_to_copy", "copy"), ("empty", "factory"), ("mm", "computed")]
+    ("symbols", "name", "kind"),
+    [
+        # As recorded on real GPUs; the block is what the first one returns.
+        ("empty_strided clone", "torch.clone", "computed"),
+        ("empty_memory_format empty_like clone reshape einsum", "torch.clone", "computed"),
+        ("empty_memory_format zeros slice_backward", "aten::slice_backward", "computed"),
+        ("resize_ arange_start_out arange", "torch.arange", "factory"),
+        ("empty_memory_format randn", "torch.randn", "factory"),
+        ("empty_memory_format", "torch.empty", "factory"),
+        ("empty_strided _to_copy to_dtype_layout", "Tensor.to", "copy"),
+        ("empty_strided _to_copy to_device", "Tensor.to", "copy"),
+        ("empty_strided _to_copy to_dtype einsum", "Tensor.to", "computed"),
+        ("sum_dim_IntList", "torch.sum", "computed"),
+        ("_softmax softmax_int", "torch.softmax", "computed"),
+    ],
 )
-def test_kinds_of_operators(operator: str, kind: str) -> None:
-    name = f"at::_ops::{operator}::call(at::Tensor const&)"
-    assert RecordedOrigin([{"filename": "??", "line": 0, "name": name}]).kind == kind
+def test_the_operator_that_wanted_the_memory_is_named(symbols: str, name: str, kind: str) -> None:
+    frames = [
+        {"filename": "??", "line": 0, "name": f"at::_ops::{symbol}::call(at::Tensor const&)"}
+        for symbol in symbols.split()
+    ]
+    python = {"filename": "/home/me/model.py", "line": 71, "name": "forward"}
+    outside = {"filename": "??", "line": 0, "name": "at::_ops::mul_Tensor::call()"}
+
+    origin = RecordedOrigin([*frames, python, outside])
+
+    assert (origin.operator_name, origin.kind) == (name, kind)
 
 
 def test_events_add_up_to_the_peak_that_torch_reports() -> None:

@@ -176,15 +176,18 @@ def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None
             nn.LazyLinear(4).cuda().cpu()
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("real_values", [False, True])
-@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda"), ("cuda", "cpu")])
-def test_sparse_tensors_do_not_move_unseen(here: str, there: str, real_values: bool) -> None:
-    with simulate("T4", real_values=real_values):
-        indices = torch.tensor([[0, 1], [1, 0]], device=here)
-        sparse = torch.sparse_coo_tensor(indices, torch.ones(2, device=here), (2, 2))
+def test_sparse_tensors_move_to_the_gpu_in_parts(real_values: bool) -> None:
+    with simulate("T4", real_values=real_values) as gpu:
+        # 200 indices of two dims and 200 numbers.
+        moved = torch.eye(200).to_sparse().to("cuda", torch.float64)
+        assert (moved.is_cuda, moved.dtype, moved.is_coalesced()) == (True, torch.float64, True)
+        assert [entry.size for entry in gpu.trace if entry.action == "alloc"] == [1600, 3200]
         with pytest.raises(UnsupportedOperatorError, match="a sparse tensor moves between host"):
-            sparse.to(there)
+            moved.cpu()
+        with pytest.raises(UnsupportedOperatorError, match="a sparse tensor moves between host"):
+            torch.eye(3).to_sparse_csr().cuda()
 
 
 def test_the_cuda_version_is_one() -> None:

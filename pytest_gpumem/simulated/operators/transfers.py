@@ -2,7 +2,8 @@
 
 Source: aten/src/ATen/native/cuda/Copy.cu (copy_requires_temporaries, copy_kernel_cuda) and
 native/TensorConversions.cpp (_to_copy), of torch 2.6 to 2.15. Copies between GPUs that reach each
-other's memory, and copies on one GPU, take nothing. Sparse tensors do not move between the two.
+other's memory, and copies on one GPU, take nothing. Of sparse tensors the parts
+are copied, which are contiguous.
 """
 
 from __future__ import annotations

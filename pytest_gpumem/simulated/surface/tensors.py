@@ -95,6 +95,33 @@ def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
 
 
+def _is_sparse_on_host(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.sparse_coo
+        and not raw.is_meta(tensor)
+        and not tensor.requires_grad
+    )
+
+
+def _uploaded(
+    tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A copy of indices and values on ``device``, where shapes alone would not say how many.
+
+    Source: aten/src/ATen/native/sparse/SparseTensor.cpp (copy_sparse_), ATen/SparseTensorUtils.h
+    (copy_into_sparse).
+    """
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
+    copied = torch.sparse_coo_tensor(
+        tensor._indices(),
+        tensor._values(),
+        tensor.shape,
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        device=device,
+    )
+    return copied._coalesced_(tensor.is_coalesced())
+
+
 _Truth = bool
 """``bool`` is a method below."""
 
@@ -201,6 +228,8 @@ class _Tensors:
                 f"a lazy module moves back to the host at {user_line()} before it has a shape, "
                 f"which it cannot on a simulated GPU: run it once first"
             )
+        if device.type == "cuda" and _is_sparse_on_host(tensor):
+            return _uploaded(tensor, device, args, kwargs)
         if (block is None) != (device.type == "cpu") and not _is_non_blocking(args, kwargs):
             index = device.index if block is None else block.device.index
             self._simulation.streams.host_waits(self._simulation.device(index).index)
