@@ -97,9 +97,7 @@ def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_sparse_on_host(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.sparse_coo
-        and not raw.is_meta(tensor)
-        and not tensor.requires_grad
+        tensor.layout is torch.sparse_coo and not raw.is_meta(tensor) and not tensor.requires_grad
     )
 
 
