@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,17 +22,31 @@ LONGEST_NAME = 120
 def recording(stacks: str | None) -> Iterator[None]:
     """Have the allocator remember its events and their stacks inside.
 
-    ``stacks`` is ``python`` or ``all`` (C++ frames too); ``None`` records nothing, the default on a
-    GPU because stacks cost time. A simulated device records Python frames in any case.
+    ``stacks`` is ``python`` or ``all`` (C++ frames too, where torch can unwind them); ``None``
+    records nothing, the default on a GPU because stacks cost time. A simulated device records
+    Python frames in any case.
     """
     if stacks is None:
         yield
         return
+    if not _unwinds_cpp():
+        stacks = "python"
     torch.cuda.memory._record_memory_history("all", context="all", stacks=stacks)
     try:
         yield
     finally:
         torch.cuda.memory._record_memory_history(None)
+
+
+def _unwinds_cpp() -> bool:
+    """Whether torch finds C++ frames here; elsewhere it warns or raises at the first allocation.
+
+    Source: torch/csrc/profiler/unwind/unwind.cpp; Arm is in the first release known to have it.
+    """
+    if platform.system() != "Linux":
+        return False
+    machines = ("x86_64", "aarch64") if torch.__version__ >= (2, 13) else ("x86_64",)
+    return platform.machine() in machines
 
 
 def write_snapshot(folder: Path, nodeid: str) -> Path:

@@ -87,6 +87,18 @@ def test_it_goes_on_where_it_stopped(evidence: Path, tmp_path: Path) -> None:
     assert kept["events_exact"]
 
 
+def test_what_another_library_did_is_not_mixed_in(evidence: Path, tmp_path: Path) -> None:
+    data = load(evidence)
+    data["environment"]["cuda"] = "11.0"
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(data))
+
+    ran = twin("--device=sim", f"--evidence={other}", "products/dot")
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert set(load(other)["scenarios"]) == {"products/dot"}
+
+
 def test_every_family_is_listed() -> None:
     listed = {line.partition("/")[0] for line in twin("--list").stdout.splitlines()}
 

@@ -21,7 +21,8 @@ from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
 
-_aten = torch.ops.aten
+_MEAN = 1
+"""at::Reduction::Mean."""
 
 
 def logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
@@ -35,14 +36,24 @@ def logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     return result.log_().add_(shift)
 
 
-def _bce_with_logits(*args: Any, **kwargs: Any) -> Any:
-    operator = _aten.binary_cross_entropy_with_logits.default
-    return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+def soft_margin_loss_backward(
+    grad_output: Tensor, self: Tensor, target: Tensor, reduction: int
+) -> Tensor:
+    """``aten::soft_margin_loss_backward`` as its native function computes it."""
+    norm = 1.0 / self.numel() if reduction == _MEAN else 1.0
+    negative = -target
+    # In C++ both live until their expression ends, the later one first.
+    product = negative * self
+    exponential = torch.exp(product)
+    del product, negative
+    result = (target * exponential).mul_(-norm)
+    exponential.add_(1)
+    return result.div_(exponential).mul_(grad_output)
 
 
 IN_VIEW: dict[str, Callable[..., Any]] = {
-    "aten.binary_cross_entropy_with_logits.default": _bce_with_logits,
     "aten.logsumexp.default": logsumexp,
+    "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
 }
 """Operators that autograd sees whole and that CUDA builds from others."""
 

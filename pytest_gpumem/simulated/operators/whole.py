@@ -2,8 +2,9 @@
 
 They have no kernel for CUDA: CompositeExplicitAutograd in native_functions.yaml, where ``meta``
 has a kernel for the shape of the result alone. Source: aten/src/ATen/native/Distance.cpp
-(_euclidean_dist, which cdist_impl takes for more than 25 rows), native/ReduceOps.cpp (dist) and
-TensorCompare.cpp (isinf), torch 2.6 to 2.15.
+(_euclidean_dist, which cdist_impl takes for more than 25 rows), AffineGridGenerator.cpp, Loss.cpp
+(binary_cross_entropy_with_logits), ReduceOps.cpp (dist), BinaryOps.cpp (ldexp), UnaryOps.cpp
+(mvlgamma) and TensorCompare.cpp (isinf), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,18 +14,26 @@ from typing import Any
 
 import torch
 
-_BUILT = ("_euclidean_dist", "dist", "isinf")
+_BUILT = (
+    "_euclidean_dist.default",
+    "affine_grid_generator.default",
+    "binary_cross_entropy_with_logits.default",
+    "dist.default",
+    "isinf.default",
+    "ldexp.Tensor",
+    "mvlgamma.default",
+)
 
 
 def _as_built(name: str) -> Callable[..., Any]:
+    name, _, overload = name.partition(".")
+
     def built(*args: Any, **kwargs: Any) -> Any:
-        operator = getattr(torch.ops.aten, name).default
+        operator = getattr(getattr(torch.ops.aten, name), overload)
         return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
     return built
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
-    f"aten.{name}.default": _as_built(name) for name in _BUILT
-}
+IN_VIEW: dict[str, Callable[..., Any]] = {f"aten.{name}": _as_built(name) for name in _BUILT}
 """By overload."""

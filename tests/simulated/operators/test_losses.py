@@ -64,3 +64,16 @@ def test_pixels_have_their_weight_first(on: Any) -> None:
     classes = torch.zeros(4, 16, 16, dtype=torch.long, device="cuda")
     each = gpu.of(lambda: functional.nll_loss(scores, classes, reduction="none"))
     assert each == [4, 4 * 16 * 16 * 4, -4]
+
+
+def test_the_way_back_of_a_soft_margin_has_exponentials_beside_it(on: Any) -> None:
+    gpu = on()
+    predicted, target = (torch.randn(64, 64, device="cuda") for _ in range(2))
+    predicted.requires_grad_()
+    loss = functional.soft_margin_loss(predicted, target)
+    gradient = torch.ones_like(loss)
+    assert gpu.of(lambda: torch.autograd.grad(loss, predicted, gradient)) == [
+        MATRIX, MATRIX, MATRIX,  # minus the target, times the prediction, their exponential
+        -MATRIX, -MATRIX,
+        MATRIX, -MATRIX,
+    ]  # fmt: skip

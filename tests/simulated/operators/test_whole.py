@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 WORKSPACE = 8_519_680
 """cuBLAS's, before Hopper."""
@@ -45,3 +46,27 @@ def test_a_distance_is_the_norm_of_a_difference(on: Any) -> None:
     gpu = on()
     x, y = (torch.randn(16, 16, device="cuda") for _ in range(2))
     assert gpu.of(lambda: torch.dist(x, y)) == [1024, 4, -1024]
+
+
+def test_a_grid_is_a_product_of_a_grid_of_coordinates(on: Any) -> None:
+    gpu = on()
+    theta = torch.randn(8, 2, 3, device="cuda")
+    base, line = 8 * 64 * 32 * 3 * 4, [64 * 4, 64 * 4, 64 * 4, -64 * 4, -64 * 4, -64 * 4]
+    column = [nbytes // 2 for nbytes in line]
+    # Each line of coordinates is moved to the centres of the pixels, in two steps.
+    assert gpu.of(lambda: functional.affine_grid(theta, [8, 3, 32, 64], align_corners=False)) == [
+        base, *line, *column, 8 * 64 * 32 * 2 * 4, WORKSPACE, -base,
+    ]  # fmt: skip
+
+
+def test_powers_of_two_are_a_tensor(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(16, 16, device="cuda")
+    # Two itself is copied to the GPU as a double.
+    assert gpu.of(lambda: torch.ldexp(x, x)) == [1024, 8, -8, 1024, -1024]
+
+
+def test_the_multivariate_gamma_function_sums_over_its_dims(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(16, 16, device="cuda")
+    assert gpu.of(lambda: torch.mvlgamma(x, 3)) == [12, 3 * 1024, -12, 1024, -3 * 1024]
