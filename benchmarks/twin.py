@@ -52,6 +52,9 @@ SETTINGS = (
 )
 """Of the environment; both devices run without them."""
 
+LIBRARIES = ("torch", "cuda", "cudnn", "transformers")
+"""Of an environment; what was made with others is made again."""
+
 Json = dict[str, Any]
 
 
@@ -139,6 +142,7 @@ class Crew:
 
     def _work(self) -> None:
         process: Process | None = None
+        started = False
         while (scenario := self._next()) is not None:
             # A real allocator reads its settings once; a simulated device is a new one each time.
             other = process is not None and process.alloc_conf != scenario.alloc_conf
@@ -148,8 +152,14 @@ class Crew:
             try:
                 if process is None:
                     process = Process(self.command, scenario.alloc_conf, sees_gpu=self.sees_gpu)
+                started = True
                 answer = process.make(scenario.name)
             except WorkerError as error:
+                if not started:  # a GPU that takes one process only, say: others may do the work
+                    print(f"a process cannot be used: {error}", file=sys.stderr)
+                    with self._lock:
+                        self.todo.insert(0, scenario)
+                    return
                 answer = {"error": str(error)}
             clean = answer.pop("clean", False)
             if process is not None and (self.isolated or not clean):
@@ -246,6 +256,11 @@ def evidence_path(hello: Json, stand_in: bool) -> Path:
     return EVIDENCE / f"{'simulated-' * stand_in}{gpu}-torch{release}.json"
 
 
+def alike(one: Json, other: Json) -> bool:
+    """Whether numbers of these two environments may stand in one file."""
+    return all(one.get(library) == other.get(library) for library in LIBRARIES)
+
+
 class Evidence:
     """The file of one GPU and torch version: what each did, and how they agree."""
 
@@ -254,7 +269,7 @@ class Evidence:
         self.data: Json = {"format": FORMAT, "environment": environment, "scenarios": {}}
         if path.exists():
             stored = json.loads(path.read_text(encoding="utf-8"))
-            if stored.get("format") == FORMAT:
+            if stored.get("format") == FORMAT and alike(stored["environment"], environment):
                 self.data["scenarios"] = stored["scenarios"]
         self.simulation = simulation_digest()
         self._real: dict[str, Json] = {}

@@ -135,7 +135,10 @@ class Worker:
             traceback.clear_frames(error.__traceback__)
             del error
         found["seconds"] = round(time.perf_counter() - start, 2)
-        found["clean"] = self._clean()
+        try:
+            found["clean"] = self._clean()
+        except RuntimeError:  # a failed assertion on the device: nothing works there any more
+            found["clean"] = False
         return found
 
     def _make(self, scenario: Scenario) -> dict[str, Any]:
@@ -149,6 +152,7 @@ class Worker:
                 torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.reset_accumulated_memory_stats()
+            gc.disable()  # it would free cycles at moments of its own on each side
             try:
                 alive = scenario.run()
                 torch.cuda.synchronize()
@@ -157,6 +161,7 @@ class Worker:
                 events = list(simulated_events(gpu) if direct else recorded_events())
                 del alive
             finally:
+                gc.enable()
                 if self._kind != "simulated":
                     torch.cuda.memory._record_memory_history(None)
         texts = {text: number for number, text in enumerate(dict.fromkeys(t for _, t in events))}

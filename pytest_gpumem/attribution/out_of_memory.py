@@ -114,13 +114,15 @@ def post_mortem(
     device: int,
     *,
     total: int,
+    limit: int,
     version: tuple[int, int],
     holders: Iterable[Site],
     place: tuple[str | None, str | None] = (None, None),
 ) -> OutOfMemory | None:
     """Return what a snapshot of the allocator tells of its last failure, ``None`` without one.
 
-    ``holders`` are the sites that were live then, ``place`` the site and the operator that asked.
+    ``limit`` are the bytes of the ``total`` that the process may reserve, ``holders`` the sites
+    that were live then, and ``place`` is the site and the operator that asked.
     """
     trace = snapshot["device_traces"][device]
     index = last_failure(trace)
@@ -138,7 +140,7 @@ def post_mortem(
         site=site,
         operator=operator,
         holders=sites,
-        avoided_by=tuple(_remedies(snapshot, device, version)),
+        avoided_by=tuple(_remedies(_within(snapshot, device, limit), device, version)),
     )
 
 
@@ -153,6 +155,24 @@ def _reserved_at(snapshot: Json, device: int, index: int) -> int:
         elif event["action"] in _GIVEN_BACK:
             reserved += event["size"]
     return reserved
+
+
+def _within(snapshot: Json, device: int, limit: int) -> Json:
+    """Return ``snapshot`` as if the device had been as small as what the process may reserve.
+
+    A failure is recorded with what the driver had left, whatever
+    ``torch.cuda.set_per_process_memory_fraction`` allows.
+    """
+
+    def limited(index: int, event: Json) -> Json:
+        if event["action"] != "oom":
+            return event
+        left = max(limit - _reserved_at(snapshot, device, index), 0)
+        return {**event, "device_free": min(event["device_free"], left)}
+
+    traces = list(snapshot["device_traces"])
+    traces[device] = [limited(index, event) for index, event in enumerate(traces[device])]
+    return {**snapshot, "device_traces": traces}
 
 
 def _remedies(snapshot: Json, device: int, version: tuple[int, int]) -> Iterable[str]:

@@ -112,6 +112,7 @@ class Account:
             torch.cuda.memory._snapshot(),
             device,
             total=total,
+            limit=int(total * torch.cuda.get_per_process_memory_fraction(device)),
             version=version,
             holders=composition_of(history, live, {}).sites,
             place=(shown, origin.operator_name if origin else None),

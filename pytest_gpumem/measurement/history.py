@@ -45,8 +45,8 @@ def _unwinds_cpp() -> bool:
     """
     if platform.system() != "Linux":
         return False
-    machines = ("x86_64", "aarch64") if torch.__version__ >= (2, 13) else ("x86_64",)
-    return platform.machine() in machines
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return platform.machine() in (("x86_64", "aarch64") if release >= (2, 13) else ("x86_64",))
 
 
 def write_snapshot(folder: Path, nodeid: str) -> Path:

@@ -329,8 +329,16 @@ class _Session:
                 yield instance
 
     def _instance(self, handle: Any) -> Any:
-        """The device itself, or the first instance of a GPU in MIG mode, as CUDA would use."""
-        return next(self._instances(handle), handle)
+        """The device itself, or the instance of a GPU in MIG mode that CUDA would use.
+
+        That is the first, unless CUDA_VISIBLE_DEVICES names another: torch may tell the UUID of
+        the whole GPU.
+        """
+        visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        wanted = tuple(text for text in map(str.strip, visible) if text.startswith("MIG-"))
+        instances = list(self._instances(handle))
+        named = (one for one in instances if self.nvml.nvmlDeviceGetUUID(one).startswith(wanted))
+        return next(named, instances[0] if instances else handle)
 
 
 def visible_devices(value: str | None, count: int) -> list[int | str]:

@@ -53,6 +53,9 @@ def test_who_asked_and_who_holds(cuda: CudaProject) -> None:
     assert found["allocated"] >= 600 << 20
     holders = [site for site in found["holders"] if site["site"] == f"test_oom.py:{line}"]
     assert sum(site["bytes"] for site in holders) == 600 << 20
+    # The device has room; the process may not have it, however it lays out its memory.
+    assert found["free"] > 500 << 20
+    assert found["avoided_by"] == []
 
 
 def test_the_post_mortem_stands_below_the_failure(cuda: CudaProject) -> None:

@@ -372,6 +372,14 @@ def test_a_mig_instance_is_found_by_its_uuid(visible: str) -> None:
     assert reading.mode.partition == "MIG-3g.20gb"
 
 
+def test_of_a_gpu_known_by_its_own_uuid_the_visible_mig_instance_is_read() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "MIG-6"}
+    whole = FakeNvml(mig_gpu())
+    reading = read_device(mig_gpu().uuid.removeprefix("GPU-"), whole, environ=environ, pid=ME)
+    assert isinstance(reading, NvmlReading)
+    assert reading.mode.partition == "MIG-3g.20gb"
+
+
 def test_a_mig_instance_whose_name_does_not_tell_is_one_all_the_same() -> None:
     gpu = mig_gpu()
     assert gpu.instances is not None
