@@ -31,3 +31,10 @@ def project(
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     return Project(pytester)
+
+
+@pytest.fixture
+def kept_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One workspace of cuBLAS for each thread, which stays: as in every release but by settings."""
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

@@ -8,6 +8,8 @@ import pytest
 
 from tests.cli.targets import KIB, Command, command
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 gpumem = command("layers")
 
 # A batch of 64: the input 64 · 256 · 4 bytes, and the outputs of the three layers.

@@ -9,6 +9,8 @@ import pytest
 from pytest_gpumem.simulated.gpus import GPUS
 from tests.cli.targets import GIB, KIB, Command, command
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 gpumem = command("predict")
 
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.pytest_project import Project
+
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
 
 WORKSPACE = 8_519_680
 """Of cuBLAS on a T4, one for forward and one for backward."""

@@ -9,6 +9,8 @@ import pytest
 
 from tests.pytest_project import Project
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 MODEL = """
 import torch.nn.functional as F
 from torch import nn

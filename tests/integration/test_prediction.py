@@ -11,6 +11,8 @@ import pytest
 from pytest_gpumem.baseline.verdict import Verdict
 from tests.pytest_project import Project
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 REAL = "--gpumem-device=cuda"
 
 STAND_IN = """

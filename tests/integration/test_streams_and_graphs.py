@@ -22,11 +22,12 @@ BEGINS_ANEW = """
 
 def test_what_a_test_left_of_streams_and_settings_is_gone_in_the_next(project: Project) -> None:
     first = """
+    @pytest.mark.filterwarnings("ignore:torch.cuda._set_allocator_settings is deprecated")
     @pytest.mark.gpumem(max="4MiB")
     def test_leaves_everything():
         assert torch.cuda.Stream().stream_id == 3
         torch.cuda.set_stream(torch.cuda.Stream())
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         torch.empty(1 << 20, device="cuda")
     """
     project.write(test_streams=first + BEGINS_ANEW)
