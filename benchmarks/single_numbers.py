@@ -144,14 +144,24 @@ class Run:
 
 LIBRARIES = "measured includes libraries loaded after the first sample"
 STEPS = 4
+TOTAL = 12_622_168_064
+"""Bytes of the RTX 3060 as every row states them. Its driver keeps more than the one whose total
+the simulation knows, and near the total a convolution whose workspace fails takes another way.
+"""
 XMEM = (
     Run("vgg16", "Adagrad", 480, 9_280),
+    Run("vgg16", "Adam", 543, 10_616),
+    Run("vgg16", "Adagrad", 551, 10_650),
     Run("vgg16", "AdamW", 560, 10_752),
     Run("resnet101", "SGD", 351, 8_076),
     Run("mobilenet_v2", "AdamW", 251, 3_956),
+    Run("mobilenet_v2", "Adagrad", 317, 4_986),
+    Run("mobilenet_v2", "AdamW", 638, 8_462),
     Run("mobilenet_v2", "SGD", 712, 9_588),
     Run("convnext_tiny", "AdamW", 200, 3_308),
     Run("convnext_tiny", "Adam", 282, 4_576),
+    Run("convnext_tiny", "Adam", 355, 5_486),
+    Run("convnext_tiny", "Adam", 420, 6_364),
 )
 
 
@@ -159,6 +169,8 @@ def image_runs(runs: Iterable[Run] = XMEM) -> Iterator[Number]:
     """Steps at 86 x 86 pixels, gradients freed between forward and backward."""
     for run in runs:
         with simulate("RTX-3060", torch_version="2.6", alloc_conf=""):
+            known = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(TOTAL / known)
             model = vision.MODELS[run.model]().to("cuda").train()
             first = torch.cuda.memory_reserved()
             optimizer = getattr(torch.optim, run.optimizer)(model.parameters(), lr=1e-3)

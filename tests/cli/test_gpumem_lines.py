@@ -8,6 +8,8 @@ import pytest
 
 from tests.cli.targets import KIB, NET, Command, command
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
+
 gpumem = command("lines")
 
 WORKSPACE = 8_519_680

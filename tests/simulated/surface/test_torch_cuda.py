@@ -209,6 +209,8 @@ def test_memory_in_use_is_answered() -> None:
         del x
 
 
+# Of torch 2.11.
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_profilers_run_and_say_what_they_do_not_see() -> None:
     with simulate("T4") as gpu:
         layer, x = nn.Linear(3, 3).cuda(), torch.ones(2, 3, device="cuda")
