@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from producers.grouped_heads import repeated, rotate
+
 VOCABULARY, BATCH, LENGTH = 152_064, 14, 2048
 WIDTH, INNER, LAYERS = 3584, 18_944, 28
 HEADS, KEY_HEADS, HEAD = 28, 4, 128
@@ -54,32 +56,9 @@ class Norm(nn.Module):
         return output
 
 
-def turned(x: Tensor) -> Tensor:
-    """The halves of every head, exchanged."""
-    first = x[..., : HEAD // 2]
-    second = x[..., HEAD // 2 :]
-    return torch.cat((-second, first), dim=-1)
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with their positions."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated_q = (q * cos) + (turned(q) * sin)
-    rotated_k = (k * cos) + (turned(k) * sin)
-    return rotated_q, rotated_k
-
-
-def repeated(x: Tensor) -> Tensor:
-    """Keys or values for every head."""
-    batch, heads, length, size = x.shape
-    each = HEADS // KEY_HEADS
-    x = x[:, :, None].expand(batch, heads, each, length, size)
-    return x.reshape(batch, HEADS, length, size)
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention; tokens before heads."""
-    k, v = repeated(k), repeated(v)
+    k, v = repeated(k, HEADS // KEY_HEADS), repeated(v, HEADS // KEY_HEADS)
     q = q.contiguous()
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return attended.transpose(1, 2).contiguous()

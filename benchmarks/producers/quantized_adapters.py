@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from producers.grouped_heads import repeated, rotate
+
 VOCABULARY = 32_000
 WIDTH, INNER, LAYERS = 2048, 5632, 22
 HEADS, KEY_HEADS, HEAD = 32, 4, 64
@@ -129,29 +131,6 @@ class Rotation(nn.Module):
         return both.cos(), both.sin()
 
 
-def turned(x: Tensor) -> Tensor:
-    """The halves of every head, exchanged."""
-    first = x[..., : HEAD // 2]
-    second = x[..., HEAD // 2 :]
-    return torch.cat((-second, first), dim=-1)
-
-
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys with their positions."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    rotated_q = (q * cos) + (turned(q) * sin)
-    rotated_k = (k * cos) + (turned(k) * sin)
-    return rotated_q, rotated_k
-
-
-def repeated(x: Tensor) -> Tensor:
-    """Keys or values for every head."""
-    batch, heads, length, size = x.shape
-    each = HEADS // KEY_HEADS
-    x = x[:, :, None, :, :].expand(batch, heads, each, length, size)
-    return x.reshape(batch, HEADS, length, size)
-
-
 class Attention(nn.Module):
     """Grouped queries; queries and values have adapters."""
 
@@ -179,8 +158,8 @@ class Attention(nn.Module):
         v = v.view(batch, length, KEY_HEADS, HEAD).transpose(1, 2)
         cos, sin = self.rotation(positions)
         q, k = rotate(q, k, cos, sin)
-        k = repeated(k)
-        v = repeated(v)
+        k = repeated(k, HEADS // KEY_HEADS)
+        v = repeated(v, HEADS // KEY_HEADS)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = attended.transpose(1, 2).contiguous().view(batch, length, WIDTH)
         output: Tensor = self.out(attended)
