@@ -49,6 +49,7 @@ _CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
         "gaussian_nll_loss looked for negative variances, which shapes do not have: none was found",
     ),
     ("distributions.distribution", "__init__"): (True, _VALID),
+    ("distributions.distribution", "_all_true_or_runtime_assert"): (True, _VALID),
     ("distributions.distribution", "_validate_sample"): (True, _VALID),
     ("distributions.constraints", "check"): (True, _VALID),
     ("distributions.continuous_bernoulli", "__init__"): (True, _VALID),

@@ -46,6 +46,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "tolist": surface.tolist,
         "item": surface.item,
         "__getitem__": surface.getitem,
+        "__setitem__": surface.setitem,
         "__array__": surface.array,
         "__bool__": surface.bool,
         "__deepcopy__": surface.deepcopy,
@@ -87,6 +88,7 @@ _bool = raw.base("__bool__")
 _tolist = raw.base("tolist")
 _item = raw.base("item")
 _getitem = raw.base("__getitem__")
+_setitem = raw.base("__setitem__")
 _numpy = raw.base("numpy")
 
 
@@ -347,15 +349,21 @@ class _Tensors:
         return bool(_bool(tensor))
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        return _getitem(tensor, self._as_indices(tensor, index))
+
+    def setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        _setitem(tensor, self._as_indices(tensor, index), value)
+
+    def _as_indices(self, tensor: torch.Tensor, index: Any) -> Any:
         """``tensor[[0, 2]]``: the list becomes a tensor on the device, which C++ does unseen.
 
         Source: torch/csrc/autograd/python_variable_indexing.cpp (sequenceToVariable).
         """
         if index.__class__ is list:
-            index = self._as_index(tensor, index)
-        elif index.__class__ is tuple and any(part.__class__ is list for part in index):
-            index = tuple([self._as_index(tensor, part) for part in index])
-        return _getitem(tensor, index)
+            return self._as_index(tensor, index)
+        if index.__class__ is tuple and any(part.__class__ is list for part in index):
+            return tuple([self._as_index(tensor, part) for part in index])
+        return index
 
     def _as_index(self, tensor: torch.Tensor, index: Any) -> Any:
         plain = index.__class__ is list and all(item.__class__ is int for item in index)

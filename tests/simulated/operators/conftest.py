@@ -35,8 +35,12 @@ class Watched:
 
 
 @pytest.fixture
-def on(request: pytest.FixtureRequest) -> Any:
-    """``on("A100-40GB", "2.6")``: a watched GPU, active until the test ends."""
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``on("A100-40GB", "2.6")``: a watched GPU, active until the test ends.
+
+    Workspaces of cuBLAS stay, which 2.15 does only where it is told so.
+    """
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
     contexts: list[Any] = []
 
     def start(model: str = "A100-40GB", version: str | None = None) -> Watched:

@@ -171,7 +171,7 @@ def _active() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_active")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 def test_forward_mode_and_functional_transforms_run() -> None:
     layer = nn.Linear(8, 8).cuda()
     x = torch.ones(4, 8, device="cuda")
