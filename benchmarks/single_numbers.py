@@ -9,7 +9,7 @@ ones came from a tool that also sees what lies outside the allocator (the CUDA c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from producers import vision
 from torch import nn
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.gpus import find_gpu
 
 MIB = 2**20
 
@@ -168,9 +169,8 @@ XMEM = (
 def image_runs(runs: Iterable[Run] = XMEM) -> Iterator[Number]:
     """Steps at 86 x 86 pixels, gradients freed between forward and backward."""
     for run in runs:
-        with simulate("RTX-3060", torch_version="2.6", alloc_conf=""):
-            known = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(TOTAL / known)
+        gpu = replace(find_gpu("RTX-3060"), total_memory=TOTAL)
+        with simulate(gpu, torch_version="2.6", alloc_conf=""):
             model = vision.MODELS[run.model]().to("cuda").train()
             first = torch.cuda.memory_reserved()
             optimizer = getattr(torch.optim, run.optimizer)(model.parameters(), lr=1e-3)

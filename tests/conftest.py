@@ -34,7 +34,7 @@ def project(
 
 
 @pytest.fixture
-def kept_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """One workspace of cuBLAS for each thread, which stays: as in every release but by settings."""
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")

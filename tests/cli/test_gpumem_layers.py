@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.targets import KIB, Command, command
 
-pytestmark = pytest.mark.usefixtures("kept_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 gpumem = command("layers")
 

@@ -9,7 +9,7 @@ import pytest
 from pytest_gpumem.simulated.gpus import GPUS
 from tests.cli.targets import GIB, KIB, Command, command
 
-pytestmark = pytest.mark.usefixtures("kept_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 gpumem = command("predict")
 

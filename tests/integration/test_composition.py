@@ -8,7 +8,7 @@ import pytest
 
 from tests.pytest_project import Project
 
-pytestmark = pytest.mark.usefixtures("kept_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 WORKSPACE = 8_519_680
 """Of cuBLAS on a T4, one for forward and one for backward."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.pytest_project import Project
 
-pytestmark = pytest.mark.usefixtures("kept_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 MODEL = """
 import torch.nn.functional as F

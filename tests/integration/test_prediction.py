@@ -11,7 +11,7 @@ import pytest
 from pytest_gpumem.baseline.verdict import Verdict
 from tests.pytest_project import Project
 
-pytestmark = pytest.mark.usefixtures("kept_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
 REAL = "--gpumem-device=cuda"
 

@@ -25,7 +25,7 @@ HALVES = """
 """
 
 
-@pytest.mark.usefixtures("kept_workspaces")
+@pytest.mark.usefixtures("plain_workspaces")
 def test_every_device_that_a_test_touches_is_measured(project: Project) -> None:
     project.write(
         test_halves=HALVES

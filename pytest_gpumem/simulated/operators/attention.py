@@ -371,7 +371,7 @@ def _copies_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str
     copies = Scratch(gpu)
     for tensor in (args[0], args[4]):
         if not _is_contiguous_by_length(tensor):
-            copies.take(tensor.numel() * tensor.element_size())
+            copies.take(tensor.nbytes)
     return copies
 
 
@@ -484,7 +484,7 @@ def _gradients_by_length(
 def _copy_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     copy = Scratch(gpu)
     if not _is_contiguous_by_length(args[0]):
-        copy.take(args[0].numel() * args[0].element_size())
+        copy.take(args[0].nbytes)
     return copy
 
 

@@ -348,9 +348,9 @@ class _Call:
             parameters.stride,
             parameters.dilation,
             parameters.groups,
-            _nbytes(input),
-            _nbytes(weight),
-            _nbytes(output),
+            input.nbytes,
+            weight.nbytes,
+            output.nbytes,
             input.element_size(),
             memory_format is not _CONTIGUOUS,
             self._on_tensor_cores(input.dtype),
@@ -496,10 +496,6 @@ def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_forma
     return torch.empty(
         tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format
     )
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _depthwise_forward(input: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:

@@ -47,7 +47,7 @@ def _looking(flags: _Flags) -> Before:
             return None
         scratch = Scratch(gpu)
         if not tensor.is_contiguous():
-            scratch.take(tensor.numel() * tensor.element_size())
+            scratch.take(tensor.nbytes)
         if tensor.dtype == torch.bool and not consecutive:
             scratch.take(4)
             return scratch

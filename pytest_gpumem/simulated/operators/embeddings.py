@@ -32,10 +32,6 @@ _MAX = 2
 """EmbeddingBagMode: its backward only adds."""
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _accumulated(dtype: torch.dtype) -> int:
     return max(dtype.itemsize, 4)
 
@@ -54,7 +50,7 @@ def _before_backward(
     scratch = Scratch(gpu)
     for tensor in (indices, gradient):
         if not tensor.is_contiguous():
-            scratch.take(_bytes(tensor))
+            scratch.take(tensor.nbytes)
     by_frequency = _by_frequency(args, kwargs, 4)
     if indices.numel() > INDICES_WITHOUT_SORT or by_frequency:
         _sort(gpu, scratch, indices, rows, padding, by_frequency)
@@ -150,7 +146,7 @@ def _before_bag_backward(
     rows, by_frequency = args[6:8]
     scratch = Scratch(gpu)
     if not gradient.is_contiguous():
-        scratch.take(_bytes(gradient))
+        scratch.take(gradient.nbytes)
     if _adds_bags(args):
         padding = args[11] if len(args) > 11 else kwargs.get("padding_idx", -1)
         _sort(gpu, scratch, indices, rows, padding, by_frequency)
@@ -175,7 +171,7 @@ def _renorm(
     gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> None:
     indices = args[1]
-    count, nbytes = indices.numel(), _bytes(indices)
+    count, nbytes = indices.numel(), indices.nbytes
     if not count:
         return
     scratch = Scratch(gpu)

@@ -199,7 +199,7 @@ def _count_set(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any])
     tensor, model = args[0], gpu.model
     scratch = Scratch(gpu)
     if not tensor.is_contiguous():
-        scratch.take(tensor.numel() * tensor.element_size())
+        scratch.take(tensor.nbytes)
     if tensor.numel():
         scratch.take(4)
         storage = cub.count_bytes(tensor.numel(), model.sm_count, model.max_threads_per_sm)

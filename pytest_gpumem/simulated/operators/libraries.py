@@ -53,7 +53,7 @@ def _to_real(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 def _passing(gpu: SimulatedGPU, tensor: Any) -> None:
     scratch = Scratch(gpu)
-    scratch.take(tensor.numel() * tensor.element_size())
+    scratch.take(tensor.nbytes)
     scratch.free()
 
 

@@ -123,7 +123,7 @@ def _huber_values(
     if not _reduction(args, kwargs, 2):
         return None
     scratch = Scratch(gpu)
-    scratch.take(args[0].numel() * args[0].element_size())
+    scratch.take(args[0].nbytes)
     return scratch
 
 

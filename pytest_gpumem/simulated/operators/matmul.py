@@ -44,7 +44,7 @@ def _product(
     for operand in operands:
         if not _readable(operand):
             copies = copies or Scratch(gpu)
-            copies.take(operand.numel() * operand.element_size())
+            copies.take(operand.nbytes)
     if in_epilogue:
         gpu.workspaces.gemm_lt(gpu.stream)
     else:
@@ -88,7 +88,7 @@ def _batched(
     for matrix, along, other in ((first, m, k), (second, k, n)):
         if not _batch_readable(matrix, fast, leading, along, other):
             copies = copies or Scratch(gpu)
-            copies.take(matrix.numel() * matrix.element_size())
+            copies.take(matrix.nbytes)
     gpu.workspaces.gemm(gpu.stream)
     if copies is not None:
         copies.free()

@@ -166,10 +166,6 @@ def _accumulated_bytes(tensor: Tensor) -> int:
     return _accumulated(tensor).itemsize
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
     return args[at] if len(args) > at else kwargs.get(name)
 
@@ -255,7 +251,7 @@ def _batch_norm_backward(
     scratch = Scratch(gpu)
     if reduces and mask[0] and not _reads_channels_last(input) and input.numel() <= _INDEXABLE:
         if not _merges(gradient):
-            scratch.take(_nbytes(gradient))
+            scratch.take(gradient.nbytes)
         yield from (tensor for tensor, wanted in zip(result, mask, strict=True) if wanted)
         scratch.free()
         return
@@ -312,7 +308,7 @@ def _contiguous_copies(
     for tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
             scratch = scratch or Scratch(gpu)
-            scratch.take(_nbytes(tensor))
+            scratch.take(tensor.nbytes)
     return scratch
 
 
@@ -343,9 +339,9 @@ def _layer_norm_backward(
     if result[0] is not None:
         adopt(result[0], gpu)
     given = [tensor for tensor in (grad_weight, grad_bias) if tensor is not None]
-    first = [scratch.take(_nbytes(tensor)) for tensor in given]
+    first = [scratch.take(tensor.nbytes) for tensor in given]
     if not gradient.is_contiguous():
-        scratch.take(_nbytes(gradient))
+        scratch.take(gradient.nbytes)
     blocks = _blocks(rows, columns)
     for _ in given:
         scratch.take(blocks * columns * input.element_size())
@@ -365,7 +361,7 @@ def _layer_norm_gradient(
     columns = math.prod(normalized_shape)
     rows = input.numel() // max(columns, 1)
     if not gradient.is_contiguous() and not _sums_by_blocks(gpu, rows, columns):
-        passing(gpu, _nbytes(gradient))
+        passing(gpu, gradient.nbytes)
 
 
 # Group norm.

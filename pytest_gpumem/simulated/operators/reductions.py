@@ -340,7 +340,7 @@ def _position(
         return
     scratch = Scratch(gpu)
     if not tensor.is_contiguous():
-        scratch.take(tensor.numel() * tensor.element_size())
+        scratch.take(tensor.nbytes)
     reduce(gpu, (tensor.numel(),), (1,), tensor.dtype, 0, VALUE_AND_INDEX, result.dtype)
     scratch.free()
 

@@ -20,7 +20,7 @@ def _rolled_so_far(
     """What the last of the dims is rolled from: the roll of those before it, or a copy."""
     tensor = args[0]
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if tensor.is_contiguous() and len(dims) < 2:
         return None
     scratch = Scratch(gpu)

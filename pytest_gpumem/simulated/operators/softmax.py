@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 
 def _copies(*tensors: Tensor) -> list[int]:
-    return [
-        tensor.numel() * tensor.element_size() for tensor in tensors if not tensor.is_contiguous()
-    ]
+    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
 
 
 def _forward(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -38,7 +36,7 @@ def _backward(
     gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     gradient, output = args[:2]
-    product = gradient.numel() * gradient.element_size()
+    product = gradient.nbytes
     copied = [] if _is_product_contiguous(gradient, output) else [product]
     passing(gpu, product, *copied, *_copies(output))
 

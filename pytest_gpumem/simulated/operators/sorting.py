@@ -34,13 +34,9 @@ def _dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim() if tensor.dim() else 0
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _contiguous(scratch: Scratch, tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
-        scratch.take(_bytes(tensor))
+        scratch.take(tensor.nbytes)
 
 
 # Sort.
@@ -74,9 +70,9 @@ def sort_slices(
     strides = tensor.stride()
     if not is_dense(tensor) or strides[dim] != 1:
         strides = _with_last(tensor, dim)
-        scratch.take(_bytes(tensor))
+        scratch.take(tensor.nbytes)
     if tuple(result_strides) != tuple(strides):
-        scratch.take(_bytes(tensor))
+        scratch.take(tensor.nbytes)
         scratch.take(tensor.numel() * _INDEX_BYTES)
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
     scratch.free()
@@ -172,10 +168,10 @@ def _topk(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     scratch.free()
     values, indices = result
     if is_sorted and k > _SORTED_IN_SHARED_MEMORY:
-        order = scratch.take(_bytes(indices))
-        ordered = scratch.take(_bytes(values))
+        order = scratch.take(indices.nbytes)
+        ordered = scratch.take(values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
-        scratch.drop(scratch.take(_bytes(indices)))
+        scratch.drop(scratch.take(indices.nbytes))
         scratch.drop(ordered)
         scratch.drop(order)
 
@@ -241,8 +237,8 @@ def _nanmedian(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _sorted_values(gpu: SimulatedGPU, tensor: torch.Tensor) -> Scratch:
     """The values of ``tensor.flatten().sort()``, held."""
     scratch = Scratch(gpu)
-    flat = 0 if tensor.is_contiguous() else scratch.take(_bytes(tensor))
-    scratch.take(_bytes(tensor))
+    flat = 0 if tensor.is_contiguous() else scratch.take(tensor.nbytes)
+    scratch.take(tensor.nbytes)
     indices = scratch.take(tensor.numel() * _INDEX_BYTES)
     sort_row(gpu, tensor.numel(), tensor.element_size())
     scratch.drop(indices)
@@ -259,7 +255,7 @@ def _mode(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     scratch = Scratch(gpu)
     is_copied = not tensor.transpose(dim, -1).is_contiguous()
     if is_copied or length > 2048:
-        scratch.take(_bytes(tensor))
+        scratch.take(tensor.nbytes)
     scratch.free()
 
 
@@ -274,7 +270,7 @@ def _scan(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     if tensor.dtype != result.dtype:
         scratch.take(tensor.numel() * result.element_size())
     if not result.is_contiguous():
-        scratch.take(_bytes(result))
+        scratch.take(result.nbytes)
     if not tensor.is_contiguous():
         scratch.take(tensor.numel() * result.element_size())
     if tensor.numel() == tensor.shape[dim]:
@@ -294,7 +290,7 @@ def _scan_one_row(gpu: SimulatedGPU, scratch: Scratch, elements: int, result: to
 def _scan_with_indices(
     gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
-    passing(gpu, *([] if args[0].is_contiguous() else [_bytes(args[0])]))
+    passing(gpu, *([] if args[0].is_contiguous() else [args[0].nbytes]))
 
 
 # Permutations and samples.
@@ -307,7 +303,7 @@ def _randperm(
     if not count:
         return
     scratch = Scratch(gpu)
-    scratch.take(_bytes(result))
+    scratch.take(result.nbytes)
     # Keys wide enough that two equal ones are unlikely: the algorithm's note in Randperm.cu.
     wanted = math.ceil(math.log2(count - (6 * count * count + 1) / (12 * math.log(0.9))))
     bits = min(64, wanted)
@@ -333,13 +329,13 @@ def _multinomial(
     length, size = weights.shape[-1], weights.element_size()
     if is_replaced and samples > 1:
         # Normalised weights and their prefix sums.
-        scratch.take(_bytes(weights))
-        scratch.take(_bytes(weights))
+        scratch.take(weights.nbytes)
+        scratch.take(weights.nbytes)
         if rows == 1:
             _scan_one_row(gpu, scratch, length, weights)
     else:
         _check_weights(gpu, scratch, weights, rows)
-        scratch.take(_bytes(weights))
+        scratch.take(weights.nbytes)
         if samples == 1:
             _reduce_rows(gpu, weights, -1, reductions.VALUE_AND_INDEX)
         else:

@@ -59,7 +59,7 @@ def _copies(operands: tuple[int, ...], formatted: int | None) -> Rule:
             tensor = args[at] if len(args) > at else None
             if tensor is not None and not tensor.is_contiguous(memory_format=wanted):
                 scratch = scratch or Scratch(gpu)
-                scratch.take(tensor.numel() * tensor.element_size())
+                scratch.take(tensor.nbytes)
         if scratch is not None:
             scratch.free()
 

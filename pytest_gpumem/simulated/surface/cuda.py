@@ -68,7 +68,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)
-    patches.plan(torch._C, "_get_accelerator", lambda *_: torch.device("cuda"))
+    patches.plan(torch._C, "_get_accelerator", api._accelerator_getAccelerator)
     patches.plan(torch, "get_device_module", _device_module(torch.get_device_module))
     patches.plan(torch, "Generator", generator)
     patches.plan(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)

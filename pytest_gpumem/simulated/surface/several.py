@@ -36,7 +36,6 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         return
     patches.plan(torch.Tensor, "type_as", _type_as)
     patches.plan(torch.Tensor, "copy_", _copying(simulation))
-    patches.plan(torch.Tensor, "__setitem__", _setting(simulation))
     for owner, name in _BEGIN_WITH_A_FACTORY:
         patches.plan(owner, name, _followed(simulation, getattr(owner, name)))
 
@@ -59,19 +58,16 @@ def _copying(simulation: Simulation) -> Callable[..., torch.Tensor]:
     return copy_
 
 
-def _setting(simulation: Simulation) -> Callable[..., None]:
-    set_item: Callable[..., None] = raw.base("__setitem__")
-    of = simulation.storages.of
+def brought(simulation: Simulation, tensor: torch.Tensor, value: Any) -> Any:
+    """What is written into ``tensor`` in the place of ``value``, if that is on another GPU.
 
-    def __setitem__(tensor: torch.Tensor, index: Any, value: Any) -> None:  # noqa: N807 - Python's
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            here, there = of(tensor), of(value)
-            if here and there and here.device is not there.device:
-                # The copy that this makes in C++ would not bring the gradient back.
-                value = value.to(tensor.device)
-        set_item(tensor, index, value)
-
-    return __setitem__
+    The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.
+    """
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        here, there = simulation.storages.of(tensor), simulation.storages.of(value)
+        if here and there and here.device is not there.device:
+            return value.to(tensor.device)
+    return value
 
 
 def _followed(simulation: Simulation, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.neutral import NeutralFloat
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import return_gradient
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
+from pytest_gpumem.simulated.surface.several import brought
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -352,6 +353,8 @@ class _Tensors:
         return _getitem(tensor, self._as_indices(tensor, index))
 
     def setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
+        if self._simulation.placement is not None:
+            value = brought(self._simulation, tensor, value)
         _setitem(tensor, self._as_indices(tensor, index), value)
 
     def _as_indices(self, tensor: torch.Tensor, index: Any) -> Any:

@@ -146,7 +146,7 @@ def test_fused_steps_need_nothing(gpu: Any, make: Make, kept: int) -> None:
     assert found == (kept, 0)
 
 
-@pytest.mark.usefixtures("kept_workspaces")
+@pytest.mark.usefixtures("plain_workspaces")
 def test_adafactor_keeps_rows_and_columns(gpu: Any) -> None:
     # A row and a column of a matrix, all of a vector, and the workspace of their product. An
     # estimate as large as the weight beside its row's and column's means and the row's mean, and
@@ -157,7 +157,7 @@ def test_adafactor_keeps_rows_and_columns(gpu: Any) -> None:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="came with torch 2.9")
-@pytest.mark.usefixtures("kept_workspaces")
+@pytest.mark.usefixtures("plain_workspaces")
 def test_muon_keeps_one_buffer(gpu: Any) -> None:
     weights = [p for p in parameters_with_gradients() if p.dim() == 2]
     workspace = 8_519_680
@@ -233,7 +233,7 @@ def test_zeroed_gradients(gpu: Any, to_none: bool) -> None:
     assert gpu.allocated == (P if to_none else 2 * P)
 
 
-@pytest.mark.usefixtures("kept_workspaces")
+@pytest.mark.usefixtures("plain_workspaces")
 def test_accumulating_gradients_needs_no_second_copy(gpu: Any) -> None:
     network = model()
     x = torch.ones(1, 1000, device="cuda")
