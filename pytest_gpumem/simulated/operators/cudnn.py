@@ -22,6 +22,10 @@ _DESCRIPTOR = 16
 _VECTOR = 16
 """Bytes that tensor cores load at a time."""
 
+_FEW = 4
+"""Input channels below which operands are left as they are: three of float32 and three of float16
+took nothing, four of float16 were transposed."""
+
 _DEEP = 512
 """Input channels from which the way forward was seen to transpose its output too, in float32."""
 
@@ -184,8 +188,8 @@ def convolution_bytes(convolution: Convolution) -> int:
     - 3x3 over at most 64 channels of small images, forward and for the input: the weights and their
       4x4 tiles, padded to 8 channels by 32. Byte-exact in eight of ten recorded shapes.
     - otherwise contiguous tensors are transposed for tensor cores: input and weights on the way
-      forward, of many channels the output too; all three on the way back. Fewer channels than a
-      vector of 16 bytes are left as they are. In a training step of VGG-19 with 300 images of
+      forward, of many channels the output too; all three on the way back. Fewer than four channels
+      are left as they are. In a training step of VGG-19 with 300 images of
       86 x 86 pixels, on a GPU of 8 GB (the trace in the notebook of xMem's figures,
       Stone-ResearchLife/xMem 235b5abb), this is byte-exact for 12 of 16 convolutions forward (the
       others: 0.1 %, and 44 KB of the images) and for all 15 back to the input, and within 2 % for
@@ -201,12 +205,10 @@ def convolution_bytes(convolution: Convolution) -> int:
         return _product_bytes(convolution)
     if convolution.winograd and convolution.direction != WEIGHT:
         return _winograd_bytes(convolution)
-    if not convolution.tensor_cores:
+    if not convolution.tensor_cores or convolution.inputs < _FEW:
         return 0
     if convolution.element_bytes == 2:
         return _half_bytes(convolution)
-    if convolution.inputs * convolution.element_bytes < _VECTOR:
-        return 0
     if convolution.direction == FORWARD:
         if convolution.pixelwise:
             return 0
@@ -269,8 +271,9 @@ def _half_bytes(convolution: Convolution) -> int:
     ``nhwckrsc_nchw``), which is why float32 does without its copy below ``_DEEP`` channels; those
     for float16 and bfloat16 are all ``nhwckrsc_nhwc``. From pytorch#123533: 256 channels of one
     image of 2048 x 1024 to 2176 pixels. Not made from, and equal: the bytes of a 3-d convolution
-    (pytorch#95024: 64 to 32 channels, 12,874,233,344), 18 peaks of an autoencoder (96 to 384
-    channels in two and three dims: invoke-ai/InvokeAI#9305, pytorch#177406).
+    (pytorch#95024: 64 to 32 channels, 12,874,233,344), and allocated and reserved memory of an
+    autoencoder in 18 sizes (invoke-ai/InvokeAI#9305: 96 to 384 channels in two and three dims;
+    reserved memory also says that its first layer, of 3 channels, took nothing).
 
     A kernel of one pixel has the same weights in both layouts. So count the launches of
     ``nchwToNhwcKernel`` (158) and ``nhwcToNchwKernel`` (68) in a step of ResNet-50 with float16

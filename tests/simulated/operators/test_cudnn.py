@@ -193,6 +193,14 @@ def test_halves_are_transposed_each_way_but_for_weights_of_one_pixel(direction: 
     assert convolution_bytes(of_halves(direction, (128, 64, 56, 56), 256, (1, 1))) == 0
 
 
+def test_images_of_three_channels_are_left_as_they_are() -> None:
+    # VGG-19 of xMem in float32; the encoder of invoke-ai/InvokeAI#9305 in float16.
+    call = of_halves(FORWARD, (1, 3, 3, 1026, 1026), 96, (3, 3, 3))
+    assert convolution_bytes(call) == 0
+    assert convolution_bytes(replace(call, input=(1, 4, 3, 1026, 1026))) > 0
+    assert convolution_bytes(replace(call, element_bytes=4)) == 0
+
+
 def test_halves_in_channels_last_or_off_tensor_cores_take_nothing() -> None:
     call = of_halves(FORWARD, (1, 256, 64, 64), 256, (3, 3))
     assert convolution_bytes(call) > 0
