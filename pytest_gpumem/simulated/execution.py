@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated import operators, raw
 from pytest_gpumem.simulated.callsite import FROM_HOST, running, user_line
+from pytest_gpumem.simulated.checks import devices
+from pytest_gpumem.simulated.checks.devices import NO_DATA
 from pytest_gpumem.simulated.described import (
     DESCRIPTIONS,
     checked_outputs,
@@ -24,6 +26,7 @@ from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperato
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
+from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.surface import graphs
 from pytest_gpumem.simulated.values import CPU, OVERWRITES, Operator, covers
 
@@ -36,6 +39,10 @@ _Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _empty_strided = torch.empty_strided
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+class _NoneOnGPUError(Exception):
+    """No tensor of an operator is on a GPU."""
 
 
 class ShapeExecution(TorchDispatchMode):
@@ -56,7 +63,7 @@ class ShapeExecution(TorchDispatchMode):
         self._storages = simulation.storages
         self._values = simulation.values
         self._handlers: dict[Any, Handler] = {}
-        self._shapes = Shapes()
+        self._shapes = Shapes(simulation.storages, self._place)
         self.inside = False
         """True while a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
@@ -160,30 +167,26 @@ class ShapeExecution(TorchDispatchMode):
     # One handler per kind of operator.
 
     def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not func._schema.name.startswith(_MIXES_DEVICES):
-            self._refuse_mixed_devices(args, kwargs)
+        self._check(func, args, kwargs)
         if kwargs.get("generator") is not None and raw.is_meta(args[0]):
             kwargs = {**kwargs, "generator": None}
         return self._run(func, args, kwargs)
 
     def _shaped_by(self, shapes: operators.ShapesOf) -> _Execute:
         def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._refuse_mixed_devices(args, kwargs)
+            self._check(func, args, kwargs)
             return shapes(args, kwargs)
 
         return execute
 
-    def _refuse_mixed_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Meta kernels do not look; on CUDA only a CPU scalar may stand beside CUDA tensors.
-        large = [t for t in _tensors((args, kwargs)) if t.dim() or raw.is_meta(t)]
-        on_cpu = [not raw.is_meta(t) or self._storages.is_on_host(t) for t in large]
-        if any(on_cpu) and not all(on_cpu):
-            records = filter(None, map(self._storages.of, large))
-            device = next((record.device for record in records), self._simulation.current)
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, "
-                f"{device.torch_device} and cpu! (at {user_line()})"
-            )
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise what a GPU raises on these arguments; meta kernels do not look."""
+        tensors = devices.placed(func, args, kwargs, self._place)
+        if all(each.device in ("meta", "cpu") for each in tensors) and any(
+            each.device == "meta" for each in tensors
+        ):
+            raise _NoneOnGPUError
+        devices.refuse_mixed(func, tensors, self._simulation.current.version)
 
     def _unknown(self, func: Any) -> str:
         return self._values.refusal(f"{func} at {user_line()} reads")
@@ -205,6 +208,14 @@ class ShapeExecution(TorchDispatchMode):
             if "meta tensor" in text:
                 raise UnknownValueError(self._unknown(func)) from error
             raise
+        finally:
+            self.inside = False
+
+    def _run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that no CUDA tensor has part in, with torch's own errors."""
+        self.inside = True
+        try:
+            return func(*args, **kwargs)
         finally:
             self.inside = False
 
@@ -300,21 +311,29 @@ class ShapeExecution(TorchDispatchMode):
             if simulation.has_real_meta or storages.on_host or rule is not None:
                 owner = self._owner(args, kwargs)
                 if owner is None:
-                    return run(func, args, kwargs)
+                    return self._run_elsewhere(func, args, kwargs)
                 if owner == HOST:
                     return self._on_host(func, args, kwargs)
             scratch = None
             if rule is not None and rule.before is not None:
                 scratch = rule.before(device, args, kwargs)
             if resizes:
+                if "out" in func._schema.overload_name:
+                    self._check(func, args, kwargs)
                 result = run(func, args, kwargs)
             else:
-                result = shapes.run(func, args, kwargs, execute_once)
+                try:
+                    result = shapes.run(func, args, kwargs, execute_once)
+                except _NoneOnGPUError:
+                    # Made before the simulation began.
+                    simulation.has_real_meta = True
+                    return self._run_elsewhere(func, args, kwargs)
             if fresh or resizes:
                 if placed is None:
                     adopt(result, device)
                 else:
                     adopt(list(placed(device, args, kwargs, result)), device)
+                    storages.adopt_numbers(_tensors(result))
             if resizes:
                 for tensor in _tensors((args, kwargs)):
                     storages.resized(tensor)
@@ -436,16 +455,19 @@ class ShapeExecution(TorchDispatchMode):
             owner = self._owner(args, kwargs)
             if target is None:
                 if owner is None:
-                    return self._run(func, args, kwargs)
-                kind = "cpu" if owner == HOST else "meta"
+                    return self._run_elsewhere(func, args, kwargs)
+                where = CPU if owner == HOST else None
             else:
-                where = simulation.here.destination or target
-                kind = where.type
+                where = self._asked_for(target)
+            if where is not None and where.type not in ("cpu", "cuda"):
+                simulation.here.on_meta = where.type == "meta"
+                return self._run_elsewhere(func, args, kwargs)
+            to_host = where is not None and where.type == "cpu"
             if copies and args[0].layout is not torch.strided:
-                _refuse_crossing(to_host=kind == "cpu", from_host=owner in (None, HOST))
-            if kind == "cpu":
+                _refuse_crossing(to_host=to_host, from_host=owner in (None, HOST))
+            if to_host:
                 if owner is None:
-                    return self._run(func, args, kwargs)
+                    return self._run_elsewhere(func, args, kwargs)
                 record = self._storages.of(args[0]) if copies else None
                 if record is not None and record.nbytes:
                     transfers.stage_move(record.device, args[0], kwargs)
@@ -453,13 +475,14 @@ class ShapeExecution(TorchDispatchMode):
                 if computed is not None:
                     return computed
                 return self._on_host(func, args, {**kwargs, "device": META})
-            if kind == "cuda":
+            if where is not None:
                 device = simulation.device(where.index)
                 kwargs = {**kwargs, "device": META}
-            elif kind == "meta" and not simulation.here.making_real_meta:
-                device = simulation.current if placement is None else place(args, kwargs)
             else:
-                return self._run(func, args, kwargs)
+                device = simulation.current if placement is None else place(args, kwargs)
+            if copies and self._is_users_own(args[0]):
+                raise NotImplementedError(NO_DATA)
+            simulation.here.on_meta = False
             shapes_only = kwargs
             if kwargs.get("generator") is not None:
                 shapes_only = {**kwargs, "generator": None}
@@ -477,6 +500,13 @@ class ShapeExecution(TorchDispatchMode):
 
         return handle
 
+    def _asked_for(self, target: torch.device) -> torch.device | None:
+        """Where the caller wants a tensor; ``None`` where a CUDA tensor's own options say it."""
+        if target.type != "meta":
+            return target
+        here = self._simulation.here
+        return here.destination or (META if here.on_meta else None)
+
     def _scalar(self, func: Any) -> Handler:
         factory = self._factory(func)
         operator = Operator.of(func)
@@ -487,6 +517,7 @@ class ShapeExecution(TorchDispatchMode):
                 # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
                 # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
                 result = self._run(func, args, kwargs)
+                self._storages.adopt_numbers([result])
                 self._values.make(operator, args, kwargs, result)
                 return result
             return factory(args, kwargs)
@@ -498,6 +529,10 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target, source = args[0], args[1]
+            if self._storages.of(target) is None and self._is_users_own(target):
+                return self._run_elsewhere(func, args, kwargs)
+            if self._storages.of(source) is None and self._is_users_own(source):
+                raise NotImplementedError(NO_DATA)
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 self._stage(target, source, args, kwargs)
                 if self._values.computed(operator, args, kwargs) is None:
@@ -527,7 +562,7 @@ class ShapeExecution(TorchDispatchMode):
     def _quantize(self, func: Any) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._owner(args, kwargs) is None:
-                return self._run(func, args, kwargs)
+                return self._run_elsewhere(func, args, kwargs)
             # The meta kernel returns an ordinary tensor of the input's type.
             raise UnsupportedOperatorError(_no_shapes(func))
 
@@ -539,7 +574,7 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._owner(args, kwargs) is None:
-                return self._run(func, args, kwargs)
+                return self._run_elsewhere(func, args, kwargs)
             simulation.streams.host_waits(simulation.current_index)
             value = self._values.computed(operator, args, kwargs)
             if value is None and func in _NEUTRAL:
@@ -600,26 +635,35 @@ class ShapeExecution(TorchDispatchMode):
     def _owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Whose memory the tensors among the arguments stand for."""
         owner = None
+        simulation = self._simulation
         for tensor in _tensors((args, kwargs)):
             if self._storages.of(tensor) is not None:
+                if simulation.has_real_meta:
+                    simulation.here.on_meta = False
                 return CUDA
             if self._storages.is_on_host(tensor):
                 owner = HOST
+            elif simulation.has_real_meta and raw.is_meta(tensor):
+                simulation.here.on_meta = True
         return owner
+
+    def _is_users_own(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on ``meta`` because somebody asked for that."""
+        return raw.is_meta(tensor) and self._place(tensor) == "meta"
+
+    def _place(self, tensor: torch.Tensor) -> str:
+        """The device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
+        record = self._storages.of(tensor)
+        if record is not None:
+            return str(record.device.torch_device)
+        if not raw.is_meta(tensor) or self._storages.is_on_host(tensor):
+            return HOST
+        return devices.NUMBER if storage_key(tensor) in self._storages.numbers else "meta"
 
 
 CUDA = "cuda"
 HOST = "cpu"
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_MIXES_DEVICES = (
-    "aten::index",
-    "aten::_index_put",
-    "aten::_unsafe_index",
-    "aten::_foreach_copy",
-    "aten::_pack_padded_sequence",
-    "aten::_ctc_loss",
-    "aten::ctc_loss",
-)
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 _TORCHS_OWN = frozenset({"aten", "prim", "prims"})
 _MASKED = frozenset(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.checks.devices import INDEXING, indices_elsewhere, two_devices
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -15,14 +16,6 @@ if TYPE_CHECKING:
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-_INDEXING = (
-    "aten::index",
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index",
-    "aten::_unsafe_index_put",
-)
 _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
 """Operators that take tensors of several devices: each on its own."""
 
@@ -140,15 +133,9 @@ def _metadata(node: Any) -> dict[str, Any]:
 
 
 def _two_devices(name: str, one: SimulatedGPU, other: SimulatedGPU) -> str:
-    if name in _INDEXING:
-        return (
-            "indices should be either on cpu or on the same device as the indexed tensor "
-            f"({one.torch_device}) (at {user_line()})"
-        )
-    return (
-        "Expected all tensors to be on the same device, but found at least two devices, "
-        f"{one.torch_device} and {other.torch_device}! (at {user_line()})"
-    )
+    devices = [str(one.torch_device), str(other.torch_device)]
+    sentence = indices_elsewhere(devices[0]) if name in INDEXING else two_devices(devices)
+    return f"{sentence} (at {user_line()})"
 
 
 def _chosen(value: Any, count: int, positions: Sequence[int]) -> Any:

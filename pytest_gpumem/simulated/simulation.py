@@ -128,6 +128,17 @@ class Simulation:
             if outer is not None:
                 outer._enter()
 
+    @contextmanager
+    def making(self, destination: torch.device) -> Iterator[None]:
+        """What is made inside was asked for on ``destination``, whatever torch is told."""
+        if destination.type == "meta":
+            self.has_real_meta = True
+        before, self.here.destination = self.here.destination, destination
+        try:
+            yield
+        finally:
+            self.here.destination = before
+
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
 

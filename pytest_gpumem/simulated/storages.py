@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,9 @@ class Storages:
         Most are on ``meta``; those that had memory of their own, into which one was copied, are
         real.
         """
+        self.numbers: dict[int, SimulatedStorage] = {}
+        """What CUDA keeps on the host although torch only says ``meta``: seeds of dropout, numbers
+        that C++ made tensors of. They may stand beside any tensor."""
         self.lock: RLock | None = None
         """Held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
@@ -65,10 +68,19 @@ class Storages:
 
     def adopt_on_host(self, tensor: torch.Tensor) -> None:
         """Let ``tensor`` stand for host memory with unknown values."""
+        self._remember(tensor, self.on_host)
+
+    def adopt_numbers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let those of ``tensors`` that have no block be numbers of the host."""
+        for tensor in tensors:
+            if self.of(tensor) is None:
+                self._remember(tensor, self.numbers)
+
+    def _remember(self, tensor: torch.Tensor, among: dict[int, SimulatedStorage]) -> None:
         storage = tensor.untyped_storage()
         record = SimulatedStorage(storage, self._died_on_host)
         record.key = storage._cdata
-        self.on_host[record.key] = record
+        among[record.key] = record
 
     def forget_on_host(self, tensor: torch.Tensor) -> None:
         """Let ``tensor``, a CPU tensor, have values again."""
@@ -127,8 +139,9 @@ class Storages:
 
     def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
-        if self.on_host.get(record.key) is record:
-            del self.on_host[record.key]
+        for among in (self.on_host, self.numbers):
+            if among.get(record.key) is record:
+                del among[record.key]
 
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated import raw
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.shapes import META
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -150,12 +151,8 @@ class _Saving:
 def _unknown(simulation: Simulation, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return torch.empty(size, dtype=dtype, device=device)
-    before = simulation.here.making_real_meta
-    simulation.here.making_real_meta = True
-    try:
-        return _empty(size, dtype=dtype, device="meta")
-    finally:
-        simulation.here.making_real_meta = before
+    with simulation.making(META):
+        return _empty(size, dtype=dtype, device=META)
 
 
 def _destination(location: str) -> str:

@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from pytest_gpumem.simulated import raw
 from pytest_gpumem.simulated.assumptions import taken_for_granted
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.checks.devices import NO_DATA
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.neutral import NeutralFloat
 from pytest_gpumem.simulated.operators import transfers
@@ -208,6 +209,8 @@ class _Tensors:
     # Moves.
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._simulation.execution.inside_here:
+            return _to(tensor, *args, **kwargs)
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device")
         if isinstance(target, torch.Tensor):
@@ -218,10 +221,7 @@ class _Tensors:
         device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
         if device.type == "cuda":
             self._simulation.device(device.index)
-        elif device.type == "meta":
-            self._simulation.has_real_meta = True
-            return _to(tensor, *args, **kwargs)
-        elif not raw.is_meta(tensor):
+        elif not raw.is_meta(tensor) and device.type != "meta":
             return _to(tensor, *args, **kwargs)
         block = self._block(tensor)
         if block is not None and is_lazy(tensor) and device.type == "cpu":
@@ -231,7 +231,9 @@ class _Tensors:
             )
         if device.type == "cuda" and _is_sparse_on_host(tensor):
             return _uploaded(tensor, device, args, kwargs)
-        if (block is None) != (device.type == "cpu") and not _is_non_blocking(args, kwargs):
+        if device.type != "meta" and self.device(tensor).type == "meta":
+            raise NotImplementedError(NO_DATA)
+        if self._crosses(block, device) and not _is_non_blocking(args, kwargs):
             index = device.index if block is None else block.device.index
             self._simulation.streams.host_waits(self._simulation.device(index).index)
         if device.type == "cpu" and self._is_known(tensor):
@@ -240,17 +242,18 @@ class _Tensors:
         if leaves or self.device(tensor).type != device.type:
             # Both ends may be meta to torch, which would then hand back the same tensor.
             kwargs = {**kwargs, "copy": True}
-        self._simulation.here.destination = device
-        try:
+        with self._simulation.making(device):
             if position is None:
                 moved = _to(tensor, **{**kwargs, "device": "meta"})
             else:
                 moved = _to(tensor, "meta", *args[1:], **kwargs)
-        finally:
-            self._simulation.here.destination = None
         if leaves and block is not None and device.type == "cuda":
             return_gradient(moved, block.device)
         return moved
+
+    def _crosses(self, block: SimulatedStorage | None, device: torch.device) -> _Truth:
+        """Whether a copy to ``device`` is one between the host and a GPU."""
+        return device.type != "meta" and (block is None) != (device.type == "cpu")
 
     def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:
         return device.type == "cuda" and block.device is self._simulation.device(device.index)
@@ -287,15 +290,25 @@ class _Tensors:
         return _type(tensor, dtype, non_blocking, **kwargs)
 
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        # CPU and CUDA tensors may take each other's place (Module.cuda() keeps its Parameters).
-        if (self._block(one) is None) != (self._block(other) is None):
+        """Whether one tensor may take the other's place: CPU and CUDA may, meta may not.
+
+        Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
+        """
+        types = {self.device(one).type, self.device(other).type}
+        if types == {"cpu", "cuda"}:
             return True
-        return bool(self._shallow_copies(one, other))
+        return len(types) == 1 and bool(self._shallow_copies(one, other))
 
     def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, raw.data.__get__(tensor))
 
     def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        if (self.device(tensor).type == "meta") != (self.device(new).type == "meta"):
+            # torch/csrc/autograd/variable.cpp, VariableHooks::set_data.
+            raise RuntimeError(
+                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
+                "incompatible tensor type."
+            )
         if raw.device(tensor).type == raw.device(new).type:
             raw.data.__set__(tensor, new)
             return
