@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
@@ -102,6 +103,14 @@ class CudaDevice:
 
     def begin_test(self, shared: Iterable[object]) -> None:
         """Do nothing: the memory of a real device cannot be arranged anew."""
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing: without the collector a body may not fit."""
+        return nullcontext()
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector's young generations be empty."""
+        collect_young()
 
     def end_body(self) -> None:
         """Do nothing: a real device runs everything."""

@@ -36,6 +36,12 @@ class Device(Protocol):
     def begin_test(self, shared: Iterable[object]) -> None:
         """Forget earlier tests, but for the ``shared`` fixtures that they have set up."""
 
+    def measuring(self) -> AbstractContextManager[object]:
+        """Let Python's garbage collector run as befits measured numbers inside."""
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector know nothing of what has run so far."""
+
     def end_body(self) -> None:
         """Raise what threads that a test's body has left to themselves could not run."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
@@ -26,6 +27,7 @@ class SimulatedDevice:
         self._simulation = self._gpus[0].simulation
         self._set_up: dict[object, _SetUp] = {}
         self._stray: dict[str, int] = {}
+        self._collector = Collector()
 
     @property
     def index(self) -> int:
@@ -75,6 +77,16 @@ class SimulatedDevice:
             # Also where nothing is held: a test may have changed settings, or the memory fraction.
             gpu.renew([each.logs[position] for each in earlier])
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Let the garbage collector run at moments that the GPUs' blocks decide."""
+        return self._collector.in_charge()
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector begin anew."""
+        self._collector.restart()
+        for gpu in self._gpus:
+            gpu.restart_collector(self._collector)
 
     def end_body(self) -> None:
         """Raise what a thread that nobody joined could not run: :class:`SimulationError`."""

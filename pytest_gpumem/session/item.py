@@ -80,6 +80,7 @@ class MeasuredItem:
         """What is shown below the failure."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
+            starting.enter_context(device.measuring())
             statistics = CudaStatistics()
             starting.enter_context(statistics.screened())
             recorder = device.recorder
@@ -103,6 +104,8 @@ class MeasuredItem:
     ) -> Iterator[None]:
         """Meter the set-up of one fixture."""
         found = set(_active_fixtures(request).values())
+        if not self._in_body:
+            self.device.restart_collector()
         with self._meter.setting_up(fixture) as nested:
             try:
                 yield
@@ -249,6 +252,7 @@ class MeasuredItem:
             self._expected = Expected(self._expected_before)
             try:
                 with self._meter.watching():
+                    self.device.restart_collector()
                     yield
                 self.device.end_body()
             finally:
