@@ -97,6 +97,10 @@ class CudaDevice:
         """Nothing is recorded."""
         return None
 
+    @property
+    def workspaces(self) -> None:
+        """Nothing: torch does not tell them from other blocks."""
+
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one, if it was named: else CUDA's own choice stands."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()

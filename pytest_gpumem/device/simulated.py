@@ -10,9 +10,11 @@ from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 from pytest_gpumem.simulated.gpus import Machine
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
+from pytest_gpumem.simulated.run import workspaces_of
 
 
 class SimulatedDevice:
@@ -48,6 +50,10 @@ class SimulatedDevice:
     def recorder(self) -> Recorder:
         """What remembers every block: a simulated device always does."""
         return SimulatedRecorder(self._simulation)
+
+    def workspaces(self) -> frozenset[Block]:
+        """Return the live workspaces of cuBLAS and cuBLASLt on every GPU."""
+        return frozenset(block for gpu in self._gpus for block in workspaces_of(gpu))
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ class MeasuredItem:
         with ExitStack() as starting:
             starting.enter_context(device.active())
             starting.enter_context(device.measuring())
-            statistics = CudaStatistics()
+            statistics = CudaStatistics(device.workspaces)
             starting.enter_context(statistics.screened())
             recorder = device.recorder
             if recorder is None and (settings.history or settings.explain == "always"):

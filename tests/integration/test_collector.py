@@ -193,3 +193,29 @@ def test_old_garbage_is_found_by_a_full_collection(project: Project) -> None:
     # a full one and finds two of them: the third still has its name while the fourth is made.
     assert 9 * (GROWTH + 1) < 4 * 2000 < 12 * (GROWTH + 1)
     assert peak == (7 - 2) * 2000 * 4096
+
+
+def test_garbage_that_goes_with_the_workspaces_is_none(project: Project) -> None:
+    project.write(
+        test_it="""
+    @pytest.mark.gpumem
+    def test_no_product(monkeypatch):
+        kept = [torch.empty(1024 * 1024, dtype=torch.uint8, device="cuda")]
+        clear = torch._C._cuda_clearCublasWorkspaces
+
+        def dropping():
+            kept.clear()  # as a thread might at this moment
+            clear()
+
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", dropping)
+
+    @pytest.mark.gpumem
+    def test_product():
+        torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")
+"""
+    )
+
+    tests = project.report()
+
+    workspaces = [test["measurement"]["cublas_workspace"] for test in tests.values()]
+    assert workspaces == [0, 8_519_680]
