@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.device.collector import GROWTH, Collector
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
 from pytest_gpumem.simulated.allocator.addresses import (
@@ -77,6 +78,7 @@ class SimulatedGPU:
             lambda: torch._C._current_graph_task_id() != -1,
         )
         self._open_logs: list[SetupLog] = []
+        self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: they do without from then on."""
@@ -174,9 +176,15 @@ class SimulatedGPU:
             memory.empty_cache()
         memory.trace.clear()
         memory.reset_peak_stats()
+        memory.collector = self._collector
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans.clear()
+
+    def restart_collector(self, collector: Collector) -> None:
+        """Let ``collector`` run when there are so many blocks more than now."""
+        self._collector = self.allocator.collector = collector
+        self.allocator.growth = 0
 
     @property
     def left_behind(self) -> int:
@@ -234,6 +242,10 @@ class Memory(Allocator):
 
     history = True
     """Whether allocations remember where in the code they were made."""
+    collector: Collector | None = None
+    """What is told when there are many blocks more; ``None`` where CPython itself sees to it."""
+    growth = 0
+    """Blocks made since then less those freed, but never below zero, as CPython counts."""
 
     def __init__(self, total_memory: int, **options: Any) -> None:
         self._busy = False
@@ -242,6 +254,10 @@ class Memory(Allocator):
 
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes; raises ``torch.OutOfMemoryError``."""
+        self.growth += 1
+        if self.growth > GROWTH and self.collector is not None:
+            self.growth = 0
+            self.collector.grown()
         if context is None and self.history:
             context = provenance()
         self._busy = True
@@ -259,6 +275,8 @@ class Memory(Allocator):
 
     def free(self, address: int, context: Any = None) -> None:
         """Give a block back, after the operation that is under way."""
+        if self.growth:
+            self.growth -= 1
         if self._busy:
             self._freed_meanwhile.append((address, context))
             return
