@@ -128,8 +128,8 @@ class SimulatedDevice:
 
     @property
     def made_up(self) -> bool:
-        """Whether the present test has read a value that nobody computed."""
-        return bool(self._simulation.neutral_reads)
+        """Whether the present test has gone by a value that nobody computed."""
+        return self._simulation.granted or bool(self._simulation.neutral_reads)
 
     def note(self, sentence: str) -> None:
         """Say ``sentence`` with the numbers of the present test."""

@@ -12,7 +12,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.simulated import operators, raw
+from pytest_gpumem.simulated import finite, operators, raw
 from pytest_gpumem.simulated.callsite import FROM_HOST, running, user_line
 from pytest_gpumem.simulated.checks import devices
 from pytest_gpumem.simulated.checks.devices import NO_DATA
@@ -601,9 +601,15 @@ class ShapeExecution(TorchDispatchMode):
                 return self._write_on_host(func, args, kwargs)
         is_unknown = self._storages.is_on_host
         result = self._run(func, _shapes_only(args, is_unknown), _shapes_only(kwargs, is_unknown))
+        if func in finite.QUESTIONS and is_unknown(args[0]):
+            answer = finite.answer(self._values, func, args)
+            if answer is not None:
+                self._simulation.note_finite()
+                return torch.full(result.shape, answer, device=CPU)
         for tensor in _tensors(result):
             if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
                 self._storages.adopt_on_host(tensor)
+        self._values.follow_on_host(func, args, result)
         return result
 
     def _write_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -54,6 +54,8 @@ class Simulation:
         self.storages.regrown = self.values.resized
         self.neutral_reads: Counter[str] = Counter()
         """By line: how often a neutral value was read there."""
+        self.granted = False
+        """Whether a condition on unknown values was answered by an assumption."""
         self.here = ThreadState()
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
@@ -147,18 +149,35 @@ class Simulation:
         if not tensor.dtype.is_floating_point:
             return None
         line = user_line()
+        self._count_read(line, "item()")
+        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
+        return NeutralFloat()
+
+    def note_finite(self) -> None:
+        """Say that code reads whether unknown numbers are finite, which is taken for granted.
+
+        Raises :class:`UnknownValueError` where one line does so without end.
+        """
+        line = user_line()
+        self._count_read(line, "a search for infinities and NaN")
+        self.granted = True
+        self.note(
+            f"{line} looks for infinities or NaN in numbers that shapes do not have: they were "
+            f"taken for finite"
+        )
+
+    def _count_read(self, line: str, read: str) -> None:
         self.neutral_reads[line] += 1
         if self.neutral_reads[line] > MOST_READS:
             raise UnknownValueError(
-                f"item() at {line} read values that a simulated GPU does not have {MOST_READS:,} "
+                f"{read} at {line} read values that a simulated GPU does not have {MOST_READS:,} "
                 f"times: a loop that waits for one of them would never end"
             )
-        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
-        return NeutralFloat()
 
     def forget_reads(self) -> None:
         """Begin anew to count what is read, and to see what the host has room for."""
         self.neutral_reads.clear()
+        self.granted = False
         self.values.begin()
 
     def note(self, sentence: str) -> None:

@@ -351,14 +351,14 @@ class _Tensors:
     # Reads.
 
     def bool(self, tensor: torch.Tensor) -> bool:
-        known = self._known(tensor)
-        if known is not None:
-            return bool(_bool(known))
         asking = sys._getframe(2)
-        if self._block(tensor) is not None and (granted := taken_for_granted(asking)):
+        if self._is_open(tensor) and (granted := taken_for_granted(asking)):
             answer, note = granted
             self._simulation.note(note)
             return answer
+        known = self._known(tensor)
+        if known is not None:
+            return bool(_bool(known))
         self._refuse(tensor, _condition_of(asking))
         return bool(_bool(tensor))
 
@@ -420,6 +420,12 @@ class _Tensors:
         if self._storages.is_on_host(tensor):
             return True
         return self._block(tensor) is not None and self._values.of(tensor) is None
+
+    def _is_open(self, tensor: torch.Tensor) -> _Truth:
+        """Whether what a tensor on the device holds is unknown, or goes back to an assumption."""
+        if self._block(tensor) is None:
+            return False
+        return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
 
     def _is_known(self, tensor: torch.Tensor) -> _Truth:
         return self._block(tensor) is not None and self._values.of(tensor) is not None
