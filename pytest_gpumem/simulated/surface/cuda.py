@@ -265,32 +265,6 @@ class _Api:
             for segment in gpu.allocator.segments(pool, frames=False)
         ]
 
-    def _cuda_record_memory_history(
-        self,
-        enabled: str | None,
-        context: str | None = "all",
-        stacks: str = "all",
-        max_entries: int = 0,
-        clear_history: bool = False,
-        *more: Any,
-    ) -> None:
-        for gpu in self._simulation.gpus:
-            on = enabled is not None
-            gpu.allocator.trace.record(on, clear=clear_history, with_cpp=stacks == "all")
-
-    def _cuda_record_memory_history_legacy(
-        self,
-        enabled: bool,
-        record_context: bool = True,
-        max_entries: int = 1,
-        record_context_of_events: bool = False,
-        with_cpp: bool = False,
-        clear_history: bool = False,
-        *more: Any,
-    ) -> None:
-        for gpu in self._simulation.gpus:
-            gpu.allocator.trace.record(enabled, clear=clear_history, with_cpp=with_cpp)
-
     def _cuda_isHistoryEnabled(self) -> bool:
         return True
 
