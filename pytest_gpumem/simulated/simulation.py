@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.patching import Patches
 from pytest_gpumem.simulated.placement import Placement
 from pytest_gpumem.simulated.storages import Storages
-from pytest_gpumem.simulated.surface import graphs, pools, streams
+from pytest_gpumem.simulated.surface import events, graphs, pools, streams
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.pinned import Pinned
 from pytest_gpumem.simulated.threads import Threads, ThreadState
@@ -63,7 +63,7 @@ class Simulation:
         """Which GPU an operator runs on; ``None`` where there is but one."""
         self.streams = streams.Streams(self.gpus[0].timeline)
         self.stream_type: type[streams.SimulatedStream]
-        self.event_type: type[streams.SimulatedEvent]
+        self.event_type: type[events.SimulatedEvent]
         self.pool_ids = graphs.PoolIds()
         self.active_pools = pools.ActivePool()
         self.random_state = graphs.RandomState()

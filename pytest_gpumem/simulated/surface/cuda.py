@@ -214,8 +214,6 @@ class _Api:
 
     def _cuda_ipc_collect(self) -> None: ...
 
-    def _cuda_sleep(self, cycles: int) -> None: ...
-
     def device_properties(self, index: int) -> DeviceProperties:
         return DeviceProperties.of(self._gpu(index))
 
