@@ -69,7 +69,7 @@ class Simulation:
         self.random_state = graphs.RandomState()
         self.execution = ShapeExecution(self)
         self.threads = Threads(self)
-        self.pinned = Pinned()
+        self.pinned = Pinned(self.streams)
         self._patches = Patches()
         surface.plan(self, self._patches)
         self.threads.plan(self._patches)
@@ -135,15 +135,23 @@ class Simulation:
         """
         if not tensor.dtype.is_floating_point:
             return None
+        line = self.count_read("item()")
+        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
+        return NeutralFloat()
+
+    def count_read(self, name: str) -> str:
+        """Count a read of what a simulated GPU does not have; return its line.
+
+        Raises :class:`UnknownValueError` where one line reads without end.
+        """
         line = user_line()
         self.neutral_reads[line] += 1
         if self.neutral_reads[line] > MOST_READS:
             raise UnknownValueError(
-                f"item() at {line} read values that a simulated GPU does not have {MOST_READS:,} "
+                f"{name} at {line} read values that a simulated GPU does not have {MOST_READS:,} "
                 f"times: a loop that waits for one of them would never end"
             )
-        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
-        return NeutralFloat()
+        return line
 
     def forget_reads(self) -> None:
         """Begin anew to count what is read, and to see what the host has room for."""

@@ -211,10 +211,10 @@ class _Api:
         self._simulation.pinned.memory.reset_accumulated_stats()
 
     def _host_emptyCache(self) -> None:
-        self._simulation.pinned.memory.empty_cache()
+        self._simulation.pinned.empty_cache()
 
     def _accelerator_emptyHostCache(self) -> None:
-        self._simulation.pinned.memory.empty_cache()
+        self._simulation.pinned.empty_cache()
 
     def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
         every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey, Timeline
+from pytest_gpumem.simulated.allocator.timeline import StreamKey, Timeline
 from pytest_gpumem.simulated.surface.clock import Clock
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
-    from pytest_gpumem.simulated.surface.events import SimulatedEvent
     from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.surface.events import SimulatedEvent
     from pytest_gpumem.simulated.surface.graphs import Capture
 
 STREAMS_PER_POOL = 32
