@@ -471,10 +471,14 @@ class ShapeExecution(TorchDispatchMode):
                 record = self._storages.of(args[0]) if copies else None
                 if record is not None and record.nbytes:
                     transfers.stage_move(record.device, args[0], kwargs)
-                computed = self._values.computed(operator, args, {**kwargs, "device": CPU})
-                if computed is not None:
-                    return computed
-                return self._on_host(func, args, {**kwargs, "device": META})
+                moved = self._values.computed(operator, args, {**kwargs, "device": CPU})
+                if moved is None:
+                    moved = self._on_host(func, args, {**kwargs, "device": META})
+                if record is not None and kwargs.get("non_blocking"):
+                    # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
+                    simulation.pinned.add(moved)
+                    simulation.pinned.used_by(moved, record.device.index)
+                return moved
             if where is not None:
                 device = simulation.device(where.index)
                 kwargs = {**kwargs, "device": META}
@@ -493,6 +497,8 @@ class ShapeExecution(TorchDispatchMode):
             if copies and self._storages.of(args[0]) is None:
                 non_blocking = bool(kwargs.get("non_blocking"))
                 transfers.stage_upload(device, result, args[0], non_blocking)
+                if non_blocking:
+                    simulation.pinned.used_by(args[0], device.index)
             if after is not None:
                 after(device, args, kwargs, result)
             self._values.make(operator, args, kwargs, result)
@@ -554,6 +560,10 @@ class ShapeExecution(TorchDispatchMode):
         """What ``copy_`` between the host and a GPU allocates for the time of the call."""
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         to, of = self._storages.of(target), self._storages.of(source)
+        if non_blocking and (of or to):
+            for tensor, record in ((target, of), (source, to)):
+                if record is not None:
+                    self._simulation.pinned.used_by(tensor, record.device.index)
         if to is not None and of is None:
             transfers.stage_upload(to.device, target, source, non_blocking)
         elif of is not None and to is None:

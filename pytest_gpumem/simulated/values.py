@@ -20,6 +20,7 @@ from pytest_gpumem.simulated import finite, raw, real_kernels
 from pytest_gpumem.simulated.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.errors import HostMemoryError
 from pytest_gpumem.simulated.facts import Fact, Facts, of_result
+from pytest_gpumem.simulated.generators import drawn_from
 from pytest_gpumem.simulated.host import available_memory
 from pytest_gpumem.simulated.storages import storage_key
 
@@ -31,8 +32,6 @@ MOST_INTEGERS = 65_536
 MOST_FLOATS = 4_096
 
 CPU = torch.device("cpu")
-_state_of = torch._C.Generator.get_state
-_set_state_of = torch._C.Generator.set_state
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
@@ -469,8 +468,11 @@ class Values:
     ) -> Any:
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
+        generator = named.get("generator")
+        if generator is not None:
+            named["generator"] = drawn_from(generator)
         try:
-            if operator.random and named.get("generator") is None:
+            if operator.random and generator is None:
                 with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
                     computed = operator.compute(*on_cpu, **named)
             else:
@@ -668,10 +670,10 @@ def _drawing(generator: torch.Generator) -> Iterator[None]:
     """Draw the CPU's random numbers from ``generator``: most operators take no other way."""
     default = torch.default_generator
     before = default.get_state()
-    # What a generator of CUDA calls its state is shorter.
-    default.set_state(_state_of(generator))
+    source = drawn_from(generator)
+    default.set_state(source.get_state())
     try:
         yield
     finally:
-        _set_state_of(generator, default.get_state())
+        source.set_state(default.get_state())
         default.set_state(before)
