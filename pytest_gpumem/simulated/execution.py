@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from threading import RLock, get_ident
@@ -21,11 +20,12 @@ from pytest_gpumem.simulated.described import (
     on_gpu,
 )
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.on_host import OnHost
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
 from pytest_gpumem.simulated.surface import graphs
-from pytest_gpumem.simulated.values import CPU, OVERWRITES, Operator, covers
+from pytest_gpumem.simulated.values import CPU, Operator
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -57,6 +57,7 @@ class ShapeExecution(TorchDispatchMode):
         self._values = simulation.values
         self._handlers: dict[Any, Handler] = {}
         self._shapes = Shapes()
+        self._on_host = OnHost(self._storages, self._run, self._unknown)
         self.inside = False
         """True while a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
@@ -164,7 +165,10 @@ class ShapeExecution(TorchDispatchMode):
             self._refuse_mixed_devices(args, kwargs)
         if kwargs.get("generator") is not None and raw.is_meta(args[0]):
             kwargs = {**kwargs, "generator": None}
-        return self._run(func, args, kwargs)
+        return self._run(func, *self._concealed(args, kwargs))
+
+    def _concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._on_host.concealed((args, kwargs)) if self._storages.on_host else (args, kwargs)
 
     def _shaped_by(self, shapes: operators.ShapesOf) -> _Execute:
         def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -176,7 +180,7 @@ class ShapeExecution(TorchDispatchMode):
     def _refuse_mixed_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Meta kernels do not look; on CUDA only a CPU scalar may stand beside CUDA tensors.
         large = [t for t in _tensors((args, kwargs)) if t.dim() or raw.is_meta(t)]
-        on_cpu = [not raw.is_meta(t) or self._storages.is_on_host(t) for t in large]
+        on_cpu = [not raw.is_meta(t) for t in large]
         if any(on_cpu) and not all(on_cpu):
             records = filter(None, map(self._storages.of, large))
             device = next((record.device for record in records), self._simulation.current)
@@ -302,12 +306,12 @@ class ShapeExecution(TorchDispatchMode):
                 if owner is None:
                     return run(func, args, kwargs)
                 if owner == HOST:
-                    return self._on_host(func, args, kwargs)
+                    return self._on_host.run(operator, args, kwargs)
             scratch = None
             if rule is not None and rule.before is not None:
                 scratch = rule.before(device, args, kwargs)
             if resizes:
-                result = run(func, args, kwargs)
+                result = run(func, *self._concealed(args, kwargs))
             else:
                 result = shapes.run(func, args, kwargs, execute_once)
             if fresh or resizes:
@@ -449,10 +453,10 @@ class ShapeExecution(TorchDispatchMode):
                 record = self._storages.of(args[0]) if copies else None
                 if record is not None and record.nbytes:
                     transfers.stage_move(record.device, args[0], kwargs)
-                computed = self._values.computed(operator, args, {**kwargs, "device": CPU})
+                computed = self._values.on_host(operator, args, {**kwargs, "device": CPU})
                 if computed is not None:
                     return computed
-                return self._on_host(func, args, {**kwargs, "device": META})
+                return self._on_host.run(operator, args, {**kwargs, "device": META})
             if kind == "cuda":
                 device = simulation.device(where.index)
                 kwargs = {**kwargs, "device": META}
@@ -501,11 +505,11 @@ class ShapeExecution(TorchDispatchMode):
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 self._stage(target, source, args, kwargs)
                 if self._values.computed(operator, args, kwargs) is None:
-                    self._lose(func, target)
+                    self._on_host.lose(func, target)
                 return target
             if self._storages.on_host and self._owner(args, kwargs) == HOST:
-                return self._on_host(func, args, kwargs)
-            if not raw.is_meta(source) or self._storages.is_on_host(source):
+                return self._on_host.run(operator, args, kwargs)
+            if not raw.is_meta(source):
                 self._stage(target, source, args, kwargs)
             result = self._run(func, args, kwargs)
             self._values.follow(operator, args, kwargs, result)
@@ -557,45 +561,6 @@ class ShapeExecution(TorchDispatchMode):
         elif isinstance(result, (tuple, list)):
             for item in result:
                 self._adopt(item, device)
-
-    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable:
-            if any(not raw.is_meta(tensor) for tensor in _tensors(kwargs.get("out"))):
-                raise UnknownValueError(self._unknown(func))
-            if any(not raw.is_meta(tensor) for tensor in _tensors(args[0])):
-                return self._write_on_host(func, args, kwargs)
-        is_unknown = self._storages.is_on_host
-        result = self._run(func, _shapes_only(args, is_unknown), _shapes_only(kwargs, is_unknown))
-        for tensor in _tensors(result):
-            if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
-                self._storages.adopt_on_host(tensor)
-        return result
-
-    def _write_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write to CPU tensors, which have values, where some that are involved are unknown."""
-        storages = self._storages
-        read = list(_tensors((args[1:], kwargs)))
-        if any(map(storages.is_on_host, read)):
-            for target in _tensors(args[0]):
-                if not raw.is_meta(target):
-                    self._lose(func, target)
-            return args[0] if func._schema.returns else None
-        result = self._run(func, args, kwargs)
-        if func._schema.name in OVERWRITES and covers(args[0]):
-            storages.forget_on_host(args[0])
-        return result
-
-    def _lose(self, func: Any, target: torch.Tensor) -> None:
-        """Take what a CPU tensor holds for unknown from here on.
-
-        Its memory may be read where nothing sees it, through numpy: it says so as far as it can.
-        """
-        if not target.dtype.is_floating_point:
-            raise UnknownValueError(self._unknown(func))
-        with torch.no_grad():
-            target.fill_(math.nan)
-        if not self._storages.is_on_host(target):
-            self._storages.adopt_on_host(target)
 
     def _owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Whose memory the tensors among the arguments stand for."""
@@ -656,22 +621,6 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for item in value:
             yield from _tensors(item)
-
-
-def _shapes_only(value: Any, is_unknown: Callable[[torch.Tensor], bool]) -> Any:
-    """``value`` with real CPU tensors replaced by meta tensors of the same shape.
-
-    A single known number stays one, beside which CUDA tensors may stand too.
-    """
-    if isinstance(value, torch.Tensor):
-        if raw.is_meta(value) or not (value.dim() or is_unknown(value)):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    if isinstance(value, dict):
-        return {name: _shapes_only(item, is_unknown) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_shapes_only(item, is_unknown) for item in value)
-    return value
 
 
 def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:

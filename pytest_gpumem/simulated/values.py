@@ -160,6 +160,12 @@ class Values:
             return None
         return self._compute(operator, args, kwargs, [])
 
+    def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` makes in host memory; ``None`` if nobody knows its values."""
+        if operator.shaped_like and self._keeps(args[0]):
+            return operator.func(_blank(args[0]), *args[1:], **kwargs)
+        return self.computed(operator, args, kwargs)
+
     def refusal(self, read: str) -> str:
         """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
         if self.uncomputed is not None:

@@ -12,6 +12,7 @@ from pytest_gpumem.simulated.surface import (
     cuda,
     devices,
     factories,
+    gradients,
     graphs,
     kernels,
     legacy,
@@ -36,6 +37,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """List every replacement that ``simulation`` needs."""
     for part in (
         tensors,
+        gradients,
         factories,
         cuda,
         optimizers,
