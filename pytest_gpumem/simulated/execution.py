@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,14 @@ from pytest_gpumem.simulated.described import (
     on_gpu,
 )
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.nesting import tensors_in
+from pytest_gpumem.simulated.on_host import OnHost
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
 from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.surface import graphs
-from pytest_gpumem.simulated.values import CPU, OVERWRITES, Operator, covers
+from pytest_gpumem.simulated.values import CPU, Operator
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -64,6 +65,7 @@ class ShapeExecution(TorchDispatchMode):
         self._values = simulation.values
         self._handlers: dict[Any, Handler] = {}
         self._shapes = Shapes(simulation.storages, self._place)
+        self._on_host = OnHost(self._storages, self._run, self._unknown)
         self.inside = False
         """True while a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
@@ -170,7 +172,10 @@ class ShapeExecution(TorchDispatchMode):
         self._check(func, args, kwargs)
         if kwargs.get("generator") is not None and raw.is_meta(args[0]):
             kwargs = {**kwargs, "generator": None}
-        return self._run(func, args, kwargs)
+        return self._run(func, *self._concealed(args, kwargs))
+
+    def _concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._on_host.concealed((args, kwargs)) if self._storages.on_host else (args, kwargs)
 
     def _shaped_by(self, shapes: operators.ShapesOf) -> _Execute:
         def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -313,14 +318,14 @@ class ShapeExecution(TorchDispatchMode):
                 if owner is None:
                     return self._run_elsewhere(func, args, kwargs)
                 if owner == HOST:
-                    return self._on_host(func, args, kwargs)
+                    return self._run_on_host(operator, args, kwargs)
             scratch = None
             if rule is not None and rule.before is not None:
                 scratch = rule.before(device, args, kwargs)
             if resizes:
                 if "out" in func._schema.overload_name:
                     self._check(func, args, kwargs)
-                result = run(func, args, kwargs)
+                result = run(func, *self._concealed(args, kwargs))
             else:
                 try:
                     result = shapes.run(func, args, kwargs, execute_once)
@@ -333,9 +338,9 @@ class ShapeExecution(TorchDispatchMode):
                     adopt(result, device)
                 else:
                     adopt(list(placed(device, args, kwargs, result)), device)
-                    storages.adopt_numbers(_tensors(result))
+                    storages.adopt_numbers(tensors_in(result))
             if resizes:
-                for tensor in _tensors((args, kwargs)):
+                for tensor in tensors_in((args, kwargs)):
                     storages.resized(tensor)
             if rule is not None and rule.after is not None:
                 rule.after(device, args, kwargs, result)
@@ -374,7 +379,7 @@ class ShapeExecution(TorchDispatchMode):
                 rule.after(device, args, kwargs, result)
             if scratch is not None:
                 scratch.free()
-            for tensor, values in zip(_tensors(result), _tensors(computed), strict=True):
+            for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
                 self._values.keep(tensor, values)
             return result
 
@@ -471,9 +476,9 @@ class ShapeExecution(TorchDispatchMode):
                 record = self._storages.of(args[0]) if copies else None
                 if record is not None and record.nbytes:
                     transfers.stage_move(record.device, args[0], kwargs)
-                moved = self._values.computed(operator, args, {**kwargs, "device": CPU})
+                moved = self._values.on_host(operator, args, {**kwargs, "device": CPU})
                 if moved is None:
-                    moved = self._on_host(func, args, {**kwargs, "device": META})
+                    moved = self._run_on_host(operator, args, {**kwargs, "device": META})
                 if record is not None and kwargs.get("non_blocking"):
                     # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
                     simulation.pinned.add(moved)
@@ -542,11 +547,11 @@ class ShapeExecution(TorchDispatchMode):
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 self._stage(target, source, args, kwargs)
                 if self._values.computed(operator, args, kwargs) is None:
-                    self._lose(func, target)
+                    self._on_host.lose(func, target)
                 return target
             if self._storages.on_host and self._owner(args, kwargs) == HOST:
-                return self._on_host(func, args, kwargs)
-            if not raw.is_meta(source) or self._storages.is_on_host(source):
+                return self._run_on_host(operator, args, kwargs)
+            if not raw.is_meta(source):
                 self._stage(target, source, args, kwargs)
             result = self._run(func, args, kwargs)
             self._values.follow(operator, args, kwargs, result)
@@ -603,56 +608,24 @@ class ShapeExecution(TorchDispatchMode):
             for item in result:
                 self._adopt(item, device)
 
-    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable:
-            if any(not raw.is_meta(tensor) for tensor in _tensors(kwargs.get("out"))):
-                raise UnknownValueError(self._unknown(func))
-            if any(not raw.is_meta(tensor) for tensor in _tensors(args[0])):
-                return self._write_on_host(func, args, kwargs)
-        is_unknown = self._storages.is_on_host
-        result = self._run(func, _shapes_only(args, is_unknown), _shapes_only(kwargs, is_unknown))
-        if func in finite.QUESTIONS and is_unknown(args[0]):
+    def _run_on_host(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        func = operator.func
+        result = self._on_host.run(operator, args, kwargs)
+        if func in finite.QUESTIONS and self._storages.is_on_host(args[0]):
             answer = finite.answer(self._values, func, args)
             if answer is not None:
                 self._simulation.note_finite()
                 return torch.full(result.shape, answer, device=CPU)
-        for tensor in _tensors(result):
-            if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
-                self._storages.adopt_on_host(tensor)
         self._values.follow_on_host(func, args, result)
         return result
-
-    def _write_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write to CPU tensors, which have values, where some that are involved are unknown."""
-        storages = self._storages
-        read = list(_tensors((args[1:], kwargs)))
-        if any(map(storages.is_on_host, read)):
-            for target in _tensors(args[0]):
-                if not raw.is_meta(target):
-                    self._lose(func, target)
-            return args[0] if func._schema.returns else None
-        result = self._run(func, args, kwargs)
-        if func._schema.name in OVERWRITES and covers(args[0]):
-            storages.forget_on_host(args[0])
-        return result
-
-    def _lose(self, func: Any, target: torch.Tensor) -> None:
-        """Take what a CPU tensor holds for unknown from here on.
-
-        Its memory may be read where nothing sees it, through numpy: it says so as far as it can.
-        """
-        if not target.dtype.is_floating_point:
-            raise UnknownValueError(self._unknown(func))
-        with torch.no_grad():
-            target.fill_(math.nan)
-        if not self._storages.is_on_host(target):
-            self._storages.adopt_on_host(target)
 
     def _owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Whose memory the tensors among the arguments stand for."""
         owner = None
         simulation = self._simulation
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if self._storages.of(tensor) is not None:
                 if simulation.has_real_meta:
                     simulation.here.on_meta = False
@@ -672,7 +645,7 @@ class ShapeExecution(TorchDispatchMode):
         record = self._storages.of(tensor)
         if record is not None:
             return str(record.device.torch_device)
-        if not raw.is_meta(tensor) or self._storages.is_on_host(tensor):
+        if not raw.is_meta(tensor):
             return HOST
         return devices.NUMBER if storage_key(tensor) in self._storages.numbers else "meta"
 
@@ -705,33 +678,6 @@ def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> An
 def _is_composite(func: Any) -> bool:
     # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
     return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _shapes_only(value: Any, is_unknown: Callable[[torch.Tensor], bool]) -> Any:
-    """``value`` with real CPU tensors replaced by meta tensors of the same shape.
-
-    A single known number stays one, beside which CUDA tensors may stand too.
-    """
-    if isinstance(value, torch.Tensor):
-        if raw.is_meta(value) or not (value.dim() or is_unknown(value)):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    if isinstance(value, dict):
-        return {name: _shapes_only(item, is_unknown) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_shapes_only(item, is_unknown) for item in value)
-    return value
 
 
 def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated import finite, raw
+from pytest_gpumem.simulated import finite
+from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.storages import storage_key
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Facts:
 
     def is_assumed(self, values: Iterable[Any]) -> bool:
         """Whether what is known of a tensor among ``values`` goes back to an assumption."""
-        found = (self.of(tensor) for tensor in _tensors(values))
+        found = (self.of(tensor) for tensor in tensors_in(values))
         return any(fact is not None and fact.assumed for fact in found)
 
     def of_results(
@@ -84,7 +85,7 @@ class Facts:
             return Fact(infinite=True) if infinite else None
         if not infinite and finite.stays_infinite(operator.name):
             read = given[1:] if operator.overwrites else given
-            infinite = any(map(self.is_infinite, _tensors(read)))
+            infinite = any(map(self.is_infinite, tensors_in(read)))
         value = None if infinite else self._computed(operator, args, kwargs)
         assumed = self.is_assumed(given)
         return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
@@ -165,12 +166,3 @@ def of_result(operator: Operator, fact: Fact, source: Any, result: torch.Tensor)
         each = value.ne(0) if name == "count_nonzero" else value
         value = each * (source.numel() // result.numel())
     return Fact(value.to(result.dtype), fact.assumed, fact.infinite)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if raw.is_meta(value):
-                yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

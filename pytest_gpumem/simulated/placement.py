@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.checks.devices import INDEXING, indices_elsewhere, two_devices
+from pytest_gpumem.simulated.nesting import tensors_in
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -42,7 +43,7 @@ class Placement:
         Raises torch's error for tensors of two GPUs.
         """
         found = None
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             record = self._storages.of(tensor)
             if record is None or record.device is found:
                 continue
@@ -65,7 +66,7 @@ class Placement:
 
     def follow(self, *values: Any) -> None:
         """Note the device of the first tensor among ``values``."""
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             record = self._storages.of(tensor)
             if record is not None:
                 self.latest = record.device
@@ -142,14 +143,3 @@ def _chosen(value: Any, count: int, positions: Sequence[int]) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == count:
         return [value[position] for position in positions]
     return value
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _tensors(item)

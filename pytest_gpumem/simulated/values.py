@@ -22,6 +22,7 @@ from pytest_gpumem.simulated.errors import HostMemoryError
 from pytest_gpumem.simulated.facts import Fact, Facts, of_result
 from pytest_gpumem.simulated.generators import drawn_from
 from pytest_gpumem.simulated.host import available_memory
+from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.storages import storage_key
 
 if TYPE_CHECKING:
@@ -185,6 +186,12 @@ class Values:
             self._note_read(args)
         return computed
 
+    def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` makes in host memory; ``None`` if nobody knows its values."""
+        if operator.shaped_like and self._keeps(args[0]):
+            return operator.func(_blank(args[0]), *args[1:], **kwargs)
+        return self.computed(operator, args, kwargs)
+
     def refusal(self, read: str) -> str:
         """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
         if self.uncomputed is not None:
@@ -321,8 +328,8 @@ class Values:
         """Remember of copies in host memory, whose values nobody knows, what is not finite."""
         if not self.facts.by_key or not finite.stays_infinite(func._schema.name):
             return
-        if any(map(self.facts.is_infinite, _collect(args, []))):
-            for tensor in _collect(result, []):
+        if any(map(self.facts.is_infinite, tensors_in(args))):
+            for tensor in tensors_in(result):
                 self._set_fact(tensor, Fact(infinite=True))
 
     def _set_fact(self, tensor: torch.Tensor, fact: Fact) -> None:

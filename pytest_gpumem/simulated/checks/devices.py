@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 
 from pytest_gpumem.simulated.allocator.settings import Version
 from pytest_gpumem.simulated.checks.names import tensor_type
+from pytest_gpumem.simulated.nesting import tensors_in
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -80,7 +81,7 @@ def placed(
     """Return the tensors among the arguments of ``func``, in the order of its schema."""
     names = [argument.name for argument in func._schema.arguments]
     given = [*zip(names, args, strict=False), *kwargs.items()]
-    return [Placed(name, each, place(each)) for name, value in given for each in _tensors(value)]
+    return [Placed(name, each, place(each)) for name, value in given for each in tensors_in(value)]
 
 
 def refuse_mixed(func: Any, tensors: Sequence[Placed], version: Version) -> None:
@@ -234,11 +235,3 @@ def _checked_by(func: Any) -> str | None:
     if re.search(r"^    (?:\w+, )*CUDA\b.*: ", entry[1], re.MULTILINE):
         return f"wrapper_CUDA_{overload}_{name}"
     return None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -13,6 +13,7 @@ from pytest_gpumem.simulated.surface import (
     devices,
     events,
     factories,
+    gradients,
     graphs,
     history,
     kernels,
@@ -38,6 +39,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """List every replacement that ``simulation`` needs."""
     for part in (
         tensors,
+        gradients,
         factories,
         cuda,
         optimizers,

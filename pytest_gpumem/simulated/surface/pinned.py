@@ -166,9 +166,7 @@ class Pinned:
         )
 
     def _is_registered(self, address: int) -> bool:
-        return any(
-            begin <= address < begin + length for begin, length in self._registered.items()
-        )
+        return any(begin <= address < begin + length for begin, length in self._registered.items())
 
     def _take(self, size: int) -> Block:
         self._process_events()

@@ -81,7 +81,6 @@ def _as_function(method: Any) -> Any:
     return call
 
 
-_CPU = torch.device("cpu")
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")
 _get_device = raw.base("get_device")
@@ -150,9 +149,7 @@ class _Tensors:
         if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return raw.device(tensor)
         block = self._storages.of(tensor)
-        if block is not None:
-            return block.device.torch_device
-        return _CPU if self._storages.is_on_host(tensor) else raw.device(tensor)
+        return raw.device(tensor) if block is None else block.device.torch_device
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
@@ -236,8 +233,11 @@ class _Tensors:
         if self._crosses(block, device) and not _is_non_blocking(args, kwargs):
             index = device.index if block is None else block.device.index
             self._simulation.streams.host_waits(self._simulation.device(index).index)
-        if device.type == "cpu" and self._is_known(tensor):
-            return _to(tensor, *args, **kwargs)
+        if device.type == "cpu":
+            copied = _to(tensor, *args, **kwargs)
+            if block is not None and self._simulation.placement is not None:
+                return_gradient(copied, block.device)
+            return copied
         leaves = block is not None and not self._is_on(block, device)
         if leaves or self.device(tensor).type != device.type:
             # Both ends may be meta to torch, which would then hand back the same tensor.
@@ -332,7 +332,8 @@ class _Tensors:
             tensor.grad = gradient
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if self._block(tensor) is None or not tensor.is_leaf:
+        unknown = self._storages.is_on_host(tensor)
+        if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
             return self._deepcopy(tensor, memo)
         if id(tensor) in memo:
             return memo[id(tensor)]
