@@ -32,6 +32,17 @@ class Number:
     simulated: float
     unit: str
     note: str = ""
+    digits: int = 0
+    """Digits after the point that the source prints."""
+
+    @property
+    def off(self) -> float:
+        """How far the simulated number is away, to the precision of the measured one."""
+        return round(self.simulated, self.digits) / self.measured - 1
+
+    def written(self, value: float) -> str:
+        """One of the numbers as the source prints it."""
+        return f"{value:,.{self.digits}f} {self.unit}"
 
 
 # A matrix times a vector: discuss.pytorch.org/t/178671.
@@ -232,15 +243,15 @@ def numbers() -> Iterator[Number]:
         yield from source()
 
 
-def main() -> None:
-    """Print the table."""
-    for number in numbers():
-        off = number.simulated - number.measured
+def print_numbers(found: Iterable[Number]) -> None:
+    """Print a table."""
+    for number in found:
         print(
-            f"{number.what:44} {number.measured:15,.0f} {number.simulated:15,.0f} {number.unit:5} "
-            f"{off / number.measured:+8.2%}  {number.note}"
+            f"{number.what:64} {number.written(number.measured):>22} "
+            f"{number.written(number.simulated):>22} {number.off:+8.2%}  {number.note}",
+            flush=True,
         )
 
 
 if __name__ == "__main__":
-    main()
+    print_numbers(numbers())

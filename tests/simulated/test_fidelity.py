@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 MIB = 2**20
@@ -118,3 +119,27 @@ def test_large_batches_of_images_reserve_what_nvml_showed(
     (number,) = single_numbers.image_runs(runs)
 
     assert number.simulated == pytest.approx(number.measured, rel=0.02)
+
+
+def test_convolutions_of_halves_reserve_what_was_printed() -> None:
+    import convolutions
+
+    rows = [*convolutions.images(), *convolutions.half_volumes(), *convolutions.three_channels()]
+
+    assert [row.what for row in rows if row.off] == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "reserved", "allocated"),
+    # invoke-ai/InvokeAI#9305: latents of 832 x 1248 pixels, and an image of 768 x 768.
+    [((16, 1, 104, 156), 5.211, 4.331), ((3, 1, 768, 768), 1.594, 1.724)],
+)
+def test_an_autoencoder_of_halves_takes_what_was_printed(
+    shape: tuple[int, ...], reserved: float, allocated: float
+) -> None:
+    import convolutions
+
+    grown, peak = convolutions.autoencoder("2.7", torch.half, *shape)
+
+    assert grown == pytest.approx(reserved, abs=0.002)  # a segment
+    assert round(peak, 3) == allocated
