@@ -6,48 +6,54 @@ import os
 import secrets
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jsonschema.protocols import Validator
+from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.schemas import Check, compiled
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
     """Make ``content`` the file ``path``: a reader sees the old file or the new one, never a part.
 
-    Folders that are missing are made. Raises :class:`OSError`, and leaves nothing behind then.
+    It is written to ``draft`` first, by default beside ``path``. Folders that are missing are made.
+    Raises :class:`OSError`, and leaves nothing behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Named for this write alone: two writers never share a temporary file, and unlike tempfile's
-    # the new one gets the permissions that the user's umask asks for.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    if draft is None or draft.parent.stat().st_dev != path.parent.stat().st_dev:
+        # Named for this write alone: two writers never share a temporary file, and unlike
+        # tempfile's the new one gets the permissions that the user's umask asks for.
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with draft.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        draft.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 
 def schema_problem(package: str, data: Any) -> str | None:
     """Return where and how ``data`` departs from ``package``'s ``schema.json``, ``None`` if not."""
+    if (fault := _check(package)(data)) is None:
+        return None
+    from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
-    if (error := best_match(_validator(package).iter_errors(data))) is None:
-        return None
+    error = best_match(Draft202012Validator(fault.schema).iter_errors(fault.value))
+    outermost = error
+    while outermost.parent is not None:
+        outermost = outermost.parent
+    outermost.path.extendleft(reversed(fault.path))
     message = error.message if len(error.message) <= 120 else f"{error.message[:117]}..."
-    return f"{message} at {error.json_path}"
+    return f"{printable(message)} at {printable(error.json_path, MOST)}"
 
 
 @cache
-def _validator(package: str) -> Validator:
+def _check(package: str) -> Check:
     import json
     from importlib.resources import files
 
-    from jsonschema import Draft202012Validator
-
     schema = files(package).joinpath("schema.json").read_text(encoding="utf-8")
-    return Draft202012Validator(json.loads(schema))
+    return compiled(json.loads(schema))

@@ -6,11 +6,13 @@ Runs once, at the end, in the one process that has every result: under pytest-xd
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baseline.content import uncollected
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.sizes import format_exact, format_size
@@ -128,34 +130,100 @@ def update_baselines(
     another environment, other parameters may exist. Whatever is in doubt stays, and a message
     says so.
     """
-    work = _Work(store)
+    with uncollected():
+        return _updated(_Work(store), tests, mode, prune, collected, environments)
+
+
+def _updated(
+    work: _Work,
+    tests: Sequence[MeasuredTest],
+    mode: UpdateMode | None,
+    prune: bool,
+    collected: Collected | None,
+    environments: Iterable[Environment],
+) -> UpdateReport:
     if mode is not None:
-        for test in work.eligible(tests):
-            work.record(test, mode)
+        for test, entry in work.eligible(tests):
+            work.record(test, entry)
+    gone = None
     if prune and collected is not None:
+        gone = _Gone(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
         used = {test.environment.key: test.environment for test in tests}
         used.update({environment.key: environment for environment in environments})
         for environment in used.values():
-            work.prune(environment, collected, {split_nodeid(test.nodeid) for test in tests})
-    return work.finish()
+            work.prune(environment)
+    return work.carry_out(mode, gone)
+
+
+class _Plan:
+    """What is to become of one file."""
+
+    def __init__(self, environment: Environment, module: str) -> None:
+        self.environment = environment
+        self.module = module
+        self.measured: list[tuple[str, BaselineEntry]] = []
+        self.prune = False
+        self.changes: list[Change] = []
+        self.unchanged = 0
+        self.doubted: tuple[str, int] | None = None
+        """Why stored tests that were not collected stay, and how many."""
+
+    def apply(
+        self,
+        entries: MutableMapping[str, BaselineEntry],
+        mode: UpdateMode | None,
+        gone: _Gone | None,
+    ) -> None:
+        """Change what is stored, and note how: anew where the file is read again."""
+        self.changes, self.unchanged, self.doubted = [], 0, None
+        for test_id, new in self.measured:
+            old = entries.get(test_id)
+            if old is not None and (mode == "new" or old.without_lines == new.without_lines):
+                self.unchanged += 1
+                continue
+            entries[test_id] = new
+            self._note(test_id, old, new)
+        if self.prune and gone is not None:
+            self._prune(entries, gone)
+
+    def _prune(self, entries: MutableMapping[str, BaselineEntry], gone: _Gone) -> None:
+        unseen = [test_id for test_id in entries if not gone.exists(self.module, test_id)]
+        if unseen and (doubt := _doubt(self.module, gone.collected)):
+            self.doubted = doubt, len(unseen)
+            return
+        for test_id in unseen:
+            self._note(test_id, entries.pop(test_id), None)
+
+    def _note(self, test_id: str, old: BaselineEntry | None, new: BaselineEntry | None) -> None:
+        self.changes.append(Change(f"{self.module}::{test_id}", self.environment, old, new))
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """Which stored tests no longer exist."""
+
+    collected: Collected
+    ran: frozenset[tuple[str, str]]
+
+    def exists(self, module: str, test_id: str) -> bool:
+        collected = self.collected.ids.get(module, frozenset())
+        return test_id in collected or (module, test_id) in self.ran
 
 
 class _Work:
-    """The state of one update: the entries of every file it looked at, and what it did to them."""
+    """The state of one update: what is to become of which file, and what was said of it."""
 
     def __init__(self, store: BaselineStore) -> None:
         self._store = store
-        self._files: dict[tuple[str, str], tuple[Environment, dict[str, BaselineEntry]]] = {}
-        self._unreadable: set[tuple[str, str]] = set()
-        self._changes: dict[tuple[str, str], list[Change]] = {}
-        self._unchanged = 0
-        self._doubts: Counter[str] = Counter()
+        self._plans: dict[tuple[str, str], _Plan] = {}
         self._messages: dict[str, None] = {}
         self._errors: dict[str, None] = {}
 
-    def eligible(self, tests: Sequence[MeasuredTest]) -> Iterator[MeasuredTest]:
+    def eligible(
+        self, tests: Sequence[MeasuredTest]
+    ) -> Iterator[tuple[MeasuredTest, BaselineEntry]]:
         """Yield the tests whose numbers may be stored, each once; say which may not."""
-        kept: dict[tuple[str, str, str], MeasuredTest] = {}
+        kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
         disputed = {}
         for test in filter(_wanted, tests):
             if not test.passed:
@@ -164,8 +232,9 @@ class _Work:
                 self._say(f"{test.nodeid} not recorded: {reason}")
                 continue
             key = (test.environment.key, *split_nodeid(test.nodeid))
-            first = kept.setdefault(key, test)
-            if _entry(first) != _entry(test):
+            entry = BaselineEntry.of(test.measurement)
+            _, first = kept.setdefault(key, (test, entry))
+            if first is not entry and first.without_lines != entry.without_lines:
                 disputed[key] = test
         if failed := sum(not test.passed for test in filter(_wanted, tests)):
             self._say(f"{_count(failed, 'test')} not recorded: did not pass")
@@ -174,77 +243,50 @@ class _Work:
             self._say(f"{test.nodeid} not recorded: ran twice, with different numbers")
         yield from kept.values()
 
-    def record(self, test: MeasuredTest, mode: UpdateMode) -> None:
-        """Put what ``test`` measured among the entries of its file."""
+    def record(self, test: MeasuredTest, entry: BaselineEntry) -> None:
+        """Plan to store what ``test`` measured."""
         module, test_id = split_nodeid(test.nodeid)
-        entries = self._entries(test.environment, module)
-        if entries is None:
-            return
-        old, new = entries.get(test_id), BaselineEntry.of(test.measurement)
-        if old is not None and (mode == "new" or old.without_lines == new.without_lines):
-            self._unchanged += 1
-            return
-        entries[test_id] = new
-        self._note(module, Change(f"{module}::{test_id}", test.environment, old, new))
+        self._plan(test.environment, module).measured.append((test_id, entry))
 
-    def prune(
-        self, environment: Environment, collected: Collected, ran: set[tuple[str, str]]
-    ) -> None:
-        """Delete the entries of ``environment`` whose tests no longer exist."""
+    def prune(self, environment: Environment) -> None:
+        """Plan to look for tests of ``environment`` that no longer exist."""
         for module in self._store.modules(environment):
-            entries = self._entries(environment, module)
-            if entries is None:
-                continue
-            existing = collected.ids.get(module, frozenset())
-            gone = [key for key in entries.keys() - existing if (module, key) not in ran]
-            if gone and (doubt := _doubt(module, collected)):
-                self._doubts[doubt] += len(gone)
-                continue
-            for test_id in gone:
-                old = entries.pop(test_id)
-                self._note(module, Change(f"{module}::{test_id}", environment, old, None))
+            self._plan(environment, module).prune = True
 
-    def finish(self) -> UpdateReport:
-        """Write every file that changed; return what was done to those that could be written."""
-        for doubt, count in self._doubts.items():
-            self._say(f"{_count(count, 'stored test')} not pruned: {doubt}")
+    def carry_out(self, mode: UpdateMode | None, gone: _Gone | None) -> UpdateReport:
+        """Write every file that changes; return what was done to those that could be written."""
         written, done = [], []
-        for key, changes in self._changes.items():
-            environment, entries = self._files[key]
+        for plan in self._plans.values():
             try:
-                path = self._store.write(environment, key[1], entries)
+                path = self._store.edit(
+                    plan.environment, plan.module, partial(plan.apply, mode=mode, gone=gone)
+                )
             except BaselineError as error:
                 self._errors[str(error)] = None
                 continue
             written += [path] if path else []
-            done += changes
-        done.sort(key=lambda change: (change.environment.key, change.nodeid))
+            done.append(plan)
+        doubts: Counter[str] = Counter()
+        for plan in done:
+            doubts.update(dict([plan.doubted] if plan.doubted else []))
+        for doubt, count in doubts.items():
+            self._say(f"{_count(count, 'stored test')} not pruned: {doubt}")
+        changes = sorted(
+            (change for plan in done for change in plan.changes),
+            key=lambda change: (change.environment.key, change.nodeid),
+        )
         return UpdateReport(
             written=tuple(sorted(written)),
-            added=tuple(change for change in done if change.old is None),
-            changed=tuple(change for change in done if change.old and change.new),
-            pruned=tuple(change for change in done if change.new is None),
-            unchanged=self._unchanged,
+            added=tuple(change for change in changes if change.old is None),
+            changed=tuple(change for change in changes if change.old and change.new),
+            pruned=tuple(change for change in changes if change.new is None),
+            unchanged=sum(plan.unchanged for plan in done),
             messages=tuple(self._messages),
             errors=tuple(self._errors),
         )
 
-    def _entries(self, environment: Environment, module: str) -> dict[str, BaselineEntry] | None:
-        """Return the entries of a file for changing, ``None`` (and an error) where unreadable."""
-        key = (environment.key, module)
-        if key in self._unreadable:
-            return None
-        if key not in self._files:
-            try:
-                self._files[key] = (environment, dict(self._store.read(environment, module)))
-            except BaselineError as error:
-                self._errors[str(error)] = None
-                self._unreadable.add(key)
-                return None
-        return self._files[key][1]
-
-    def _note(self, module: str, change: Change) -> None:
-        self._changes.setdefault((change.environment.key, module), []).append(change)
+    def _plan(self, environment: Environment, module: str) -> _Plan:
+        return self._plans.setdefault((environment.key, module), _Plan(environment, module))
 
     def _say(self, message: str) -> None:
         self._messages[message] = None
@@ -271,10 +313,6 @@ def _doubt(module: str, collected: Collected) -> str:
     if (collected.rootpath / module).exists():
         return f"{module} exists, but nothing was collected from it"
     return ""
-
-
-def _entry(test: MeasuredTest) -> BaselineEntry:
-    return BaselineEntry.of(test.measurement).without_lines
 
 
 def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:

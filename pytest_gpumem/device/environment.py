@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -44,7 +45,7 @@ class Environment:
     partition: str = ""
     """MIG profile, MPS or vGPU mode; empty for a whole device of its own."""
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Folder name of this environment's baselines."""
         kind = "sim" if self.simulated else "cuda"

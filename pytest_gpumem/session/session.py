@@ -103,7 +103,9 @@ class GpumemSession:
 
         root = self.settings.baselines
         folders = (
-            sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+            sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
+            if root.is_dir()
+            else []
         )
         shown = os.path.relpath(root, self._config.rootpath)
         return header_line(self.selector.description, _torch_release(), shown, folders)

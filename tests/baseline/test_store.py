@@ -493,7 +493,7 @@ def test_a_folder_is_read_from_its_root_or_from_one_environment(store: BaselineS
         (MODULE, T4),
     ]
     ((module, content),) = read_folder(store.root / "sim-T4-torch2.13")
-    assert (module, content.tests) == (MODULE, {"test_other": OTHER})
+    assert (module, dict(content.tests)) == (MODULE, {"test_other": OTHER})
 
 
 def test_a_folder_that_holds_no_baselines_or_misplaced_ones(

@@ -1,0 +1,243 @@
+"""A baseline file: its JSON, and what it holds."""
+
+from __future__ import annotations
+
+import gc
+import json
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pytest_gpumem.baseline.entry import BaselineEntry
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.jsonfile import schema_problem
+
+SCHEMA_VERSION = 1
+
+
+class BaselineError(ValueError):
+    """A baseline that cannot be read or written; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class BaselineFile:
+    """The content of one file: its environment in full, and its tests by id."""
+
+    environment: Environment
+    tests: Entries
+
+
+class Entries(MutableMapping[str, BaselineEntry]):
+    """The tests of a file by id; each is built when it is asked for, of the thousands there are."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = dict(data)
+        """The JSON form, as it was read, of those that nobody changed."""
+        self._built: dict[str, BaselineEntry] = {}
+
+    def __getitem__(self, test_id: str) -> BaselineEntry:
+        if test_id not in self._built:
+            self._built[test_id] = BaselineEntry.from_dict(self._data[test_id])
+        return self._built[test_id]
+
+    def __setitem__(self, test_id: str, entry: BaselineEntry) -> None:
+        if self.get(test_id) == entry:
+            return  # what says the same in other words stays as it is
+        self._built[test_id] = entry
+        self._data[test_id] = entry.to_dict()
+
+    def __delitem__(self, test_id: str) -> None:
+        del self._data[test_id]
+        self._built.pop(test_id, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __contains__(self, test_id: object) -> bool:
+        return test_id in self._data
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Entries):
+            return self._data == other._data
+        return isinstance(other, Mapping) and dict(self.items()) == dict(other.items())
+
+    __hash__ = None  # type: ignore[assignment]  # as of every mapping that changes
+
+    def copy(self) -> Entries:
+        """Return the same for changing."""
+        copy = Entries(self._data)
+        copy._built = dict(self._built)
+        return copy
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form of all of them."""
+        return self._data
+
+
+def read_file(path: Path, key: str) -> BaselineFile | None:
+    """Return what the baseline file ``path`` of the environment ``key`` holds.
+
+    ``None`` where there is no such file. Raises :class:`BaselineError` where it cannot be read,
+    does not follow the schema or states another environment.
+    """
+    content = file_bytes(path)
+    return None if content is None else parse(path, content, key)
+
+
+def read_folder(folder: Path) -> list[tuple[str, BaselineFile]]:
+    """Return every module path and its file, sorted, of a baselines folder.
+
+    ``folder`` is the one with an environment's folder for each, or one of these. Raises
+    :class:`BaselineError` as :func:`read_file` does, and where nothing is in it.
+    """
+    own = folder.resolve().name
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        content = _parsed(path, file_bytes(path) or b"")
+        key, parts = content.environment.key, path.relative_to(folder).parts
+        if len(parts) > 1 and parts[0] == key:
+            parts = parts[1:]
+        elif own != key:
+            raise _misplaced(path, content.environment, parts[0] if len(parts) > 1 else own)
+        found.append((PurePosixPath(*parts).as_posix().removesuffix(".json"), content))
+    if not found:
+        raise BaselineError(
+            f"{folder} holds no baselines; record some with pytest --gpumem-update-baselines"
+        )
+    return found
+
+
+def file_bytes(path: Path) -> bytes | None:
+    """Return the bytes of a baseline file, ``None`` where there is none."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise BaselineError(f"baseline {path} is not a file; move it away")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unusable("read", path, error) from error
+
+
+def parse(path: Path, content: bytes, key: str) -> BaselineFile:
+    """Return what ``content``, the bytes of ``path``, says of the environment ``key``."""
+    found = _parsed(path, content)
+    if found.environment.key != key:
+        raise _misplaced(path, found.environment, key)
+    return found
+
+
+def serialize(path: Path, environment: Environment, tests: Entries) -> bytes:
+    """Return the bytes that ``path`` is to have: sorted, and each site on a line of its own."""
+    data = {
+        "schema_version": SCHEMA_VERSION,
+        "environment": environment.to_dict(),
+        "tests": tests.to_dict(),
+    }
+    if problem := schema_problem(__package__, data):
+        raise BaselineError(f"baseline {path} was not written: {problem}")
+    return f"{_layout(data, '')}\n".encode("ascii")
+
+
+def unusable(verb: str, path: Path, error: OSError) -> BaselineError:
+    """Return the sentence of a file that cannot be read or written."""
+    reason = error.strerror or error
+    return BaselineError(f"baseline {path} cannot be {verb}: {reason}; check {path.parent}")
+
+
+def _parsed(path: Path, content: bytes) -> BaselineFile:
+    try:
+        with uncollected():
+            data = json.loads(
+                content,
+                object_pairs_hook=_unique,
+                parse_float=_number,
+                parse_constant=_not_a_number,
+            )
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"not valid JSON ({printable(str(error), MOST)})") from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise BaselineError(
+            f"baseline {path} has schema_version {printable(str(version), MOST)} and this "
+            f"pytest-gpumem reads {SCHEMA_VERSION}; install a newer one"
+        )
+    if problem := schema_problem(__package__, data):
+        raise _damaged(path, problem)
+    return BaselineFile(Environment.from_dict(data["environment"]), Entries(data["tests"]))
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep the garbage collector from looking again and again at a large document that grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of JSON; a key that stands twice is what a bad merge leaves behind."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return found
+
+
+def _number(text: str) -> float | int:
+    """To a JSON schema, 1.0 is an integer as 1 is; bytes are counted in Python's."""
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _not_a_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _layout(value: Any, margin: str) -> str:
+    """Return indented JSON, sorted, in which an object of an array has a line of its own.
+
+    The lines of a diff are numbers then, and sites.
+    """
+    if type(value) is int:
+        return repr(value)
+    inner = margin + "  "
+    if isinstance(value, dict) and value:
+        items = [f"{inner}{_text(name)}: {_layout(value[name], inner)}" for name in sorted(value)]
+        return "{\n" + ",\n".join(items) + f"\n{margin}}}"
+    if isinstance(value, list) and value:
+        items = [inner + _line(item) for item in value]
+        return "[\n" + ",\n".join(items) + f"\n{margin}]"
+    return _line(value)
+
+
+_line = json.JSONEncoder(sort_keys=True).encode
+_text = json.encoder.encode_basestring_ascii
+"""As json.dumps writes a string, without its detour."""
+
+
+def _misplaced(path: Path, environment: Environment, key: str) -> BaselineError:
+    return BaselineError(
+        f"baseline {path} was recorded for {environment.key}, not for {printable(key)}; move it to "
+        "the folder of its environment"
+    )
+
+
+def _damaged(path: Path, problem: str) -> BaselineError:
+    return BaselineError(
+        f"baseline {path} is damaged or not one of pytest-gpumem: {problem}; restore it from "
+        "version control or delete it"
+    )

@@ -1,0 +1,44 @@
+"""What users wrote, given back to them: visible, on one line and of bounded length."""
+
+from __future__ import annotations
+
+MOST = 200
+"""Characters that are repeated of a value."""
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Return ``text`` with every character that a terminal would not show, escaped.
+
+    Control sequences, line ends and marks that turn the direction of writing are read as what they
+    are, ``\\x1b`` or ``\\u202e``. With ``most``, a longer text loses its middle.
+    """
+    if most is not None and len(text) > most:
+        text = shortened(text, most)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def quoted(value: object, most: int = MOST) -> str:
+    """Return ``repr(value)``, without its middle where it is longer than ``most`` characters."""
+    if isinstance(value, str) and len(value) > most:
+        value = shortened(value, most)
+    try:
+        text = repr(value)
+    except Exception:  # a user's own class
+        text = f"<{type(value).__name__}>"
+    return printable(text, 2 * most)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return ``text`` in at most ``most`` characters; what falls out is counted in the middle."""
+    if len(text) <= most:
+        return text
+    gap = f" ... {len(text) - most:,} characters ... "
+    head = max(most - len(gap), 0)
+    tail = head // 3
+    return f"{text[: head - tail]}{gap}{text[len(text) - tail :]}"
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")

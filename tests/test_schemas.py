@@ -1,0 +1,148 @@
+"""A schema as functions refuses exactly what jsonschema refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from pytest_gpumem.jsonfile import schema_problem
+from pytest_gpumem.schemas import compiled
+
+BASELINE: Any = {
+    "schema_version": 1,
+    "environment": {"simulated": True, "gpu": "T4", "compute_capability": "7.5", "torch": "2.13"},
+    "tests": {
+        "test_a": {
+            "peak_allocated": 4096,
+            "peak_reserved": 8192,
+            "allocated_after": -512,
+            "cublas_workspace": 0,
+            "phases": {"forward": {"peak_allocated": 4096, "composition": {"inputs": 1}}},
+            "composition": {"activations": 4096},
+            "sites": [{"category": "activations", "bytes": 4096, "shape": [32, 32]}],
+        }
+    },
+}
+REPORT: Any = {
+    "schema_version": 1,
+    "environment": None,
+    "tests": [
+        {
+            "nodeid": "t.py::test",
+            "outcome": "passed",
+            "environment": BASELINE["environment"],
+            "measurement": None,
+            "expectation": {"max": 1},
+            "baseline": {"peak_allocated": 1},
+            "prediction": None,
+            "verdicts": [],
+            "nvml": {},
+        }
+    ],
+}
+STRANGE: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    1.0,
+    1.5,
+    2**60,
+    2**60 + 1,
+    1e300,
+    "",
+    "x",
+    [],
+    {},
+    [[]],
+)
+
+
+def schema_of(package: str) -> Any:
+    return json.loads(files(package).joinpath("schema.json").read_text(encoding="utf-8"))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(item, (*path, key))
+
+
+def with_value(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = deepcopy(document)
+    place = changed
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("package", "document"),
+    [("pytest_gpumem.baseline", BASELINE), ("pytest_gpumem.report", REPORT)],
+)
+def test_every_value_is_refused_or_not_as_jsonschema_does(package: str, document: Any) -> None:
+    schema = schema_of(package)
+    check, reference = compiled(schema), Draft202012Validator(schema)
+    assert check(document) is None
+    generator = random.Random(0)
+    for path in places(document):
+        for value in STRANGE:
+            changed = with_value(document, path, value)
+            # Now and then a second change: one fault does not hide another.
+            if generator.random() < 0.2:
+                second = generator.choice([*places(changed)])
+                changed = with_value(changed, second, generator.choice(STRANGE))
+            assert (check(changed) is None) == reference.is_valid(changed), (path, value)
+
+
+def test_a_missing_or_unknown_name_is_refused_at_any_depth() -> None:
+    check = compiled(schema_of("pytest_gpumem.baseline"))
+    for path in places(BASELINE):
+        for name in ("peak_allocated", "category", "gpu", "tests"):
+            place = BASELINE
+            for key in path:
+                place = place[key]
+            if isinstance(place, dict) and name in place:
+                less = {key: value for key, value in place.items() if key != name}
+                assert check(with_value(BASELINE, path, less)) is not None
+                more = {**place, "unheard of": 1}
+                assert check(with_value(BASELINE, path, more)) is not None
+
+
+def test_a_keyword_that_is_not_known_is_not_passed_over() -> None:
+    with pytest.raises(NotImplementedError, match="uniqueItems"):
+        compiled({"type": "array", "uniqueItems": True})
+
+
+def test_the_one_wrong_value_of_many_is_named() -> None:
+    tests = {f"test_{n}": {**BASELINE["tests"]["test_a"]} for n in range(1000)}
+    wrong = with_value({**BASELINE, "tests": tests}, ("tests", "test_999", "peak_reserved"), -1)
+    problem = schema_problem("pytest_gpumem.baseline", wrong)
+    assert problem == "-1 is less than the minimum of 0 at $.tests.test_999.peak_reserved"
+
+
+def test_a_value_within_a_choice_is_named() -> None:
+    report = with_value(REPORT, ("tests", 0, "baseline"), {"peak_allocated": "1 GiB"})
+    problem = schema_problem("pytest_gpumem.report", report)
+    assert problem == "'1 GiB' is not of type 'integer' at $.tests[0].baseline.peak_allocated"
+
+
+def test_a_name_that_a_terminal_would_obey_is_escaped() -> None:
+    tests = {"test_\x1b[31m\n": 1}
+    problem = schema_problem("pytest_gpumem.baseline", {**BASELINE, "tests": tests})
+    assert problem is not None
+    assert r"\x1b[31m\n" in problem
+    assert problem.isprintable()
