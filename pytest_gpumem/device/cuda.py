@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
@@ -47,6 +49,8 @@ class CudaDevice:
     def __init__(self, index: int | None) -> None:
         self._chosen = index is not None
         self.index = index or 0
+        self._threads = LeftThreads()
+        self._notes: tuple[str, ...] = ()
 
     @cached_property
     def environment(self) -> Environment:
@@ -105,12 +109,16 @@ class CudaDevice:
         """Make the device the current one, if it was named: else CUDA's own choice stands."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
-    def begin_test(self, shared: Iterable[object]) -> None:
-        """Do nothing: the memory of a real device cannot be arranged anew."""
+    def begin_test(self, name: str, shared: Iterable[object]) -> None:
+        """See which threads still run; the memory of a real device cannot be arranged anew."""
+        self._notes = self._threads.notes
 
-    def measuring(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing: without the collector a body may not fit."""
-        return nullcontext()
+    def measuring(self, name: str) -> AbstractContextManager[object]:
+        """Let threads that start inside be those of ``name``.
+
+        The collector goes on by itself: without it a body may not fit.
+        """
+        return self._threads.started_by(name)
 
     def restart_collector(self) -> None:
         """Let the garbage collector's young generations be empty."""
@@ -120,15 +128,15 @@ class CudaDevice:
         """Do nothing: a real device runs everything."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
-        return nullcontext()
+        """Let threads that start inside be the fixture's."""
+        return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
 
     def forget(self, fixture: object) -> None:
         """Do nothing: there is nothing to drop."""
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` as it is."""
-        return measurement
+        """Return ``measurement`` with what it may count of others."""
+        return replace(measurement, notes=measurement.notes + self._notes)
 
     def nvml(self) -> Mapping[str, Any]:
         """Return what NVML says of the device now, or why it says nothing."""

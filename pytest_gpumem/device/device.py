@@ -38,11 +38,14 @@ class Device(Protocol):
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""
 
-    def begin_test(self, shared: Iterable[object]) -> None:
-        """Forget earlier tests, but for the ``shared`` fixtures that they have set up."""
+    def begin_test(self, name: str, shared: Iterable[object]) -> None:
+        """Begin the test ``name``: forget earlier ones, but for ``shared`` fixtures of theirs."""
 
-    def measuring(self) -> AbstractContextManager[object]:
-        """Let Python's garbage collector run as befits measured numbers inside."""
+    def measuring(self, name: str) -> AbstractContextManager[object]:
+        """Let the test ``name`` go from set-up to teardown inside.
+
+        Threads that start there are its own; Python's garbage collector runs as befits numbers.
+        """
 
     def restart_collector(self) -> None:
         """Let the garbage collector know nothing of what has run so far."""

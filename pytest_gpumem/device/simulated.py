@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.device.left_threads import is_shared
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
@@ -64,14 +65,14 @@ class SimulatedDevice:
             finally:
                 self._simulation.streams.abandon_captures()
 
-    def begin_test(self, shared: Iterable[object]) -> None:
+    def begin_test(self, name: str, shared: Iterable[object]) -> None:
         """Begin with an empty device on which only the ``shared`` fixtures have been set up.
 
         A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
         the device that another test made the current one.
         """
         self._simulation.notes.clear()
-        self._simulation.threads.forget_failures()
+        self._simulation.threads.begin(name)
         self._simulation.forget_reads()
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
@@ -84,9 +85,14 @@ class SimulatedDevice:
             gpu.renew([each.logs[position] for each in earlier])
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
-    def measuring(self) -> AbstractContextManager[object]:
-        """Let the garbage collector run at moments that the GPUs' blocks decide."""
-        return self._collector.in_charge()
+    @contextmanager
+    def measuring(self, name: str) -> Iterator[None]:
+        """Let the test ``name`` go from set-up to teardown inside.
+
+        The garbage collector runs at moments that the GPUs' blocks decide.
+        """
+        with self._simulation.threads.owned_by(name), self._collector.in_charge():
+            yield
 
     def restart_collector(self) -> None:
         """Let the garbage collector begin anew."""
@@ -103,6 +109,8 @@ class SimulatedDevice:
         """Log what the set-up of ``fixture``, which goes on inside, allocates."""
         before = self._simulation.current_index
         with ExitStack() as logging:
+            if is_shared(fixture):
+                logging.enter_context(self._simulation.threads.owned_by(None))
             logs = [logging.enter_context(gpu.logging()) for gpu in self._gpus]
             yield
         after = self._simulation.current_index

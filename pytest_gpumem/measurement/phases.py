@@ -166,8 +166,8 @@ class PhaseTracker:
         crossed = [one.name for one in within if one.in_window]
         if crossed and name != CALL:
             raise NestingError(
-                f"the phase {name!r} was left while {crossed[0]!r}, which began inside it, was still "
-                f"open: phases nest, so leave {crossed[0]!r} first"
+                f"the phase {name!r} was left while {crossed[0]!r}, which began inside it, was "
+                f"still open: phases nest, so leave {crossed[0]!r} first"
             )
 
     def enter(self, name: str) -> Phase | None:

@@ -80,7 +80,7 @@ class MeasuredItem:
         """What is shown below the failure."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
-            starting.enter_context(device.measuring())
+            starting.enter_context(device.measuring(item.nodeid))
             statistics = CudaStatistics(device.workspaces)
             starting.enter_context(statistics.screened())
             recorder = device.recorder
@@ -90,7 +90,7 @@ class MeasuredItem:
             self._explained = recorder is not None
             account = _account(recorder, item) if recorder is not None else None
             self._meter = Meter(statistics, ledger, account)
-            device.begin_test(ledger.with_nested(_shared_before(item)))
+            device.begin_test(item.nodeid, ledger.with_nested(_shared_before(item)))
             self._meter.begin_set_up()
             self._resources = starting.pop_all()
 

@@ -71,13 +71,7 @@ class SimulatedGPU:
         )
         self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
         self.allocator = self._empty_memory()
-        self.workspaces = Workspaces(
-            self.allocator,
-            self.version,
-            self.model.compute_capability,
-            self.cublas_workspace_config,
-            lambda: torch._C._current_graph_task_id() != -1,
-        )
+        self.workspaces = self.workspaces_in(self.allocator)
         self._open_logs: list[SetupLog] = []
         self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
@@ -197,13 +191,28 @@ class SimulatedGPU:
             if record.device is self and record.allocator is not self.allocator and record.address
         )
 
-    def _empty_memory(self) -> Memory:
+    def workspaces_in(self, memory: Memory) -> Workspaces:
+        """Return workspaces that are taken from ``memory``; none is there yet."""
+        return Workspaces(
+            memory,
+            self.version,
+            self.model.compute_capability,
+            self.cublas_workspace_config,
+            lambda: torch._C._current_graph_task_id() != -1,
+        )
+
+    def memory_beside(self) -> Memory:
+        """Return an empty memory of this GPU whose addresses no other has."""
+        return self._empty_memory(self.index + len(self.simulation.gpus))
+
+    def _empty_memory(self, place: int | None = None) -> Memory:
+        place = self.index if place is None else place
         memory = Memory(
             self.model.total_memory,
             settings=self._settings,
             version=self.version,
             device=self.index,
-            place_segment=DriverAddresses(FIRST_ADDRESS + (self.index + 1) * DEVICE_ADDRESSES),
+            place_segment=DriverAddresses(FIRST_ADDRESS + (place + 1) * DEVICE_ADDRESSES),
             timeline=self.timeline,
         )
         memory.enable_caching(not self.uncached)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.thread import _worker
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -39,11 +40,29 @@ class ThreadState(threading.local):
     """Whether the thread has entered the simulation."""
 
 
+UNMEASURED = "code that is not measured"
+"""Owner of the threads that are started while no test is."""
+
+
+class Task(NamedTuple):
+    """What runs on a thread: a thread's own function, or a task of an executor."""
+
+    name: str
+    owner: str | None
+    """The test that started it; ``None``: a fixture that tests share, which outlives each."""
+
+
 class Threads:
     """The threads of one simulation beside the one that began it."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self.owner: str | None = UNMEASURED
+        """Of what is started now, see :class:`Task`."""
+        self._tasks: dict[int, Task] = {}
+        """By thread: what runs there."""
+        self._strangers: set[int] = set()
+        """Threads that do what an earlier test has started."""
         self._failures: dict[threading.Thread, SimulationError] = {}
         """By thread: what it could not run; raised again where somebody joins it."""
 
@@ -73,20 +92,23 @@ class Threads:
         def call(thread: threading.Thread) -> None:
             # A worker of an executor outlives the simulation: it joins task by task.
             if getattr(thread, "_target", None) is not _worker:
-                thread.run = self._in_thread(thread.run)  # type: ignore[method-assign]  # once
+                task = Task(thread.name, self._starter)
+                thread.run = self._in_thread(thread.run, task)  # type: ignore[method-assign]  # once
                 self._simulation.execution.share()
             start(thread)
 
         return call
 
-    def _in_thread(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _in_thread(self, run: Callable[[], None], task: Task) -> Callable[[], None]:
         def call() -> None:
-            try:
-                with self.joined():
+            with self.joined(), self._running(task):
+                try:
                     run()
-            except SimulationError as error:
-                self._failures[threading.current_thread()] = error
-                self._simulation.note(f"a thread of the test ended early: {error}")
+                except SimulationError as error:
+                    if get_ident() in self._strangers:
+                        return  # the test that would be told is over
+                    self._failures[threading.current_thread()] = error
+                    self._simulation.note(f"a thread of the test ended early: {error}")
 
         return call
 
@@ -106,10 +128,6 @@ class Threads:
         if failures:
             raise failures[0]
 
-    def forget_failures(self) -> None:
-        """Drop what threads of an earlier test could not run."""
-        self._failures.clear()
-
     def _submit(self, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
         def call(
             executor: ThreadPoolExecutor,
@@ -119,10 +137,67 @@ class Threads:
             **options: Any,
         ) -> Future[Any]:
             self._simulation.execution.share()
-            return submit(executor, self._task, function, *args, **options)
+            name = getattr(function, "__qualname__", type(function).__name__)
+            task = Task(name, self._starter)
+            return submit(executor, self._run, task, function, *args, **options)
 
         return call
 
-    def _task(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        with self.joined():
+    def _run(self, task: Task, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with self.joined(), self._running(task):
             return function(*args, **options)
+
+    @property
+    def _starter(self) -> str | None:
+        """Whose the threads are that this one starts."""
+        task = self._tasks.get(get_ident())
+        return self.owner if task is None else task.owner
+
+    def begin(self, owner: str) -> None:
+        """The test ``owner`` begins: what others have left running is no part of it."""
+        self._failures.clear()
+        self.owner = owner
+        for thread, task in list(self._tasks.items()):
+            if task.owner is not None:
+                self._estrange(thread, task)
+
+    @contextmanager
+    def owned_by(self, owner: str | None) -> Iterator[None]:
+        """Let ``owner`` have what is started inside."""
+        self.owner, before = owner, self.owner
+        try:
+            yield
+        finally:
+            self.owner = before
+
+    @contextmanager
+    def _running(self, task: Task) -> Iterator[None]:
+        thread = get_ident()
+        outer = self._tasks.get(thread)
+        self._tasks[thread] = task
+        if task.owner not in (self.owner, None):
+            self._estrange(thread, task)
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self._tasks[thread]
+            else:
+                self._tasks[thread] = outer
+            if thread in self._strangers:
+                self._strangers.discard(thread)
+                self._keep_apart()
+
+    def _estrange(self, thread: int, task: Task) -> None:
+        self._strangers.add(thread)
+        self._keep_apart()
+        self._simulation.note(
+            f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
+        )
+
+    def _keep_apart(self) -> None:
+        # Not before: it needs the GPUs, which need this module.
+        from pytest_gpumem.simulated.strangers import keep_apart
+
+        for gpu in self._simulation.gpus:
+            keep_apart(gpu, self._strangers)

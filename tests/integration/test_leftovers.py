@@ -71,3 +71,116 @@ def test_order_does_not_matter(project: Project) -> None:
 
     assert {name: backwards[name] for name in COUNTED} == {name: forwards[name] for name in COUNTED}
     assert forwards["test_alone"]["peak_reserved"] == 20 * 1024 * 1024
+
+
+THREADS = """
+    import threading, time
+
+    stop, go_on, worked = threading.Event(), threading.Event(), threading.Event()
+
+    def work():
+        kept = [torch.empty(1000, 1000, device="cuda")]
+        while not stop.is_set():
+            if go_on.wait(0.05):
+                go_on.clear()
+                kept.append(torch.empty(1000, 1000, device="cuda") @ kept[0])
+                worked.set()
+
+    def let_it_work():
+        worked.clear()
+        go_on.set()
+        assert worked.wait(60)
+
+    @pytest.mark.gpumem
+    def test_starts_a_thread():
+        threading.Thread(target=work, name="prefetcher").start()
+        let_it_work()
+
+    @pytest.mark.gpumem
+    def test_another():
+        kept = torch.empty(1024, device="cuda")
+        let_it_work()
+        assert torch.cuda.memory_allocated() == 4096
+
+    def test_stops_it():
+        stop.set()
+
+    @pytest.mark.gpumem
+    def test_afterwards():
+        time.sleep(0.2)
+        torch.empty(1024, device="cuda")
+"""
+
+
+def test_a_thread_that_outlives_its_test_is_not_charged_to_others(project: Project) -> None:
+    project.write(test_it=THREADS)
+
+    tests = project.report()
+    first, another, afterwards = (
+        tests[f"test_it.py::{name}"]["measurement"]
+        for name in ("test_starts_a_thread", "test_another", "test_afterwards")
+    )
+
+    assert first["peak_allocated"] > 2 * 4_000_000
+    assert (another["peak_allocated"], another["cublas_workspace"]) == (4096, 0)
+    assert (
+        "test_it.py::test_starts_a_thread left 'prefetcher' running in a thread: what it allocates "
+        "is not charged"
+    ) in another["notes"]
+    assert afterwards["peak_allocated"] == 4096
+
+
+def test_a_thread_of_a_shared_fixture_is_its_tests_own(project: Project) -> None:
+    project.write(
+        test_it=THREADS.partition("@pytest.mark")[0]
+        + """
+    @pytest.fixture(scope="module")
+    def worker():
+        thread = threading.Thread(target=work, name="prefetcher")
+        thread.start()
+        yield
+        stop.set()
+        thread.join()
+
+    @pytest.mark.gpumem
+    @pytest.mark.parametrize("time", [1, 2])
+    def test_uses_it(worker, time):
+        before = torch.cuda.memory_allocated()
+        let_it_work()
+        assert torch.cuda.memory_allocated() > before
+"""
+    )
+
+    for test in project.report().values():
+        assert (test["outcome"], test["measurement"]["notes"]) == ("passed", [])
+
+
+def test_tasks_left_to_an_executor_are_not_charged_to_others(project: Project) -> None:
+    project.write(
+        test_it=THREADS.partition("@pytest.mark")[0]
+        + """
+    from concurrent.futures import ThreadPoolExecutor
+
+    executor = ThreadPoolExecutor(2)
+
+    @pytest.mark.gpumem
+    def test_submits():
+        executor.submit(work)
+        let_it_work()
+
+    @pytest.mark.gpumem
+    def test_another():
+        own = executor.submit(torch.empty, 1024, device="cuda").result()
+        let_it_work()
+        assert torch.cuda.memory_allocated() == 4096
+        stop.set()
+        executor.shutdown()
+"""
+    )
+
+    another = project.report()["test_it.py::test_another"]["measurement"]
+
+    assert another["peak_allocated"] == 4096
+    assert another["notes"] == [
+        "test_it.py::test_submits left 'work' running in a thread: what it allocates is not charged"
+    ]

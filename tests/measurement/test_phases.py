@@ -129,7 +129,7 @@ def test_phases_that_cross_are_refused(device: FakeStatistics, tracker: PhaseTra
     inner.__enter__()
     device.use(10)
 
-    with pytest.raises(NestingError, match="'outer' was left while 'inner'.* leave 'inner' first"):
+    with pytest.raises(NestingError, match=r"'outer' was left while 'inner'.* leave 'inner' first"):
         outer.__exit__(None, None, None)
     device.use(100)
     inner.__exit__(None, None, None)

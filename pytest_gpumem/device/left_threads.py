@@ -1,0 +1,45 @@
+"""Threads that a test leaves running on a real GPU: whose memory it is nobody can tell there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures.thread import _worker
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+
+class LeftThreads:
+    """The threads that outlive the tests that started them.
+
+    Those of executors are left out: they wait for tasks, and live until their executor is shut.
+    """
+
+    def __init__(self) -> None:
+        self._owners: WeakKeyDictionary[threading.Thread, str | None] = WeakKeyDictionary()
+        """``None``: a fixture that tests share, which outlives each."""
+
+    @contextmanager
+    def started_by(self, owner: str | None) -> Iterator[None]:
+        """Let what starts inside and is nobody else's be the ``owner``'s."""
+        before = set(threading.enumerate())
+        try:
+            yield
+        finally:
+            for thread in set(threading.enumerate()) - before:
+                if getattr(thread, "_target", None) is not _worker:
+                    self._owners.setdefault(thread, owner)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each that runs still."""
+        return tuple(
+            f"{owner} left {thread.name!r} running in a thread: what it allocates is counted here"
+            for thread, owner in list(self._owners.items())
+            if owner is not None and thread.is_alive()
+        )
+
+
+def is_shared(fixture: object) -> bool:
+    """Whether pytest's ``fixture`` outlives a test."""
+    return getattr(fixture, "scope", "function") != "function"
