@@ -22,6 +22,7 @@ from pytest_gpumem.simulated.errors import HostMemoryError
 from pytest_gpumem.simulated.facts import Fact, Facts, of_result
 from pytest_gpumem.simulated.host import available_memory
 from pytest_gpumem.simulated.storages import storage_key
+from pytest_gpumem.simulated.work import Work
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
@@ -132,6 +133,7 @@ class Values:
         self._blank: set[int] = set()
         """Keys of storages that nobody has written to, where everything is computed."""
         self.facts = Facts(self)
+        self.work = Work()
         self._ignoring = False
         self._held = 0
         self._limit = 0
@@ -142,6 +144,7 @@ class Values:
     def begin(self) -> None:
         """See what the host has room for, and what the CPU can compute."""
         self.uncomputed = None
+        self.work.begin()
         if self.everything:
             self._limit = self._held + available_memory() // 2
 
@@ -245,6 +248,7 @@ class Values:
         made = [tensor for tensor in _collect(result, []) if storage_key(tensor) not in given]
         computed = None
         if self._bases and self._known(args, kwargs) and self._is_computable(operator, made):
+            self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, [])
         for tensor in made:
             self.forget(storage_key(tensor))
@@ -451,6 +455,7 @@ class Values:
         used: list[torch.Tensor] = []
         computed = None
         if self._is_computable(operator, _collect(result, [])):
+            self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, used)
         if computed is None:
             for target in targets:
@@ -470,24 +475,29 @@ class Values:
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
         try:
-            if operator.random and named.get("generator") is None:
-                with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
-                    computed = operator.compute(*on_cpu, **named)
-            else:
-                computed = operator.compute(*on_cpu, **named)
+            with self.work.computing():
+                computed = self._run(operator, on_cpu, named)
         except IndexError:
             if self.everything:
                 raise  # a GPU would stop there too
             return None
-        except Exception as error:
-            if self.everything and _lacks_half(error):
-                return real_kernels.in_float32(
-                    operator.compute, on_cpu, named, writes=bool(operator.written)
-                )
+        except Exception:
             if self.everything and self.uncomputed is None:
                 self.uncomputed = str(operator.func)
             return None
         return () if computed is None else computed
+
+    def _run(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            if operator.random and kwargs.get("generator") is None:
+                with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
+                    return operator.compute(*args, **kwargs)
+            return operator.compute(*args, **kwargs)
+        except Exception as error:
+            if not self.everything or not _lacks_half(error):
+                raise
+        writes = bool(operator.written)
+        return real_kernels.in_float32(operator.compute, args, kwargs, writes=writes)
 
     def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
