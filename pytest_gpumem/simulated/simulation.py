@@ -133,9 +133,11 @@ class Simulation:
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
 
+        Nor where every value is computed: one that could not be is not made up.
+
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
-        if not tensor.dtype.is_floating_point:
+        if self.values.everything or not tensor.dtype.is_floating_point:
             return None
         line = user_line()
         self._count_read(line, "item()")

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated import finite, raw, real_kernels
+from pytest_gpumem.simulated import (
+    finite,
+    raw,
+    real_kernels,
+    real_packed_attention,
+    real_products,
+)
 from pytest_gpumem.simulated.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.errors import HostMemoryError
 from pytest_gpumem.simulated.facts import Fact, Facts, of_result
@@ -48,6 +54,12 @@ _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
 }
 """Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
 statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    **real_kernels.KERNELS,
+    **real_packed_attention.KERNELS,
+    **real_products.KERNELS,
+}
 
 OVERWRITES = frozenset(
     f"aten::{name}_"
@@ -106,7 +118,7 @@ class Operator:
             blank=plain.startswith(("empty", "new_empty")),
             random=random,
             shaped_like=plain.endswith("_like") or plain.startswith("new_"),
-            compute=real_kernels.KERNELS.get(name, func),
+            compute=_KERNELS.get(func.name(), _KERNELS.get(name, func)),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
         )
@@ -194,8 +206,10 @@ class Values:
         if self.uncomputed is not None:
             return (
                 f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
-                f"has no kernel on the CPU"
+                f"cannot be computed on the CPU"
             )
+        if self.everything:
+            return f"{read} a value of a CUDA tensor that is not known: nothing has written it"
         return (
             f"{read} a value of a CUDA tensor, which a simulated GPU does not have: only shapes "
             f"are computed"

@@ -127,6 +127,9 @@ def _formula(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any], Any], int]
         return None
 
     def count(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        if "dtype" in func._schema.overload_name:
+            # Formulas take the result's type, an argument of these, for its shape.
+            args = tuple(value for value in args if isinstance(value, torch.Tensor))
         return int(found(*args, **kwargs, out_val=result))
 
     return count
