@@ -6,6 +6,7 @@ Every project with the plugin installed pays for this module: what few need is i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ MARKER = (
     "gpu, min_memory): measure the test's GPU memory and fail it where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
+
+VALUES_LIMIT = 30.0
+"""Seconds that a second run with real values may compute where no limit is given."""
 
 DEFAULT_GPU = "A100-40GB"
 """The catalogue name that is simulated where none is given."""
@@ -57,6 +61,11 @@ _VALUES = {
         "auto|always|never",
         "compute real values on the CPU: in a second run of a test that needs them, or always "
         "(default: auto)",
+    ),
+    "gpumem_sim_values_limit": (
+        "SECONDS",
+        "how long a second run with real values may compute; longer ones are skipped (default: "
+        "30; inf for no limit)",
     ),
     "gpumem_explain": (
         "failed|always|never",
@@ -105,6 +114,8 @@ class Settings:
     device: DeviceChoice
     sim_scope: Literal["test", "session"]
     sim_values: Literal["auto", "always", "never"]
+    sim_values_limit: float
+    """Seconds of computing in a second run."""
     all: bool
     baselines: Path
     update: Literal["all", "new"] | None
@@ -172,6 +183,7 @@ def settings_from(config: pytest.Config) -> Settings:
         device=reader.one("gpumem_device", _device) or _device("auto"),
         sim_scope=reader.one("gpumem_sim_scope", _choice("test", "session")) or "test",
         sim_values=reader.one("gpumem_sim_values", _choice("auto", "always", "never")) or "auto",
+        sim_values_limit=reader.one("gpumem_sim_values_limit", _seconds) or VALUES_LIMIT,
         all=bool(reader.flag("gpumem_all")),
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
         update=reader.one("gpumem_update_baselines", _choice("all", "new")),
@@ -326,6 +338,16 @@ def _choice(*choices: Any) -> Callable[[str], Any]:
         return value
 
     return parse
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"{value!r} is not a time; write seconds like 30 or 0.5, or inf")
+    return seconds
 
 
 def _device(value: str) -> DeviceChoice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +16,23 @@ import torch  # noqa: F401  # before pytester forgets what a run imports: numpy 
 DEVICE = "--gpumem-device=sim:T4"
 
 PLUGINS_OF_SOME_TESTS = ("asyncio", "randomly", "rerunfailures", "subtests", "cacheprovider")
+
+_TERMINAL = """
+    import os, pty, sys
+
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm", COLUMNS="200")
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
+    shown = b""
+    try:
+        while chunk := os.read(terminal, 1024):
+            shown += chunk
+    except OSError:  # nobody writes there any more
+        pass
+    os.waitpid(pid, 0)
+    sys.stdout.buffer.write(shown)
+"""
 
 _INSTALLED = any(entry.name == "gpumem" for entry in entry_points(group="pytest11"))
 
@@ -57,6 +75,13 @@ class Project:
     ) -> pytest.RunResult:
         """Run pytest in a process of its own."""
         return self._pytester.runpytest_subprocess(*_arguments(args, device, use))
+
+    def run_on_terminal(self, *args: str, device: str = DEVICE) -> str:
+        """Run pytest in a process of its own, on a terminal; return what it wrote there."""
+        self._pytester.makepyfile(on_terminal=_TERMINAL)
+        script = self.path / "on_terminal.py"
+        written = self._pytester.run(sys.executable, script, *_arguments(args, device, ()))
+        return written.stdout.str()
 
     def run_without_plugin(self, *args: str) -> pytest.RunResult:
         """Run pytest as if the plugin were not installed."""

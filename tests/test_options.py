@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -61,6 +62,7 @@ def test_without_options(read: Read, pytester: pytest.Pytester) -> None:
         device=DeviceChoice("auto", models=("A100-40GB",)),
         sim_scope="test",
         sim_values="auto",
+        sim_values_limit=30.0,
         all=False,
         baselines=pytester.path / "baselines",
         update=None,
@@ -112,12 +114,25 @@ def test_an_unknown_model_gets_a_suggestion(read: Read) -> None:
     )
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
+def test_a_limit_that_is_no_time_is_refused(read: Read, value: str) -> None:
+    with pytest.raises(
+        pytest.UsageError, match=f"--gpumem-sim-values-limit='{value}' is not a tim"
+    ):
+        read(f"--gpumem-sim-values-limit={value}")
+
+
+def test_a_second_run_may_be_without_limit(read: Read) -> None:
+    assert read("--gpumem-sim-values-limit=inf").sim_values_limit == math.inf
+
+
 def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> None:
     settings = read(
         ini="""
         gpumem_device = cuda:2
         gpumem_sim_scope = session
         gpumem_sim_values = always
+        gpumem_sim_values_limit = 2.5
         gpumem_all = true
         gpumem_baselines = stored
         gpumem_update_baselines = new
@@ -136,6 +151,7 @@ def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> 
         device=DeviceChoice("cuda", index=2),
         sim_scope="session",
         sim_values="always",
+        sim_values_limit=2.5,
         all=True,
         baselines=pytester.path / "stored",
         update="new",
@@ -158,6 +174,7 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
         "--gpumem-device=off",
         "--gpumem-sim-scope=test",
         "--gpumem-sim-values=never",
+        "--gpumem-sim-values-limit=60",
         "--gpumem-all",
         "--gpumem-baselines=there",
         "--gpumem-update-baselines=all",
@@ -173,6 +190,7 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
         gpumem_device = cuda
         gpumem_sim_scope = session
         gpumem_sim_values = always
+        gpumem_sim_values_limit = 2.5
         gpumem_all = false
         gpumem_baselines = stored
         gpumem_update_baselines = new
@@ -189,6 +207,7 @@ def test_the_command_line_wins(read: Read, pytester: pytest.Pytester) -> None:
         device=DeviceChoice("off"),
         sim_scope="test",
         sim_values="never",
+        sim_values_limit=60.0,
         all=True,
         baselines=pytester.path / "there",
         update="all",

@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 from pytest_gpumem.simulated.gpus import Machine
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
 from pytest_gpumem.simulated.run import workspaces_of
+from pytest_gpumem.simulated.work import Work
 
 
 class SimulatedDevice:
@@ -138,6 +139,11 @@ class SimulatedDevice:
     def made_up(self) -> bool:
         """Whether the present test has gone by a value that nobody computed."""
         return self._simulation.granted or bool(self._simulation.neutral_reads)
+
+    @property
+    def work(self) -> Work:
+        """What computing the values of the present test takes."""
+        return self._simulation.values.work
 
     def note(self, sentence: str) -> None:
         """Say ``sentence`` with the numbers of the present test."""

@@ -4,61 +4,111 @@ A simulated device knows shapes. Where control flow, a shape or an assertion dep
 it does not have, the test is torn down and set up again on a device of the same model that has
 values too, within the same phase of pytest's: other plugins see one run. Fixtures that tests share
 are set up anew if they depend on the device, as between any two devices.
+
+It computes for as long as ``--gpumem-sim-values-limit`` says. Where the first run, as far as it
+came, asked for more than that, it does not begin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.simulated.errors import HostMemoryError, UnknownValueError
+from pytest_gpumem.session.progress import progress_line
+from pytest_gpumem.simulated.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
 if TYPE_CHECKING:
+    from pytest_gpumem.device.simulated import SimulatedDevice
     from pytest_gpumem.session.session import GpumemSession
 
 
 class SecondRun:
-    """The second run of one test."""
+    """The second run of one test, which ``reason`` asks for.
 
-    def __init__(self, session: GpumemSession, item: Any, reason: str) -> None:
+    ``expected`` are the seconds of computing that it takes at the least.
+    """
+
+    def __init__(self, session: GpumemSession, item: Any, reason: str, *, expected: float) -> None:
         self._session = session
         self._item = item
         self._reason = reason
+        self._expected = expected
+        self._limit = session.settings.sim_values_limit
+        self._shown: Callable[[str], None] | None = None
 
     def set_up(self) -> None:
         """Set the test up, as pytest would for a test that follows it."""
-        from pytest_gpumem.device.simulated import SimulatedDevice
+        with self._bounded():
+            self._set_up()
 
+    def call(self) -> None:
+        """Set the test up and call it."""
+        if _collected(self._item):
+            self._item._excinfo.clear()
+        with self._bounded():
+            self._set_up()
+            assert self._session.current is not None
+            with self._session.current.calling():
+                self._item.runtest()
+
+    def _set_up(self) -> None:
         session, item = self._session, self._item
         state = item.session._setupstate
         state.teardown_exact(item.parent)
         item._initrequest()
         session.end()
         session.begin(item, real_values=True)
-        assert session.current is not None
-        assert isinstance(session.current.device, SimulatedDevice)
-        why = self._reason.partition(", which")[0]
-        session.current.device.note(f"run again with real values on the CPU: {why}")
-        try:
-            state.setup(item)
-        except HostMemoryError as error:
-            raise self._too_large(error) from None
+        device = self._device
+        device.work.bound(self._limit, self._show)
+        device.note(f"run again with real values on the CPU: {self._why}")
+        state.setup(item)
 
-    def call(self) -> None:
-        """Set the test up and call it."""
-        if _collected(self._item):
-            self._item._excinfo.clear()
-        self.set_up()
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Compute inside, for as long and in as much memory as is allowed."""
+        if self._expected > self._limit:
+            raise WorkLimitError(
+                f"{self._reason}; and computing values on the CPU takes at least "
+                f"{_rounded(self._expected)}, more than {self._allowed}"
+            )
+        text = f"{self._item.nodeid}: run again with real values, because {self._why}"
+        try:
+            with progress_line(self._item.config, text) as show:
+                self._shown = show
+                yield
+        except WorkLimitError:
+            raise WorkLimitError(
+                f"{self._reason}; and computing values on the CPU takes longer than {self._allowed}"
+            ) from None
+        except HostMemoryError as error:
+            raise HostMemoryError(f"{self._reason}; and {error}") from None
+
+    def _show(self, seconds: float) -> None:
+        if self._shown is not None:
+            self._shown(f": {seconds:.0f} s of at most {self._limit:g} s")
+
+    @property
+    def _why(self) -> str:
+        return self._reason.partition(", which")[0]
+
+    @property
+    def _allowed(self) -> str:
+        return f"the {self._limit:g} s that --gpumem-sim-values-limit allows"
+
+    @property
+    def _device(self) -> SimulatedDevice:
+        from pytest_gpumem.device.simulated import SimulatedDevice
+
         assert self._session.current is not None
-        try:
-            with self._session.current.calling():
-                self._item.runtest()
-        except HostMemoryError as error:
-            raise self._too_large(error) from None
+        assert isinstance(self._session.current.device, SimulatedDevice)
+        return self._session.current.device
 
-    def _too_large(self, error: HostMemoryError) -> HostMemoryError:
-        return HostMemoryError(f"{self._reason}; and {error}")
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:,.0f} s"
 
 
 def second_run(
@@ -82,12 +132,14 @@ def second_run(
     ):
         return None
     error = _collected(item) if error is None else error
-    if isinstance(error, UnknownValueError):
-        return SecondRun(session, item, str(error))
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
-    if failed and current.device.made_up:
-        return SecondRun(session, item, "it failed after it read a value that shapes do not have")
-    return None
+    if isinstance(error, UnknownValueError):
+        reason = str(error)
+    elif failed and current.device.made_up:
+        reason = "it failed after it read a value that shapes do not have"
+    else:
+        return None
+    return SecondRun(session, item, reason, expected=current.device.work.seconds)
 
 
 def _collected(item: Any) -> BaseException | None:

@@ -21,3 +21,7 @@ class UnsupportedOperatorError(SimulationError):
 
 class HostMemoryError(SimulationError):
     """Real values of all tensors do not fit in the memory of this machine."""
+
+
+class WorkLimitError(SimulationError):
+    """Computing real values takes longer than it may."""

@@ -123,7 +123,7 @@ class ShapeExecution(TorchDispatchMode):
             return self._higher_order(func)
         if func.namespace not in _TORCHS_OWN:
             return self._custom(func)
-        handler = self._bind_kind(func)
+        handler = self._values.work.counting(func, self._bind_kind(func))
         if torch.Tag.nondeterministic_seeded in func.tags:
             return graphs.noting_randomness(self._simulation, handler)
         return handler

@@ -48,7 +48,7 @@ def in_float32(
 # Attention.
 
 
-def _attention(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -80,7 +80,8 @@ def _attention(
     return weights, dropped, total, value.float(), factor
 
 
-def _seed(dropout: float) -> int:
+def seed_for(dropout: float) -> int:
+    """Draw a seed of what is dropped; 0 where nothing is."""
     return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
 
 
@@ -94,8 +95,8 @@ def _forward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, int]:
     """The output, the logarithm of each row's sum, and the seed of what is dropped."""
-    seed = _seed(dropout)
-    _, dropped, total, values, _ = _attention(
+    seed = seed_for(dropout)
+    _, dropped, total, values, _ = attention(
         query, key, value, bias, dropout, is_causal, scale, seed
     )
     return (dropped @ values).to(query.dtype), total, seed
@@ -148,7 +149,7 @@ def _cudnn(
     return out, total[..., None], None, None, None, None, seed, UNREAD, UNREAD
 
 
-def _attention_backward(
+def attention_backward(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -159,8 +160,9 @@ def _attention_backward(
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by queries, keys, values and bias."""
     chosen = int(seed.flatten()[0]) if dropout else 0
-    weights, dropped, _, values, factor = _attention(
+    weights, dropped, _, values, factor = attention(
         query, key, value, bias, dropout, causal, scale, chosen
     )
     gradient = gradient.float()
@@ -185,7 +187,7 @@ def _flash_backward(
     cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
     philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    return _attention_backward(
+    return attention_backward(
         grad_out, query, key, value, None, philox_seed, dropout_p, is_causal, scale
     )[:3]
 
@@ -195,7 +197,7 @@ def _efficient_backward(
     out: Tensor, logsumexp: Tensor, philox_seed: Tensor, philox_offset: Tensor, dropout_p: float,
     grad_input_mask: Sequence[bool], is_causal: bool = False, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    return _attention_backward(
+    return attention_backward(
         grad_out_, query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
     )
 
@@ -206,7 +208,7 @@ def _cudnn_backward(
     cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    return _attention_backward(
+    return attention_backward(
         grad_out, query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
     )[:3]
 
@@ -261,6 +263,20 @@ def rms_norm_backward(
         out = torch.rms_norm(data, normalized_shape, scale, eps)
         found = torch.autograd.grad(out, [data, *([] if scale is None else [scale])], gradient)
     return found[0], found[1] if scale is not None else None
+
+
+def _fused_rms_norm_backward(
+    gradient: Tensor, input: Tensor, normalized_shape: list[int], rstd: Tensor,
+    weight: Tensor | None, output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    wide = input.float()
+    scale = rstd.float()
+    grown = gradient.float() * (1.0 if weight is None else weight.float())
+    dims = tuple(range(-len(normalized_shape), 0))
+    shared = (grown * wide).mean(dims, keepdim=True)
+    by_input = scale * grown - scale**3 * wide * shared
+    by_weight = (gradient.float() * wide * scale).flatten(0, -len(normalized_shape) - 1).sum(0)
+    return by_input.to(input.dtype), UNREAD if weight is None else by_weight.to(weight.dtype)
 
 
 # Recurrent layers.
@@ -428,6 +444,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
     "aten::_cudnn_rnn": _recurrent,
     "aten::_cudnn_rnn_backward": _recurrent_backward,
+    "aten::_fused_rms_norm_backward": _fused_rms_norm_backward,
     "aten::_thnn_fused_lstm_cell": _lstm_cell,
     "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
 }

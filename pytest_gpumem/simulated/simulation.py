@@ -144,9 +144,11 @@ class Simulation:
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
 
+        Nor where every value is computed: one that could not be is not made up.
+
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
-        if not tensor.dtype.is_floating_point:
+        if self.values.everything or not tensor.dtype.is_floating_point:
             return None
         line = self.count_read("item()")
         self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated import finite, raw, real_kernels
+from pytest_gpumem.simulated import (
+    finite,
+    raw,
+    real_kernels,
+    real_packed_attention,
+    real_products,
+)
 from pytest_gpumem.simulated.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.errors import HostMemoryError
 from pytest_gpumem.simulated.facts import Fact, Facts, of_result
@@ -24,6 +30,7 @@ from pytest_gpumem.simulated.generators import drawn_from
 from pytest_gpumem.simulated.host import available_memory
 from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.storages import storage_key
+from pytest_gpumem.simulated.work import Work
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
@@ -47,6 +54,12 @@ _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
 }
 """Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
 statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    **real_kernels.KERNELS,
+    **real_packed_attention.KERNELS,
+    **real_products.KERNELS,
+}
 
 OVERWRITES = frozenset(
     f"aten::{name}_"
@@ -105,7 +118,7 @@ class Operator:
             blank=plain.startswith(("empty", "new_empty")),
             random=random,
             shaped_like=plain.endswith("_like") or plain.startswith("new_"),
-            compute=real_kernels.KERNELS.get(name, func),
+            compute=_KERNELS.get(func.name(), _KERNELS.get(name, func)),
             assumption=ASSUMPTIONS.get(func),
             fills=name in finite.FILLING,
         )
@@ -132,6 +145,7 @@ class Values:
         self._blank: set[int] = set()
         """Keys of storages that nobody has written to, where everything is computed."""
         self.facts = Facts(self)
+        self.work = Work()
         self._ignoring = False
         self._held = 0
         self._limit = 0
@@ -142,6 +156,7 @@ class Values:
     def begin(self) -> None:
         """See what the host has room for, and what the CPU can compute."""
         self.uncomputed = None
+        self.work.begin()
         if self.everything:
             self._limit = self._held + available_memory() // 2
 
@@ -197,8 +212,10 @@ class Values:
         if self.uncomputed is not None:
             return (
                 f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
-                f"has no kernel on the CPU"
+                f"cannot be computed on the CPU"
             )
+        if self.everything:
+            return f"{read} a value of a CUDA tensor that is not known: nothing has written it"
         return (
             f"{read} a value of a CUDA tensor, which a simulated GPU does not have: only shapes "
             f"are computed"
@@ -251,6 +268,7 @@ class Values:
         made = [tensor for tensor in _collect(result, []) if storage_key(tensor) not in given]
         computed = None
         if self._bases and self._known(args, kwargs) and self._is_computable(operator, made):
+            self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, [])
         for tensor in made:
             self.forget(storage_key(tensor))
@@ -457,6 +475,7 @@ class Values:
         used: list[torch.Tensor] = []
         computed = None
         if self._is_computable(operator, _collect(result, [])):
+            self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, used)
         if computed is None:
             for target in targets:
@@ -479,24 +498,29 @@ class Values:
         if generator is not None:
             named["generator"] = drawn_from(generator)
         try:
-            if operator.random and generator is None:
-                with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
-                    computed = operator.compute(*on_cpu, **named)
-            else:
-                computed = operator.compute(*on_cpu, **named)
+            with self.work.computing():
+                computed = self._run(operator, on_cpu, named)
         except IndexError:
             if self.everything:
                 raise  # a GPU would stop there too
             return None
-        except Exception as error:
-            if self.everything and _lacks_half(error):
-                return real_kernels.in_float32(
-                    operator.compute, on_cpu, named, writes=bool(operator.written)
-                )
+        except Exception:
             if self.everything and self.uncomputed is None:
                 self.uncomputed = str(operator.func)
             return None
         return () if computed is None else computed
+
+    def _run(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            if operator.random and kwargs.get("generator") is None:
+                with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
+                    return operator.compute(*args, **kwargs)
+            return operator.compute(*args, **kwargs)
+        except Exception as error:
+            if not self.everything or not _lacks_half(error):
+                raise
+        writes = bool(operator.written)
+        return real_kernels.in_float32(operator.compute, args, kwargs, writes=writes)
 
     def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.pytest_project import Project
@@ -222,3 +224,112 @@ def test_second_runs_in_workers(project: Project) -> None:
     result = project.run_apart("-n1")
 
     result.assert_outcomes(passed=8, failed=2, xfailed=1)
+
+
+SLOW_HOST = """
+    from pytest_gpumem.simulated import work
+
+    @pytest.fixture(autouse=True, scope="session")
+    def slow_host():
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(work, "speed", lambda dtype: 1e9)
+            yield
+"""
+"""A machine that multiplies and adds 10⁹ numbers in a second."""
+
+
+def test_what_takes_too_long_is_not_begun(project: Project) -> None:
+    body = """
+        @pytest.mark.gpumem
+        def test_values():
+            x = torch.rand(1000, 1000, device="cuda")
+            for _ in range(20):
+                x = x @ x
+            assert x.sum() > 0
+
+        @pytest.mark.gpumem
+        def test_one_product():
+            x = torch.rand(1000, 1000, device="cuda")
+            assert (x @ x).sum() > 0
+    """
+    project.write(test_long=body, conftest=SLOW_HOST)
+
+    result = project.run("-rs")
+
+    # 20 products of 2 · 1000³ operations each.
+    result.assert_outcomes(skipped=1, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "SKIPPED*bool() at test_long.py:9 depends on *; and computing values on the CPU takes "
+            "at least 40 s, more than the 30 s that --gpumem-sim-values-limit allows"
+        ]
+    )
+    project.run("--gpumem-sim-values-limit=41").assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "x = x.sin() if device else x",  # without a formula
+        "x = x @ x if x.sum() > 0 else x",  # asked for before the first run has come to it
+    ],
+)
+def test_what_goes_on_for_too_long_is_stopped(project: Project, work: str) -> None:
+    body = """
+        @pytest.fixture
+        def device():
+            yield "cuda"
+            torch.rand(3, device="cuda").add_(1)
+
+        @pytest.mark.gpumem
+        def test_values(device):
+            x = torch.rand(1000, 1000, device=device)
+            assert x.sum() > 0
+            for _ in range(100_000):
+                WORK
+
+        @pytest.mark.gpumem
+        def test_next(device):
+            assert torch.rand(3, device=device).sum() > 0
+    """
+    project.write(test_long=body.replace("WORK", work))
+
+    result = project.run("-rs", "--gpumem-sim-values-limit=0.5")
+
+    result.assert_outcomes(skipped=1, passed=1)
+    result.stdout.fnmatch_lines(
+        ["SKIPPED*bool() at test_long.py:12 *; and computing values on the CPU takes longer than "
+         "the 0.5 s that --gpumem-sim-values-limit allows"]
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+@pytest.mark.parametrize(
+    ("options", "is_shown"), [((), True), (("-s",), False), (("-o", "log_cli=true"), False)]
+)
+def test_a_terminal_shows_what_takes_long(
+    project: Project, options: tuple[str, ...], is_shown: bool
+) -> None:
+    body = """
+        from pytest_gpumem.simulated import work
+
+        work.SHOWN_EVERY = 0
+
+        @pytest.mark.gpumem
+        def test_values():
+            print("captured")
+            assert torch.rand(3, device="cuda").sum() > 0
+    """
+    project.write(test_shown=body)
+
+    written = project.run_on_terminal(*options)
+
+    line = (
+        "test_shown.py::test_values: run again with real values, because bool() at "
+        "test_shown.py:11 depends on a value of a CUDA tensor"
+    )
+    assert (line in written) is is_shown
+    assert (f"{line}: 0 s of at most 30 s" in written) is is_shown
+    # The line is gone, and what follows stands behind the name of the module.
+    assert ("\x1b[2K\x1b[A\x1b[15G" in written) is is_shown
+    assert "1 passed" in written

@@ -424,7 +424,7 @@ class _Tensors:
 
     def _is_open(self, tensor: torch.Tensor) -> _Truth:
         """Whether what a tensor on the device holds is unknown, or goes back to an assumption."""
-        if self._block(tensor) is None:
+        if self._block(tensor) is None or self._values.everything:
             return False
         return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
 
