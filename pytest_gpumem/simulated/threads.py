@@ -7,6 +7,7 @@ are not among them: backward of ``meta`` tensors runs on the thread that called 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,15 +108,12 @@ class Threads:
         self._failures.clear()
 
     def _submit(self, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-        def call(
-            executor: ThreadPoolExecutor,
-            function: Callable[..., Any],
-            /,
-            *args: Any,
-            **options: Any,
-        ) -> Future[Any]:
+        @functools.wraps(submit)
+        def call(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
+            if not args:
+                return submit(executor, *args, **options)
             self._simulation.execution.share()
-            return submit(executor, self._task, function, *args, **options)
+            return submit(executor, self._task, *args, **options)
 
         return call
 

@@ -89,7 +89,11 @@ def _yes() -> bool:
 def _generator(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
     states = _GeneratorStates()
 
-    class Generator(real):  # type: ignore[misc,valid-type]  # stays a class for isinstance()
+    class Kind(type(real)):  # type: ignore[misc]  # stays a class for isinstance()
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, real)
+
+    class Generator(real, metaclass=Kind):  # type: ignore[misc,valid-type]  # as above
         def __new__(cls, device: Any = None) -> Any:
             target = torch.device("cuda", device) if isinstance(device, int) else device
             target = torch.device("cpu" if target is None else target)
@@ -115,6 +119,8 @@ def _generator(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
                 return self.manual_seed(_numbers_of(state)[0])
             return super().set_state(full)
 
+    # Where pickle looks for it.
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     return Generator
 
 
