@@ -170,7 +170,7 @@ class ShapeExecution(TorchDispatchMode):
 
     def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check(func, args, kwargs)
-        if kwargs.get("generator") is not None and raw.is_meta(args[0]):
+        if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self._run(func, *self._concealed(args, kwargs))
 
@@ -196,22 +196,16 @@ class ShapeExecution(TorchDispatchMode):
     def _unknown(self, func: Any) -> str:
         return self._values.refusal(f"{func} at {user_line()} reads")
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, unknown: bool = False
+    ) -> Any:
+        """Run a kernel of torch's; ``unknown`` says that it stands for one of unknown values."""
         self.inside = True
         try:
             return func(*args, **kwargs)
-        except NotImplementedError as error:
-            if _DATA_DEPENDENT & set(func.tags):
-                raise UnknownValueError(self._unknown(func)) from error
-            raise UnsupportedOperatorError(_no_shapes(func)) from error
-        except RuntimeError as error:
-            text = str(error)
-            if "no fake impl" in text:
-                raise UnsupportedOperatorError(_no_shapes(func)) from error
-            if "not linked with support for cuda" in text or "INTERNAL ASSERT" in text:
-                raise UnsupportedOperatorError(_no_shapes(func)) from error
-            if "meta tensor" in text:
-                raise UnknownValueError(self._unknown(func)) from error
+        except (NotImplementedError, RuntimeError) as error:
+            if unknown or kwargs.get("device") == META or self._is_ours(args, kwargs):
+                self._explain(error, func)
             raise
         finally:
             self.inside = False
@@ -223,6 +217,24 @@ class ShapeExecution(TorchDispatchMode):
             return func(*args, **kwargs)
         finally:
             self.inside = False
+
+    def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether some tensor stands for memory of a GPU; others have errors of their own."""
+        if self._simulation.has_real_meta:
+            return self._owner(args, kwargs) is not None
+        return any(map(raw.is_meta, tensors_in((args, kwargs))))
+
+    def _explain(self, error: Exception, func: Any) -> None:
+        """Raise what ``error``, of a kernel without values, means on a simulated GPU."""
+        text = str(error)
+        if isinstance(error, NotImplementedError):
+            if _DATA_DEPENDENT & set(func.tags):
+                raise UnknownValueError(self._unknown(func)) from error
+            raise UnsupportedOperatorError(_no_shapes(func)) from error
+        if any(sign in text for sign in _SIGNS_OF_NO_SHAPES):
+            raise UnsupportedOperatorError(_no_shapes(func)) from error
+        if "meta tensor" in text:
+            raise UnknownValueError(self._unknown(func)) from error
 
     def _plain(self, func: Any) -> Handler:
         run = self._run
@@ -540,6 +552,10 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target, source = args[0], args[1]
+            if not isinstance(source, torch.Tensor):
+                # A number is a tensor of the host here too: it was taken out of it on the way.
+                source = torch.tensor(source)
+                args = (target, source, *args[2:])
             if self._storages.of(target) is None and self._is_users_own(target):
                 return self._run_elsewhere(func, args, kwargs)
             if self._storages.of(source) is None and self._is_users_own(source):
@@ -666,6 +682,7 @@ _MASKED = frozenset(
     }
 )
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
+_SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTERNAL ASSERT")
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )

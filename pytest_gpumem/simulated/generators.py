@@ -19,7 +19,11 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
     """``torch.Generator``, whose CUDA generators have states as long as a GPU's."""
     states = _States()
 
-    class Generator(real):  # type: ignore[misc,valid-type]  # stays a class for isinstance()
+    class Kind(type(real)):  # type: ignore[misc]  # stays a class for isinstance()
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, real)
+
+    class Generator(real, metaclass=Kind):  # type: ignore[misc,valid-type]  # as above
         _cuda_device: torch.device | None = None
 
         def __new__(cls, device: Any = None) -> Any:
@@ -99,11 +103,13 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
         def graphsafe_set_state(self, state: Any) -> Any:
             if self._cuda_device is None:
                 return super().graphsafe_set_state(state)
-            if not isinstance(state, Generator) or state._cuda_device is None:
+            if getattr(state, "_cuda_device", None) is None:
                 raise RuntimeError("Expected a CUDA Generator")
             self._source = state._source
             return self
 
+    # Where pickle looks for it.
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     return Generator
 
 

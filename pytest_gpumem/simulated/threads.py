@@ -7,6 +7,7 @@ are not among them: backward of ``meta`` tensors runs on the thread that called 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -129,17 +130,15 @@ class Threads:
             raise failures[0]
 
     def _submit(self, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-        def call(
-            executor: ThreadPoolExecutor,
-            function: Callable[..., Any],
-            /,
-            *args: Any,
-            **options: Any,
-        ) -> Future[Any]:
+        @functools.wraps(submit)
+        def call(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
+            if not args:
+                return submit(executor, *args, **options)
             self._simulation.execution.share()
+            function, *rest = args
             name = getattr(function, "__qualname__", type(function).__name__)
             task = Task(name, self._starter)
-            return submit(executor, self._run, task, function, *args, **options)
+            return submit(executor, self._run, task, function, *rest, **options)
 
         return call
 

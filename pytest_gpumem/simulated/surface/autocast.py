@@ -19,10 +19,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     clear = torch.clear_autocast_cache
 
     def set_autocast_enabled(*args: Any) -> None:
+        set_enabled(*args)
         enabled, device = (args[1], args[0]) if len(args) == 2 else (args[0], "cuda")
         if enabled and device == "cuda":
             cache.install()
-        set_enabled(*args)
 
     def clear_autocast_cache() -> None:
         cache.clear()

@@ -34,7 +34,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     def fast_path_enabled() -> bool:
         if not enabled():
             return False
-        if _is_followed(sys._getframe(1).f_locals):
+        asking = sys._getframe(1).f_locals
+        if not isinstance(asking.get("self"), torch.nn.Module) or not _is_on_gpu(asking):
+            return True
+        if _is_followed(asking):
             return True
         if not torch.is_grad_enabled():
             simulation.note(
@@ -50,6 +53,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch._dynamo, "reset", lambda: None)
     patches.plan(torch.compiler, "reset", lambda: None)
     patches.plan(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
+
+
+def _is_on_gpu(asking: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in asking.values())
 
 
 def _is_followed(asking: dict[str, Any]) -> bool:

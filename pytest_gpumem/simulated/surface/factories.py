@@ -71,7 +71,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         patches.plan(torch.Tensor, name, _new(simulation, getattr(torch.Tensor, name)))
     for module in (torch.jit._builtins, torch.jit._recursive):
         patches.plan(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
-    as_tensor = _as_tensor(torch.as_tensor)
+    as_tensor = _as_tensor(simulation, torch.as_tensor)
     through = _context(simulation, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.plan(DeviceContext, "__torch_function__", through)
     patches.plan(torch, "as_tensor", as_tensor)
@@ -109,26 +109,30 @@ def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _new(simulation: Simulation, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def call(tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _numbered(kwargs["device"])
             if _is_meta(kwargs["device"]) and not simulation.execution.inside_here:
-                return _asked_for_meta(simulation, method, (tensor, *args), kwargs)
+                return asked_for_meta(simulation, method, (tensor, *args), kwargs)
         return method(tensor, *args, **kwargs)
 
     return call
 
 
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    # What names no device is left for torch to refuse.
+    return isinstance(device, str) and device.partition(":")[0] == "cuda"
+
+
 def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
-        if (
-            device is None
-            or torch.device(device).type != "cuda"
-            or not hasattr(args[0], "__array__")
-        ):
+        if not _is_cuda(device):
             return factory(*args, **kwargs)
-        if isinstance(args[0], torch.Tensor):
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if not hasattr(data, "__array__") or isinstance(data, torch.Tensor):
             return factory(*args, **kwargs)
         # In C++ an array is copied to the device out of sight of any dispatch mode.
         requires_grad = kwargs.pop("requires_grad", False)
@@ -145,7 +149,7 @@ def _as_it_is(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
-        if device is None or torch.device(device).type != "cuda":
+        if not _is_cuda(device):
             return factory(*args, **kwargs)
         # In C++ it looks for the device before any dispatch mode sees the operator.
         requires_grad = kwargs.pop("requires_grad", False)
@@ -160,9 +164,9 @@ def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = torch.device(kwargs.get("device") or _default_device())
+        device = kwargs.get("device") or _default_device()
         given = dict(zip(("indices", "values"), args, strict=False)) | kwargs
-        if device.type != "cuda" or "values" not in given:
+        if not _is_cuda(device) or "values" not in given:
             return factory(*args, **kwargs)
         # In C++ both are copied to the device out of sight of any dispatch mode, values first.
         dtype, size = given.pop("dtype", None), args[2:]
@@ -187,13 +191,29 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _check_generator(generator: torch.Generator, device: Any) -> None:
-    target = _default_device() if device is None else torch.device(device)
-    if target.type in ("cpu", "cuda") and generator.device.type != target.type:
+def _check_generator(generator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise torch's error for a generator of another device: here all of them are of the CPU.
+
+    Source: aten/src/ATen/core/Generator.h (check_generator), torch 2.6 to 2.15.
+    """
+    if not isinstance(generator, torch.Generator):
+        return
+    target = _target(args, kwargs).type
+    if target in ("cpu", "cuda") and generator.device.type != target:
         raise RuntimeError(
-            f"Expected a '{target.type}' device type for generator but found "
-            f"'{generator.device.type}'"
+            f"Expected a '{target}' device type for generator but found '{generator.device.type}'"
         )
+
+
+def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where a factory that was called with ``args`` and ``kwargs`` makes its result."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device)
+    for value in (kwargs.get("out"), *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return _default_device()
 
 
 def _watching(
@@ -203,11 +223,11 @@ def _watching(
     def call(*args: Any, **kwargs: Any) -> Any:
         if type(kwargs.get("device")) is int:
             kwargs["device"] = _numbered(kwargs["device"])
-        if kwargs.get("generator") is not None and not isinstance(args[0], torch.Tensor):
-            _check_generator(kwargs["generator"], kwargs.get("device"))
+        if kwargs.get("generator") is not None:
+            _check_generator(kwargs["generator"], args, kwargs)
         # Meta kernels written in Python make their outputs on meta too.
         if _is_meta(kwargs.get("device")) and not simulation.execution.inside_here:
-            return _asked_for_meta(simulation, factory, args, kwargs)
+            return asked_for_meta(simulation, factory, args, kwargs)
         return factory(*args, **kwargs)
 
     return call
@@ -233,7 +253,7 @@ def _context(
             and not (kwargs or {}).get("device")
             and func in _device_constructors()
         ):
-            return _asked_for_meta(
+            return asked_for_meta(
                 simulation, torch_function, (context, func, types, args, kwargs), {}
             )
         return torch_function(context, func, types, args, kwargs)
@@ -241,22 +261,27 @@ def _context(
     return call
 
 
-def _asked_for_meta(
+def asked_for_meta(
     simulation: Simulation,
     factory: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    """Call ``factory``, whose ``meta`` tensors are what they say and hold no CUDA memory."""
     with simulation.making(META):
         return factory(*args, **kwargs)
 
 
-def _as_tensor(as_tensor: Callable[..., Any]) -> Callable[..., Any]:
-    def call(data: Any, dtype: Any = None, device: Any = None) -> Any:
+def _as_tensor(simulation: Simulation, as_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(as_tensor)
+    def call(*args: Any, **kwargs: Any) -> Any:
         # In C++ as_tensor copies to the device out of sight of any dispatch mode.
-        device = _numbered(device)
-        if device is None or torch.device(device).type != "cuda":
-            return as_tensor(data, dtype=dtype, device=device)
+        device = _numbered(kwargs.get("device"))
+        if _is_meta(device):
+            return asked_for_meta(simulation, as_tensor, args, kwargs)
+        if not _is_cuda(device):
+            return as_tensor(*args, **kwargs)
+        data, dtype = args[0] if args else kwargs["data"], kwargs.get("dtype")
         if isinstance(data, torch.Tensor):
             return data.to(device, dtype)
         return as_tensor(data, dtype=dtype, device="cpu").to(device)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from pytest_gpumem.simulated import raw
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _grad: Any = vars(torch._C.TensorBase)["grad"]
+_get: Any = _grad.__get__
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
@@ -19,12 +23,18 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     Source: torch/csrc/autograd/python_variable.cpp (THPVariable_set_grad), torch 2.6 to 2.15.
     """
 
+    def read(tensor: torch.Tensor) -> Any:
+        if tensor.__class__ in raw.PLAIN or not has_torch_function_unary(tensor):
+            return _get(tensor)
+        # Subclasses know torch's own getter, whose result is not of their class.
+        return handle_torch_function(_get, (tensor,), tensor)
+
     def assign(tensor: torch.Tensor, gradient: Any) -> None:
         if isinstance(gradient, torch.Tensor) and tensor.dtype is gradient.dtype:
             _check_devices(tensor, gradient)
         _grad.__set__(tensor, gradient)
 
-    patches.plan(torch.Tensor, "grad", property(_grad.__get__, assign, _grad.__delete__))
+    patches.plan(torch.Tensor, "grad", property(read, assign, _grad.__delete__))
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:

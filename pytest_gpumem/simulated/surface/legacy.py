@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from pytest_gpumem.simulated.surface.factories import asked_for_meta
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -31,7 +34,8 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         kind = _CudaType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
         patches.plan(torch.cuda, name, kind)
     for name, made in (("new", _new), ("new_tensor", new_tensor)):
-        patches.plan(torch.Tensor, name, _on_gpu(made, getattr(torch.Tensor, name)))
+        method = _on_gpu(simulation, made, getattr(torch.Tensor, name))
+        patches.plan(torch.Tensor, name, method)
     set_type = torch.set_default_tensor_type
     patches.plan(torch, "set_default_tensor_type", _setting_default(set_type))
 
@@ -68,12 +72,21 @@ def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Ten
     return torch.empty(size, dtype=dtype, device=device)
 
 
-def _on_gpu(made: Callable[..., Any], on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        elsewhere = tensor.is_cuda or options.get("device") is not None
+def _on_gpu(
+    simulation: Simulation, made: Callable[..., Any], on_cpu: Callable[..., Any]
+) -> Callable[..., Any]:
+    def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
+        device = options.get("device")
+        if tensor.is_meta and device is None:
+            return asked_for_meta(simulation, on_cpu, (tensor, *args), options)
+        elsewhere = tensor.is_cuda if device is None else tensor.is_cuda or not _is_on_cpu(device)
         return (made if elsewhere else on_cpu)(tensor, *args, **options)
 
     return call
+
+
+def _is_on_cpu(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "cpu"
 
 
 def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
@@ -102,11 +115,13 @@ def new_tensor(
 def _setting_default(set_type: Callable[[Any], None]) -> Callable[[Any], None]:
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-    def call(kind: Any) -> None:
+    @functools.wraps(set_type)
+    def call(*args: Any, **kwargs: Any) -> None:
+        kind = args[0] if len(args) == 1 and not kwargs else None
         module, _, name = kind.rpartition(".") if isinstance(kind, str) else _parts(kind)
         if module != "torch.cuda":
+            set_type(*args, **kwargs)
             torch.set_default_device(None)
-            set_type(kind)
         elif name not in by_name or not by_name[name].is_floating_point:
             raise TypeError(f"only floating-point types are supported as the default type: {kind}")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import save_on_cpu
@@ -18,6 +19,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """
     initialize: Any = save_on_cpu.__init__
 
+    @functools.wraps(initialize)
     def pageable(hooks: save_on_cpu, pin_memory: bool = False, device_type: str = "cuda") -> None:
         initialize(hooks, False, device_type)
 

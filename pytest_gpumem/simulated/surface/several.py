@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +49,21 @@ def _copying(simulation: Simulation) -> Callable[..., torch.Tensor]:
     copy: Callable[..., torch.Tensor] = raw.base("copy_")
     of = simulation.storages.of
 
-    def copy_(tensor: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        copied = copy(tensor, src, non_blocking)
-        here, there = of(tensor), of(src)
-        if src.requires_grad and here and there and here.device is not there.device:
-            return_gradient(copied, there.device, position=1)
+    @functools.wraps(torch.Tensor.copy_)
+    def copy_(tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copied = copy(tensor, *args, **kwargs)
+        source = next((one for one in (*args, *kwargs.values()) if _has_gradient(one)), None)
+        if source is not None:
+            here, there = of(tensor), of(source)
+            if here and there and here.device is not there.device:
+                return_gradient(copied, there.device, position=1)
         return copied
 
     return copy_
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def brought(simulation: Simulation, tensor: torch.Tensor, value: Any) -> Any:
@@ -92,7 +100,7 @@ def _plan_refusals(simulation: Simulation, patches: Patches) -> None:
     refused: list[tuple[Any, str, str, Callable[..., bool]]] = [
         (nn.DataParallel, "__init__", "nn.DataParallel over several GPUs", several),
         (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", on_gpu),
-        *((comm, name, f"torch.nn.parallel.comm.{name}", _always) for name in _COLLECTIVES),
+        *((comm, name, f"torch.nn.parallel.comm.{name}", _between_gpus) for name in _COLLECTIVES),
     ]
     if torch.distributed.is_available():
         # What fully_shard and tensor parallelism begin with.
@@ -117,5 +125,15 @@ def _refusing(
     return call
 
 
-def _always(*_: Any, **__: Any) -> bool:
-    return True
+def _between_gpus(*args: Any, **kwargs: Any) -> bool:
+    return _names_gpu((args, kwargs))
+
+
+def _names_gpu(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(_names_gpu, value))
+    return isinstance(value, (str, torch.device)) and torch.device(value).type == "cuda"

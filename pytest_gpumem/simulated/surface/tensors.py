@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperato
 from pytest_gpumem.simulated.neutral import NeutralFloat
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import return_gradient
+from pytest_gpumem.simulated.surface.factories import asked_for_meta
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.several import brought
 
@@ -32,11 +33,9 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """Replace what a tensor says of itself, and how it moves."""
     surface = _Tensors(simulation)
     tensor = torch.Tensor
-    patches.plan(tensor, "device", property(surface.device))
-    patches.plan(tensor, "is_cuda", property(surface.is_cuda))
-    patches.plan(tensor, "is_cpu", property(surface.is_cpu))
-    patches.plan(tensor, "is_meta", property(surface.is_meta))
-    patches.plan(tensor, "data", property(surface.get_data, surface.set_data))
+    for name in ("device", "is_cuda", "is_cpu", "is_meta"):
+        patches.plan(tensor, name, _attribute(name, getattr(surface, name)))
+    patches.plan(tensor, "data", _attribute("data", surface.get_data, surface.set_data))
     for name, method in {
         "to": surface.to,
         "cuda": surface.cuda,
@@ -61,14 +60,19 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr))
 
 
+def _attribute(name: str, get: Callable[..., Any], write: Any = None) -> property:
+    own: Any = vars(torch._C.TensorBase)[name]
+    return property(get, write or own.__set__, own.__delete__)
+
+
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
     # C++ gives what it has made its class, but the results of a mode have one already.
     made = torch._C.TensorBase.__new__(torch.Tensor, *args, **kwargs)
-    return made if kind is torch.Tensor else made.as_subclass(kind)
+    return made if type(made) is kind else made.as_subclass(kind)
 
 
 def _as_function(method: Any) -> Any:
-    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         if (
             tensor.__class__ not in raw.PLAIN
             and has_torch_function_unary(tensor)
@@ -205,15 +209,16 @@ class _Tensors:
 
     # Moves.
 
-    def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._simulation.execution.inside_here:
             return _to(tensor, *args, **kwargs)
         position = 0 if args else None
-        target = args[0] if args else kwargs.get("device")
+        target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(target, torch.Tensor):
             # In C++ the other tensor would only say meta.
+            kwargs.pop("tensor", None)
             return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
-        if target is None or isinstance(target, torch.dtype):
+        if not isinstance(target, (torch.device, str, int)):
             return _to(tensor, *args, **kwargs)
         device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
         if device.type == "cuda":
@@ -272,7 +277,7 @@ class _Tensors:
     ) -> torch.Tensor:
         target = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
         if torch.device(target).type != "cuda":
-            raise RuntimeError(f"Invalid device, must be cuda device, but got {target!r}")
+            raise RuntimeError("Invalid device, must be cuda device")
         return self.to(tensor, target, non_blocking=non_blocking, memory_format=memory_format)
 
     def type(
@@ -303,13 +308,14 @@ class _Tensors:
         return cast(torch.Tensor, raw.data.__get__(tensor))
 
     def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
-        if (self.device(tensor).type == "meta") != (self.device(new).type == "meta"):
+        if isinstance(new, torch.Tensor) and self.is_meta(tensor) != self.is_meta(new):
             # torch/csrc/autograd/variable.cpp, VariableHooks::set_data.
             raise RuntimeError(
                 "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
                 "incompatible tensor type."
             )
-        if raw.device(tensor).type == raw.device(new).type:
+        moves = isinstance(new, torch.Tensor) and raw.is_meta(tensor) != raw.is_meta(new)
+        if not moves or self._block(tensor if raw.is_meta(tensor) else new) is None:
             raw.data.__set__(tensor, new)
             return
         # CPU <-> CUDA in place: the Python object stays, so optimizers and tied weights keep
@@ -364,6 +370,8 @@ class _Tensors:
         return bool(_bool(tensor))
 
     def getitem(self, tensor: torch.Tensor, index: Any) -> Any:
+        if self._simulation.has_real_meta and self.is_meta(tensor):
+            return asked_for_meta(self._simulation, _getitem, (tensor, index), {})
         return _getitem(tensor, self._as_indices(tensor, index))
 
     def setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:

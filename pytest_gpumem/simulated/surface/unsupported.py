@@ -93,7 +93,7 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
 def _of_gpu(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
 
-    def call(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         return refuse() if tensor.is_cuda else method(tensor, *args, **options)
 
     return call
