@@ -96,6 +96,7 @@ class Streams:
         """End the captures that a test left open."""
         for capture in set(self.captures.values()):
             capture.abandon()
+            capture.gpu.simulation.execution.watch(None)
         self.captures.clear()
 
     def reset(self, *, keep: bool) -> None:
