@@ -471,9 +471,7 @@ def _cudnn_convolution_add_relu(
 ) -> Tensor:
     padding, dilation, groups = rest
     zeros = [0] * len(stride)
-    plain = torch.convolution(
-        input, weight, bias, stride, padding, dilation, False, zeros, groups
-    )
+    plain = torch.convolution(input, weight, bias, stride, padding, dilation, False, zeros, groups)
     return (plain + z * (1.0 if alpha is None else alpha)).relu()
 
 

@@ -39,9 +39,7 @@ def _transposed(
     groups: int,
     *_: bool,
 ) -> Tensor:
-    return convolution(
-        input, weight, None, stride, padding, dilation, True, output_padding, groups
-    )
+    return convolution(input, weight, None, stride, padding, dilation, True, output_padding, groups)
 
 
 def _relu(

@@ -88,7 +88,7 @@ class Pinned:
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy of a CPU tensor, with its strides (``_pin_memory`` of ATen's Memory.cpp)."""
+        """A pinned copy of a CPU tensor, with its strides (``_pin_memory``, native/Memory.cpp)."""
         reach = sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
@@ -166,9 +166,7 @@ class Pinned:
         )
 
     def _is_registered(self, address: int) -> bool:
-        return any(
-            begin <= address < begin + length for begin, length in self._registered.items()
-        )
+        return any(begin <= address < begin + length for begin, length in self._registered.items())
 
     def _take(self, size: int) -> Block:
         self._process_events()

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,14 +192,14 @@ def test_properties_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     "reading", ["utilization", "memory_usage", "temperature", "power_draw", "clock_rate"]
 )
-def test_what_only_a_sensor_knows_is_refused_by_name(reading: str) -> None:
-    with (
-        simulate("T4"),
-        pytest.raises(
-            UnsupportedOperatorError, match=rf"torch.cuda.{reading} at .* reads a sensor"
-        ),
-    ):
-        getattr(torch.cuda, reading)()
+def test_a_sensor_reads_zero_and_the_report_says_so(reading: str) -> None:
+    with simulate("T4") as gpu:
+        assert getattr(torch.cuda, reading)() == 0
+    assert re.fullmatch(
+        rf"torch.cuda.{reading}\(\) at .*test_torch_cuda.py:\d+ read a sensor that a simulated GPU "
+        rf"does not have: it got 0",
+        gpu.notes[0],
+    )
 
 
 def test_memory_in_use_is_answered() -> None:
