@@ -186,7 +186,7 @@ class SimulatedGraph:
             raise cuda_error("operation failed due to a previous error during capture")
         self._captured = capture
         if capture.is_empty:
-            warnings.warn(_EMPTY, stacklevel=3)
+            warnings.warn(_EMPTY, stacklevel=2)
 
     def instantiate(self) -> None:
         """Make the graph ready to run; ``capture_end`` does it unless the graph is kept."""
