@@ -64,6 +64,7 @@ class ShapeExecution(TorchDispatchMode):
         self._storages = simulation.storages
         self._values = simulation.values
         self._handlers: dict[Any, Handler] = {}
+        self._bound = self._handlers
         self._shapes = Shapes(simulation.storages, self._place)
         self._on_host = OnHost(self._storages, self._run, self._unknown)
         self.inside = False
@@ -106,6 +107,10 @@ class ShapeExecution(TorchDispatchMode):
         finally:
             if lock is not None:
                 lock.release()
+
+    def watch(self, ran: Callable[[Any], None] | None) -> None:
+        """Tell ``ran`` of every operator from here on; with ``None`` nobody any more."""
+        self._handlers = self._bound if ran is None else _Watched(self._bound, ran)
 
     def share(self) -> None:
         """Let several threads run operators, one at a time."""
@@ -205,6 +210,8 @@ class ShapeExecution(TorchDispatchMode):
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if unknown or kwargs.get("device") == META or self._is_ours(args, kwargs):
+                if str(error).startswith(_MISMATCH_OF_META):
+                    raise RuntimeError(_size_mismatch(args, kwargs)) from None
                 self._explain(error, func)
             raise
         finally:
@@ -666,6 +673,20 @@ class ShapeExecution(TorchDispatchMode):
         return devices.NUMBER if storage_key(tensor) in self._storages.numbers else "meta"
 
 
+class _Watched(dict[Any, Handler]):
+    """The handlers of operators, telling of each that runs: so nobody pays who does not ask."""
+
+    def __init__(self, handlers: dict[Any, Handler], ran: Callable[[Any], None]) -> None:
+        self._handlers, self._ran = handlers, ran
+
+    def get(self, func: Any, default: Any = None) -> Any:
+        self._ran(func)
+        return self._handlers.get(func, default)
+
+    def __setitem__(self, func: Any, handler: Handler) -> None:
+        self._handlers[func] = handler
+
+
 CUDA = "cuda"
 HOST = "cpu"
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -686,6 +707,27 @@ _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTE
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )
+
+
+_MISMATCH_OF_META = "Attempting to broadcast a dimension of length"
+"""What _broadcast_shapes of torch/_refs says, where meta's kernel is written in Python."""
+
+
+def _size_mismatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What CUDA says of tensors that cannot be broadcast: infer_size of ATen's ExpandUtils.cpp."""
+    common: list[int] = []
+    for tensor in _tensors((args, kwargs)):
+        shape = list(tensor.shape)
+        dims = max(len(common), len(shape))
+        one, other = ([1] * (dims - len(sizes)) + sizes for sizes in (common, shape))
+        for at in reversed(range(dims)):
+            if one[at] != other[at] and 1 not in (one[at], other[at]):
+                return (
+                    f"The size of tensor a ({one[at]}) must match the size of tensor b "
+                    f"({other[at]}) at non-singleton dimension {at}"
+                )
+        common = [b if a == 1 else a for a, b in zip(one, other, strict=True)]
+    return f"the sizes of the tensors do not match (at {user_line()})"
 
 
 def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:

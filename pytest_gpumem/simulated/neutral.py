@@ -16,7 +16,17 @@ _CLAMPS = frozenset({"torch.optim._adafactor"})
 does not depend on the outcome."""
 
 
-class NeutralFloat(float):
+class _AsFloat(type):
+    """Tables by type, such as ``torch.testing`` has, find what they say of ``float``."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is float
+
+    def __hash__(cls) -> int:
+        return hash(float)
+
+
+class NeutralFloat(float, metaclass=_AsFloat):
     """0.0 in place of a number that nobody computed.
 
     It can be printed, stored and computed with, and what is computed from it is neutral too. To

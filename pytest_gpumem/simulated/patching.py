@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _ABSENT = object()
@@ -17,6 +18,11 @@ class Patches:
     def plan(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
         self._planned.append((owner, name, value))
+
+    @property
+    def planned(self) -> Sequence[tuple[Any, str, Any]]:
+        """Owner, name and replacement, in the order they were planned."""
+        return self._planned
 
     def apply(self) -> None:
         """Make every planned replacement, remembering what stood there."""

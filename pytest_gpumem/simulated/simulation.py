@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _stack: list[Simulation] = []
 """Active simulations, innermost last: what is patched is the process, so the stack is its."""
+
+_LOADING = "CUDA_MODULE_LOADING"
 
 MOST_NOTES = 20
 MOST_READS = 10_000
@@ -195,6 +198,7 @@ class Simulation:
         with ExitStack() as resources:
             self._patches.apply()
             resources.callback(self._patches.undo)
+            resources.enter_context(_as_initialized())
             lifts = torch._C._only_lift_cpu_tensors()
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
@@ -213,6 +217,19 @@ class Simulation:
         resources, self._resources = self._resources, None
         if resources is not None:
             resources.close()
+
+
+@contextmanager
+def _as_initialized() -> Iterator[None]:
+    """What ``_lazy_init()`` of torch/cuda/__init__.py leaves in the environment."""
+    if _LOADING in os.environ:
+        yield
+        return
+    os.environ[_LOADING] = "LAZY"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LOADING, None)
 
 
 def active_simulation() -> Simulation | None:

@@ -192,6 +192,11 @@ class Values:
             self._note_read((tensor,))
         return known
 
+    def of_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Return what a storage holds, on the CPU; ``None`` if that is not known."""
+        base = self._bases.get(storage._cdata)
+        return None if base is None else base.untyped_storage()
+
     def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what ``operator`` yields on the CPU; ``None`` if an argument is not known."""
         computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None

@@ -126,6 +126,10 @@ class Workspaces:
             self._bytes = workspace_bytes(config, self.version, self.capability)
         return self._bytes
 
+    def reset_sizes(self) -> None:
+        """``torch._C._cuda_resetCublasWorkspaceSize()``: read the environment again."""
+        self._bytes = None
+
     def gemm(self, stream: int = 0) -> None:
         """A cuBLAS call: what it allocates before the kernel runs, and keeps."""
         if self._per_operation:

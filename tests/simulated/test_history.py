@@ -100,3 +100,115 @@ def test_cpp_frames_name_workspace_operator_and_node() -> None:
     assert [workspace, operator] in found
     assert [operator, "torch::autograd::generated::MmBackward0::apply()"] in found
     assert not any(names_of("python"))
+
+
+RECORD = torch.cuda.memory._record_memory_history
+"""Torch's own function; what it calls is replaced while a simulation is active."""
+
+
+def recorded(context: str | None, enabled: str = "all") -> dict[str, Any]:
+    """A snapshot of one tensor that died and one that lives, recorded with ``context``."""
+
+    def the_alloc() -> torch.Tensor:
+        return torch.ones(256, device="cuda")
+
+    def the_free(held: list[torch.Tensor]) -> None:
+        held.clear()
+
+    with simulate("T4"):
+        RECORD(enabled, context=context, stacks="python")
+        kept = the_alloc()
+        the_free([the_alloc()])
+        snapshot = torch.cuda.memory._snapshot()
+        RECORD(None)
+    del kept
+    return snapshot
+
+
+def functions(entry: dict[str, Any]) -> set[str]:
+    return {frame["name"] for frame in entry.get("frames", ())} & {"the_alloc", "the_free"}
+
+
+# Of each: what an allocation, a free and a live block show (c10/cuda/CUDACachingAllocator.cpp,
+# maybeGatherContext and record_trace).
+@pytest.mark.parametrize(
+    ("context", "of_alloc", "of_free", "of_block"),
+    [
+        ("all", {"the_alloc"}, {"the_free"}, {"the_alloc"}),
+        ("alloc", {"the_alloc"}, {"the_alloc"}, {"the_alloc"}),
+        ("state", set(), set(), {"the_alloc"}),
+        (None, set(), set(), set()),
+    ],
+)
+def test_context_says_whose_stacks_are_kept(
+    context: str | None, of_alloc: set[str], of_free: set[str], of_block: set[str]
+) -> None:
+    snapshot = recorded(context)
+
+    (block,) = [
+        block
+        for segment in snapshot["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    ]
+    events = {event["action"]: event for event in snapshot["device_traces"][0]}
+    assert functions(events["alloc"]) == of_alloc
+    assert functions(events["free_requested"]) == functions(events["free_completed"]) == of_free
+    assert functions(block) == of_block
+
+
+def test_state_keeps_the_last_event_alone() -> None:
+    (event,) = recorded("all", enabled="state")["device_traces"][0]
+
+    assert event["action"] == "free_completed"
+
+
+def test_of_many_events_the_latest_are_kept() -> None:
+    with simulate("T4"):
+        RECORD(max_entries=3, stacks="python")
+        for size in range(1, 5):
+            torch.empty(size * 512, dtype=torch.uint8, device="cuda")
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    assert [(event["action"], event["size"]) for event in trace] == [
+        ("alloc", 2048),
+        ("free_requested", 2048),
+        ("free_completed", 2048),
+    ]
+
+
+def test_segments_that_go_back_show_who_emptied_the_cache() -> None:
+    with simulate("T4"):
+        RECORD(context="all", stacks="python")
+        torch.ones(256, device="cuda")
+        torch.cuda.empty_cache()
+        last = torch.cuda.memory._snapshot()["device_traces"][0][-1]
+    assert last["action"] == "segment_free"
+    assert last["frames"][0]["name"] == "empty_cache"
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"enabled": "always"}, "expected state to be 'state', 'all', or None"),
+        ({"context": "frees"}, "expected context to be 'state', 'alloc', 'all', or None"),
+        ({"stacks": "cpp"}, "expected stacks to be 'python', or 'all'"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_in_torchs_words(
+    options: dict[str, str], complaint: str
+) -> None:
+    with simulate("T4"), pytest.raises(RuntimeError, match=complaint):
+        RECORD(**options)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_functions_are_named() -> None:
+    scripted = torch.jit.CompilationUnit(
+        "def scripted():\n    return torch.rand(311, device='cuda')\n"
+    )
+    with simulate("T4"):
+        RECORD("state", stacks="python")
+        x = scripted.scripted()
+        (segment,) = torch.cuda.memory._snapshot()["segments"]
+    assert segment["blocks"][0]["frames"][0]["name"] == "scripted"
+    del x

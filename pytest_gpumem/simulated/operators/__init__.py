@@ -10,10 +10,12 @@ import torch
 
 from pytest_gpumem.simulated.operators import (
     activations,
+    assertions,
     attention,
     convolution,
     counting,
     ctc,
+    cudnn_convolution,
     dropout,
     embeddings,
     encoders,
@@ -32,6 +34,7 @@ from pytest_gpumem.simulated.operators import (
     softmax,
     sorting,
     spatial,
+    sync_batch_norm,
     whole,
 )
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
@@ -56,6 +59,7 @@ __all__ = [
 ]
 
 RULES: dict[str, Rule] = {
+    **assertions.RULES,
     **attention.RULES,
     **counting.RULES,
     **ctc.RULES,
@@ -91,10 +95,12 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 IN_VIEW: dict[str, Callable[..., Any]] = {
     **convolution.IN_VIEW,
     **ctc.IN_VIEW,
+    **cudnn_convolution.IN_VIEW,
     **encoders.IN_VIEW,
     **indexing.IN_VIEW,
     **losses.IN_VIEW,
     **rnn.IN_VIEW,
+    **sync_batch_norm.IN_VIEW,
     **whole.IN_VIEW,
 }
 """By overload: operators that autograd sees whole and that CUDA builds from others."""

@@ -113,7 +113,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         rows = input.dim() - len(normalized_shape)
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
         rstd = input.new_empty(
-            (*input.shape[:rows], *[1] * len(normalized_shape)), dtype=_accumulated(input)
+            (*input.shape[:rows], *[1] * len(normalized_shape)), dtype=accumulated(input)
         )
         del kept
         ctx.save_for_backward(input, weight, rstd)
@@ -158,12 +158,13 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _accumulated(tensor: Tensor) -> torch.dtype:
+def accumulated(tensor: Tensor) -> torch.dtype:
+    """The type that CUDA adds up values of ``tensor`` in (``toAccumulateType``)."""
     return torch.float32 if tensor.dtype in _HALVES else tensor.dtype
 
 
 def _accumulated_bytes(tensor: Tensor) -> int:
-    return _accumulated(tensor).itemsize
+    return accumulated(tensor).itemsize
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
@@ -189,7 +190,7 @@ def _implementation_of(tensor: Tensor) -> str:
     return _CHANNELS_LAST if _is_channels_last(tensor) else _GENERAL
 
 
-def _reads_channels_last(tensor: Tensor) -> bool:
+def reads_channels_last(tensor: Tensor) -> bool:
     """batch_norm_use_channels_last_kernels."""
     return _is_channels_last(tensor) or (tensor.is_contiguous() and tensor.stride(1) == 1)
 
@@ -217,7 +218,7 @@ def _power_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
 
 
-def _stage(gpu: SimulatedGPU, input: Tensor, values: int) -> None:
+def stage(gpu: SimulatedGPU, input: Tensor, values: int) -> None:
     """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
     channels = input.shape[1]
     columns, rows = _staging(channels, input.numel() // channels)
@@ -232,7 +233,7 @@ def _batch_norm_forward(
     training = _argument(args, kwargs, 5, "training")
     implementation = _implementation(input)
     if training and implementation == _CHANNELS_LAST:
-        _stage(gpu, input, 4)
+        stage(gpu, input, 4)
     elif training and implementation == _GENERAL:
         kept = [dim for dim in range(input.dim()) if dim != 1]
         reductions.reduce_tensor(gpu, input, kept, reductions.MOMENTS, input.dtype)
@@ -249,7 +250,7 @@ def _batch_norm_backward(
     adopt = gpu.simulation.storages.adopt
     reduces = training or mask[1] or mask[2]
     scratch = Scratch(gpu)
-    if reduces and mask[0] and not _reads_channels_last(input) and input.numel() <= _INDEXABLE:
+    if reduces and mask[0] and not reads_channels_last(input) and input.numel() <= _INDEXABLE:
         if not _merges(gradient):
             scratch.take(gradient.nbytes)
         yield from (tensor for tensor, wanted in zip(result, mask, strict=True) if wanted)
@@ -264,8 +265,8 @@ def _batch_norm_backward(
         for tensor in (result[1], result[2]):
             if tensor is not None:
                 adopt(tensor, gpu)
-        if _reads_channels_last(gradient) and _reads_channels_last(input):
-            _stage(gpu, input, 2)
+        if reads_channels_last(gradient) and reads_channels_last(input):
+            stage(gpu, input, 2)
     if mask[0]:
         adopt(result[0], gpu)
     scratch.free()

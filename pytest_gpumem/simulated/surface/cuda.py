@@ -206,6 +206,12 @@ class _Api:
         for gpu in self._simulation.gpus:
             gpu.workspaces.clear()
 
+    def _cuda_resetCublasWorkspaceSize(self) -> None:
+        for gpu in self._simulation.gpus:
+            gpu.workspaces.reset_sizes()
+
+    _cuda_resetCublasLtWorkspaceSize = _cuda_resetCublasWorkspaceSize
+
     def _cuda_getCurrentBlasHandle(self) -> int:
         gpu = self._simulation.current
         gpu.workspaces.gemm(gpu.stream)

@@ -5,6 +5,7 @@ Sources: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,6 +61,8 @@ class Capture:
         self.stream = gpu.stream
         self.memory = gpu.allocator
         self.under_way = True
+        self.is_empty = True
+        """Whether nothing was captured yet that a graph has a node for."""
         self.valid = True
         """False once something was done that a capture does not allow."""
 
@@ -160,6 +163,7 @@ class SimulatedGraph:
         gpu.allocator.is_capturing = lambda: simulation.streams.is_capturing(gpu.index)
         gpu.allocator.mark_capture_begin()
         captures[capture.key] = capture
+        simulation.execution.watch(_noting_nodes(simulation))
         self._capture, self._memory = capture, gpu.allocator
 
     def capture_end(self) -> None:
@@ -173,12 +177,16 @@ class SimulatedGraph:
         self._capture, capture.graph, capture.under_way = None, None, False
         for key in [key for key, other in streams.captures.items() if other is capture]:
             del streams.captures[key]
+        if not streams.captures:
+            self._simulation.execution.watch(None)
         capture.memory.mark_capture_end()
         capture.memory.end_allocate_to_pool(capture.pool)
         if not capture.valid:
             capture.memory.release_pool(capture.pool)
             raise cuda_error("operation failed due to a previous error during capture")
         self._captured = capture
+        if capture.is_empty:
+            warnings.warn(_EMPTY, stacklevel=2)
 
     def instantiate(self) -> None:
         """Make the graph ready to run; ``capture_end`` does it unless the graph is kept."""
@@ -276,6 +284,33 @@ def noting_randomness(simulation: Simulation, handler: Handler) -> Handler:
         return handler(args, kwargs)
 
     return handle
+
+
+_EMPTY = (
+    "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on "
+    "wrong device or stream."
+)
+
+
+def _noting_nodes(simulation: Simulation) -> Callable[[Any], None]:
+    """Note the operators that leave a node in a graph: not those that make views, or room."""
+
+    def ran(func: Any) -> None:
+        gpu = simulation.current
+        capture = simulation.streams.captures.get((gpu.index, gpu.stream))
+        if capture is not None and capture.is_empty and _launches(func):
+            capture.is_empty = False
+
+    return ran
+
+
+def _launches(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    aliases = [one.alias_info for one in schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return not is_view and not schema.name.startswith(("aten::empty", "aten::new_empty"))
 
 
 class _Api:

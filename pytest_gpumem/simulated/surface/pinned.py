@@ -88,7 +88,7 @@ class Pinned:
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy of a CPU tensor, with its strides (``_pin_memory`` of ATen's Memory.cpp)."""
+        """A pinned copy of a CPU tensor, with its strides (``_pin_memory``, native/Memory.cpp)."""
         reach = sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )

@@ -111,18 +111,18 @@ class Runtime:
         gpu = self._simulation.device(device)
         return gpu.allocator.free_memory, gpu.model.total_memory
 
-    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> _Error:  # noqa: N802  # CUDA's
+    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
         """Page-lock memory of the host; the result code."""
-        return _Error(self._simulation.pinned.register(ptr, size))
+        return self._simulation.pinned.register(ptr, size)
 
-    def cudaHostUnregister(self, ptr: int) -> _Error:  # noqa: N802  # CUDA's own name
+    def cudaHostUnregister(self, ptr: int) -> int:  # noqa: N802  # CUDA's own name
         """Undo it; the result code."""
-        return _Error(self._simulation.pinned.unregister(ptr))
+        return self._simulation.pinned.unregister(ptr)
 
-    def __getattr__(self, name: str) -> Callable[..., _Error]:
+    def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cuda"):
             raise AttributeError(name)
-        return lambda *_: _Error(0)
+        return lambda *_: 0
 
 
 class _Ranges:

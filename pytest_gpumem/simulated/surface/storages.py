@@ -83,6 +83,10 @@ def _guarded(simulation: Simulation, name: str, method: Callable[..., Any]) -> C
             return refuse()
         if storage._cdata not in simulation.storages.by_key:
             return method(storage, *args, **options)
+        if name in ("__getitem__", "tolist"):
+            known = simulation.values.of_storage(storage)
+            if known is not None:
+                return method(known, *args, **options)
         # CUDA memory is shared in any case: share_memory_() does nothing to it.
         if name == "is_shared":
             return True

@@ -9,15 +9,19 @@ stream used may be used again; the
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import warnings
+import weakref
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from pytest_gpumem.simulated.allocator.timeline import StreamKey, Timeline
 from pytest_gpumem.simulated.surface.clock import Clock
+from pytest_gpumem.simulated.surface.leaves import NO_SEQUENCE, Leaves
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -33,8 +37,6 @@ _TYPE_BITS = 4
 _WARN, _ERROR = 1, 2
 _SYNCHRONIZES = "called a synchronizing CUDA operation"
 """warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
-_NO_SEQUENCE = 2**64 - 1
-"""Sequence number of the nodes that accumulate gradients into leaves."""
 
 
 class _ThreadStreams(threading.local):
@@ -45,6 +47,7 @@ class _ThreadStreams(threading.local):
         self.in_node: dict[int, tuple[int, int, int]] = {}
         """By device: graph task, node and stream, where a backward hook chose another stream."""
         self.of_last_node: dict[int, int] = {}
+        self.leaves = Leaves()
         self.chosen: dict[int, tuple[list[int], list[int]]] = {}
         """By device: from which autograd sequence number, which each thread counts for itself,
         on which stream was the current one."""
@@ -96,6 +99,7 @@ class Streams:
         """End the captures that a test left open."""
         for capture in set(self.captures.values()):
             capture.abandon()
+            capture.gpu.simulation.execution.watch(None)
         self.captures.clear()
 
     def reset(self, *, keep: bool) -> None:
@@ -166,19 +170,35 @@ class Streams:
         chosen = here.in_node.get(device)
         if chosen is not None and chosen[:2] == (task, number):
             return chosen[2]
-        if number == _NO_SEQUENCE:
-            # Leaves take their gradient on the stream that used them: the node before this one.
-            return here.of_last_node.get(device, 0)
-        numbers, streams = here.chosen.get(device, ((), ()))
-        position = bisect_right(numbers, number)
-        stream = streams[position - 1] if position else 0
+        if number == NO_SEQUENCE:
+            # A leaf's node has the stream on which the leaf was first used.
+            user = here.leaves.first_use(task)
+            return here.of_last_node.get(device, 0) if user is None else self._at(device, user)
+        stream = self._at(device, number)
         here.of_last_node[device] = stream
         return stream
+
+    def _at(self, device: int, number: int) -> int:
+        """The current stream of ``device`` when autograd's node ``number`` was made."""
+        numbers, streams = self._here.chosen.get(device, ((), ()))
+        position = bisect_right(numbers, number)
+        return streams[position - 1] if position else 0
+
+    def hooked(self, leaf: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``hook`` of a leaf, which autograd runs before it says which node is next."""
+        reference = weakref.ref(leaf)
+
+        @functools.wraps(hook)
+        def call(gradient: Any) -> Any:
+            with self._here.leaves.hooks_of(reference()):
+                return hook(gradient)
+
+        return call
 
 
 def _node_sequence() -> int:
     node = torch._C._current_autograd_node()
-    return _NO_SEQUENCE if node is None else int(node._sequence_nr())
+    return NO_SEQUENCE if node is None else int(node._sequence_nr())
 
 
 def cuda_error(text: str) -> RuntimeError:
@@ -383,8 +403,22 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     plan_functions(_Api(simulation), patches)
     api = _Api(simulation)
     patches.plan(
+        torch.Tensor, "register_hook", _register_hook(simulation, torch.Tensor.register_hook)
+    )
+    patches.plan(
         torch.Tensor, "record_stream", lambda tensor, stream: api.record_stream(tensor, stream)
     )
+
+
+def _register_hook(simulation: Simulation, register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def register_hook(tensor: torch.Tensor, hook: Callable[[Any], Any]) -> Any:
+        streams = simulation.streams
+        if streams.used and tensor.requires_grad and tensor.is_leaf and callable(hook):
+            return register(tensor, streams.hooked(tensor, hook))
+        return register(tensor, hook)
+
+    return register_hook
 
 
 class _AnyStream(SimulatedStream):

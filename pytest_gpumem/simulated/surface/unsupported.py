@@ -30,6 +30,19 @@ _NEEDS_MEMORY = "hands over memory that a simulated GPU does not have"
 _NEEDS_PROCESS = "starts processes, which have no simulated GPU"
 
 
+_OF_DRIVER = ("_cuda_", "_nccl_", "_construct_CUDA_Tensor", "_construct_storage_from_data_pointer")
+_WITHOUT_DEVICE = frozenset(
+    {
+        "_cuda_get_conv_benchmark_empty_cache",
+        "_cuda_lock_mutex",
+        "_cuda_unlock_mutex",
+        "_nccl_version",
+        "_nccl_version_suffix",
+    }
+)
+"""Functions that ask no driver; nor do the settings of tunable operators."""
+
+
 def plan(simulation: Simulation, patches: Patches) -> None:
     """Replace what would abort, crash or complain of a missing driver."""
     patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
@@ -68,8 +81,23 @@ def plan(simulation: Simulation, patches: Patches) -> None:
             "dispatch",
             _with_rule(type(simulation.execution), HigherOrderOperator.dispatch),
         )
+    _plan_driver_functions(patches)
     # With one device DataParallel only calls its module.
     patches.plan(nn.DataParallel, "forward", _call_module)
+
+
+def _plan_driver_functions(patches: Patches) -> None:
+    """Refuse what is left of ``torch._C``: a build with CUDA would call the driver, and crash."""
+    replaced = {name for owner, name, _ in patches.planned if owner is torch._C}
+    for name in dir(torch._C):
+        if (
+            name.startswith(_OF_DRIVER)
+            and name not in replaced
+            and name not in _WITHOUT_DEVICE
+            and not name.startswith("_cuda_tunableop_")
+            and not isinstance(getattr(torch._C, name), type)
+        ):
+            patches.plan(torch._C, name, _refusing(f"torch._C.{name}", _NEEDS_DEVICE))
 
 
 def _with_rule(mode: type, dispatch: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,8 @@ from pytest_gpumem import simulate
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 
 MIB = 1 << 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 NO_RANDOM_STATE = "2.13"
 """A release whose captures allocate nothing but what is captured."""
 
@@ -157,6 +159,29 @@ class TestCapture:
             graph.replay()
             with pytest.raises(UnknownValueError):
                 count.item()
+
+
+@pytest.mark.filterwarnings("always:The CUDA Graph is empty")
+@pytest.mark.parametrize(
+    ("body", "is_empty"),
+    [
+        (lambda x: None, True),
+        (lambda x: torch.empty(3, device="cuda").view(3), True),
+        (lambda x: x.add_(1), False),
+        (lambda x: x.clone(), False),
+    ],
+)
+def test_a_graph_without_nodes_is_warned_of(
+    body: Callable[[torch.Tensor], object], is_empty: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    with simulate("T4"):
+        x = torch.ones(3, device="cuda")
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            body(x)
+        x + 1
+    assert [str(one.message).partition(".")[0] for one in recwarn] == (
+        ["The CUDA Graph is empty"] if is_empty else []
+    )
 
 
 class TestRandomState:

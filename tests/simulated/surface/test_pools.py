@@ -14,6 +14,8 @@ from pytest_gpumem.simulated.errors import UnsupportedOperatorError
 
 MIB = 1 << 20
 
+pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+
 
 def mebibytes(count: int) -> torch.Tensor:
     return torch.empty(count * MIB, dtype=torch.uint8, device="cuda")
@@ -159,6 +161,47 @@ def memory_context(pool: torch.cuda.MemPool) -> object:
 
 def active_pool() -> object:
     return vars(torch.cuda)["MemPoolContext"].active_pool()
+
+
+def test_live_blocks_of_a_pool_are_compared() -> None:
+    with simulate("T4"):
+        pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            x, y = mebibytes(1), mebibytes(1)
+
+        def check(*tensors: torch.Tensor) -> bool:
+            check: Any = torch._C._cuda_checkPoolLiveAllocations  # type: ignore[attr-defined]
+            return bool(check(0, pool, {tensor.data_ptr() for tensor in tensors}))
+
+        assert check(x, y)
+        assert not check(x)
+        del y
+        assert check(x)
+        other = mebibytes(1)
+        assert not check(x, other)
+        with pytest.raises(RuntimeError, match="Could not find pool of id"):
+            torch._C._cuda_checkPoolLiveAllocations(0, (0, 99), set())  # type: ignore[attr-defined]
+
+
+def test_observers_are_told_before_a_full_device_raises() -> None:
+    with simulate("T4"):
+        told: list[tuple[int, int, int, int]] = []
+        torch._C._cuda_attach_out_of_memory_observer(  # type: ignore[attr-defined]
+            lambda *numbers: told.append(numbers)
+        )
+        kept = mebibytes(30)
+        total = torch.cuda.get_device_properties(0).total_memory
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(total, dtype=torch.uint8, device="cuda")
+        # Device, bytes of the segment (in units of 2 MiB), of the device, and free ones.
+        assert told == [(0, -(-total // (2 * MIB)) * 2 * MIB, total, total - 30 * MIB)]
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        with pytest.raises(torch.OutOfMemoryError):
+            mebibytes(10_000)
+        assert told[1] == (0, 10_000 * MIB, told[1][2], total - 30 * MIB)
+        assert told[1][2] in (total // 2, total // 2 + 1)
+        del kept
 
 
 @pytest.mark.skipif(
@@ -314,3 +357,46 @@ class TestPinnedMemory:
             torch.cuda.reset_accumulated_host_memory_stats()
             assert self.stats()["allocations"] == 0
             assert z.is_pinned()
+
+    def test_a_block_is_used_again_once_the_copies_from_it_are_over(self) -> None:
+        with simulate("T4"):
+            x = torch.ones(100).pin_memory()
+            address = x.data_ptr()
+            del x
+            x = torch.ones(120).pin_memory()  # 480 bytes, as 400 a block of 512
+            assert x.data_ptr() == address
+            torch.cuda._sleep(3600 * 10**9)
+            x.to("cuda", non_blocking=True)
+            del x
+            x = torch.ones(100).pin_memory()
+            assert x.data_ptr() != address
+            del x
+            torch.cuda.synchronize()
+            held = [torch.ones(100).pin_memory() for _ in range(2)]
+            assert address in [one.data_ptr() for one in held]
+
+    def test_copies_keep_their_strides(self) -> None:
+        with simulate("T4"):
+            x = torch.arange(12).view(3, 4).t()
+            pinned = x.pin_memory()
+            assert torch.equal(pinned, x)
+            assert pinned.stride() == (1, 4)
+            assert pinned[1:].is_pinned()
+            assert torch.empty(0).pin_memory().is_pinned()
+
+    def test_what_comes_from_the_gpu_without_blocking_is_pinned(self) -> None:
+        with simulate("T4"):
+            x = torch.ones(4, device="cuda")
+            assert x.to("cpu", non_blocking=True).is_pinned()
+            assert not x.cpu().is_pinned()
+
+    def test_registered_memory_is_pinned(self) -> None:
+        with simulate("T4"):
+            runtime, x = torch.cuda.cudart(), torch.ones(20)
+            assert runtime.cudaHostRegister(x.data_ptr(), x.nbytes, 0) == 0
+            assert x.is_pinned()
+            assert x[3:].is_pinned()
+            assert runtime.cudaHostRegister(x.data_ptr(), x.nbytes, 0) == 712  # already
+            assert runtime.cudaHostUnregister(x.data_ptr()) == 0
+            assert not x.is_pinned()
+            assert runtime.cudaHostUnregister(x.data_ptr()) == 713  # not registered

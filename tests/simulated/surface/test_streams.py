@@ -309,6 +309,100 @@ class TestEvent:
             with pytest.raises(RuntimeError, match="Event device 0 does not match"):
                 event.record(torch.cuda.current_stream(1))
 
+    def test_is_a_generic_one(self) -> None:
+        with simulate("T4"):
+            event = torch.cuda.Event()
+            assert isinstance(event, torch.Event)
+            assert not isinstance(torch.Event("cuda"), torch.cuda.Event)
+            assert repr(torch.Event("cuda")).startswith("torch.Event device_type=cuda")
+            assert repr(event) == "<torch.cuda.Event uninitialized>"
+
+
+class TestSleep:
+    """``torch.cuda._sleep`` keeps a stream busy, a nanosecond for each cycle."""
+
+    HOUR = 3600 * 10**9
+
+    def test_a_stream_that_sleeps_is_not_done_until_the_host_waits(self) -> None:
+        with simulate("T4"):
+            stream, event = torch.cuda.current_stream(), torch.cuda.Event()
+            assert stream.query()
+            torch.cuda._sleep(self.HOUR)
+            event.record()
+            assert not stream.query()
+            assert not event.query()
+            event.synchronize()
+            assert stream.query()
+            assert event.query()
+
+    @pytest.mark.parametrize(
+        "wait",
+        [
+            torch.cuda.synchronize,
+            lambda: torch.cuda.current_stream().synchronize(),
+            lambda: torch.ones(3, device="cuda").cpu(),
+            lambda: torch.ones(3, device="cuda").sum().item(),
+        ],
+    )
+    def test_what_waits_wakes_it_up(self, wait: Callable[[], object]) -> None:
+        with simulate("T4"):
+            torch.cuda._sleep(self.HOUR)
+            wait()
+            assert torch.cuda.current_stream().query()
+
+    def test_a_copy_that_does_not_block_does_not_wait(self) -> None:
+        with simulate("T4"):
+            source = torch.ones(3).pin_memory()
+            torch.cuda._sleep(self.HOUR)
+            source.to("cuda", non_blocking=True)
+            assert not torch.cuda.current_stream().query()
+
+    def test_who_waits_for_it_sleeps_too(self) -> None:
+        with simulate("T4"):
+            side, other = torch.cuda.Stream(), torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(self.HOUR)
+            assert other.query()
+            other.wait_stream(side)
+            assert not other.query()
+            assert torch.cuda.current_stream().query()
+
+    def test_events_measure_it(self) -> None:
+        with simulate("T4"):
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            torch.cuda._sleep(self.HOUR)
+            last.record()
+            with pytest.raises(RuntimeError, match="device not ready"):
+                first.elapsed_time(last)
+            last.synchronize()
+            assert first.elapsed_time(last) >= 3600 * 1000
+
+    def test_freed_memory_stays_active_meanwhile(self) -> None:
+        with simulate("T4"):
+            side = torch.cuda.Stream()
+            x = mebibytes(4)
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(self.HOUR)
+            x.record_stream(side)
+            del x
+            assert not side.query()
+            assert allocated_and_active() == (0, 4)
+
+
+def test_hooks_of_leaves_run_on_the_stream_that_used_the_leaf_first() -> None:
+    with simulate("T4"):
+        first, second = torch.cuda.Stream(), torch.cuda.Stream()
+        seen = []
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        x.register_hook(lambda _: seen.append(torch.cuda.current_stream()))
+        with torch.cuda.stream(first):
+            copy = x.clone()  # its backward runs no operator
+        with torch.cuda.stream(second):
+            y = copy + x * 3
+        y.sum().backward()
+        assert seen == [first]
+
 
 def test_synchronizing_operations_are_found() -> None:
     with simulate("T4"):

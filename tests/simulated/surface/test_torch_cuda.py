@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,14 +192,97 @@ def test_properties_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     "reading", ["utilization", "memory_usage", "temperature", "power_draw", "clock_rate"]
 )
-def test_what_only_a_sensor_knows_is_refused_by_name(reading: str) -> None:
-    with (
-        simulate("T4"),
-        pytest.raises(
-            UnsupportedOperatorError, match=rf"torch.cuda.{reading} at .* reads a sensor"
-        ),
-    ):
-        getattr(torch.cuda, reading)()
+def test_a_sensor_reads_zero_and_the_report_says_so(reading: str) -> None:
+    with simulate("T4") as gpu:
+        assert getattr(torch.cuda, reading)() == 0
+    assert re.fullmatch(
+        rf"torch.cuda.{reading}\(\) at .*test_torch_cuda.py:\d+ read a sensor that a simulated GPU "
+        rf"does not have: it got 0",
+        gpu.notes[0],
+    )
+
+
+def test_a_device_has_an_identity() -> None:
+    with simulate("T4*2"):
+        first, second = (torch.cuda.get_device_properties(i).uuid for i in range(2))
+        assert len(first.bytes) == 16
+        assert all(0 <= byte < 256 for byte in first.bytes)
+        assert str(first).replace("-", "") == bytes(first.bytes).hex()
+        assert first.bytes != second.bytes
+
+
+def test_codes_of_the_runtime_are_explained() -> None:
+    with simulate("T4"):
+        torch.cuda.check_error(0)
+        with pytest.raises(torch.cuda.CudaError, match=r"out of memory \(2\)"):
+            torch.cuda.check_error(2)
+
+
+def test_generators_share_a_state_or_have_a_copy() -> None:
+    with simulate("T4", real_values=True):
+        generator = torch.Generator("cuda").manual_seed(0)
+        shared, copied = generator.graphsafe_get_state(), generator.clone_state()
+
+        def draw(one: torch.Generator) -> torch.Tensor:
+            return torch.rand(4, device="cuda", generator=one)
+
+        first = draw(generator)
+        assert torch.equal(draw(copied), first)
+        second = draw(shared)
+        assert not torch.equal(second, first)
+        generator.graphsafe_set_state(copied)
+        assert torch.equal(draw(generator), second)
+
+
+def test_generators_of_the_host_are_as_ever() -> None:
+    with simulate("T4"):
+        generator = torch.Generator().manual_seed(3)
+        assert pickle.loads(pickle.dumps(generator)).initial_seed() == 3
+        with pytest.raises(NotImplementedError, match="graphsafe_get_state is not supported"):
+            generator.graphsafe_get_state()
+        with pytest.raises(RuntimeError, match="Expected a CUDA Generator"):
+            torch.Generator("cuda").graphsafe_set_state(generator)
+
+
+def test_sizes_that_do_not_fit_are_refused_in_cudas_words() -> None:
+    with simulate("T4"):
+        x, y = torch.ones(4, 3, 1, device="cuda"), torch.ones(2, 1, device="cuda")
+        with pytest.raises(
+            RuntimeError,
+            match=r"size of tensor a \(3\) must match the size of tensor b \(2\) at non-singleton "
+            r"dimension 1",
+        ):
+            x + y
+
+
+def test_assertions_on_the_device_look_at_what_is_known() -> None:
+    with simulate("T4"):
+        torch._assert_async(torch.tensor(0.1, device="cuda"))
+        torch._assert_async(torch.rand(1, device="cuda"))
+        with pytest.raises(RuntimeError, match="device-side assert triggered"):
+            torch._assert_async(torch.tensor(False, device="cuda"))
+        with pytest.raises(RuntimeError, match="Tensor with more than one value is ambiguous"):
+            torch._assert_async(torch.tensor([1, 1], device="cuda"))
+
+
+def test_bytes_of_a_known_storage_can_be_read() -> None:
+    with simulate("T4"):
+        storage = torch.tensor([1, 2], dtype=torch.uint8, device="cuda").untyped_storage()
+        assert storage.tolist() == [1, 2]
+        assert storage[1] == 2
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_cuda_init"), reason="this torch has no CUDA")
+def test_no_function_of_the_driver_is_left() -> None:
+    with simulate("T4"):
+        left = {
+            name
+            for name in dir(torch._C)
+            if name.startswith(("_cuda_", "_nccl_", "_construct_CUDA"))
+            and getattr(torch._C, name).__class__.__name__ == "builtin_function_or_method"
+        }
+    harmless = ("_cuda_tunableop_", "_nccl_version", "_cuda_get_conv", "lock_mutex")
+    assert not [name for name in left if not any(part in name for part in harmless)]
 
 
 def test_memory_in_use_is_answered() -> None:

@@ -1,0 +1,31 @@
+"""Assertions that CUDA checks on the device.
+
+Source: aten/src/ATen/native/cuda/TensorCompare.cu (_assert_async_cuda), torch 2.6 to 2.15. What
+does not hold stops the process's CUDA at its next call; here it stops the call itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.operators.rules import Rule
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+
+def _check(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    condition = args[0]
+    if condition.numel() != 1:
+        many = "more than one value" if condition.numel() else "no values"
+        raise RuntimeError(f"Boolean value of Tensor with {many} is ambiguous")
+    known = gpu.simulation.values.known(condition)
+    if known is not None and not known.item():
+        error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+        raise error("CUDA error: device-side assert triggered")
+
+
+RULES = {"aten::_assert_async": Rule(before=_check)}
+"""By operator name."""

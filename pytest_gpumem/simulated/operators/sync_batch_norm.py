@@ -1,0 +1,140 @@
+"""The parts of a batch norm over several processes, which ``nn.SyncBatchNorm`` puts together.
+
+Source: aten/src/ATen/native/cuda/Normalization.cu and .cuh (batch_norm_stats_cuda,
+batch_norm_gather_stats_cuda, batch_norm_backward_reduce_cuda, batch_norm_backward_elemt_cuda,
+batch_norm_update_stats_cuda and their templates), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.normalization import (
+    accumulated,
+    reads_channels_last,
+    stage,
+)
+from pytest_gpumem.simulated.operators.rules import gpu_of
+
+_MOMENTS, _SUMS = 4, 2
+"""Partial results that a block keeps of each channel."""
+
+
+def _statistics(input: Tensor) -> tuple[Tensor, Tensor]:
+    size, dtype = input.shape[1], accumulated(input)
+    made = input.new_empty(size, dtype=dtype), input.new_empty(size, dtype=dtype)
+    _reduce(input, _MOMENTS)
+    return made
+
+
+def _reduce(input: Tensor, values: int) -> None:
+    if reads_channels_last(input):
+        stage(gpu_of(input), input, values)
+    else:
+        _by_channel(input)
+
+
+def _by_channel(input: Tensor) -> Tensor:
+    return input.reshape(input.shape[0], input.shape[1], -1)
+
+
+def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _statistics(input)
+
+
+def _update_stats(
+    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    return _statistics(input)
+
+
+def _elemt(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    invstd: Tensor,
+    eps: float,
+) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _gathered(mean: Tensor) -> tuple[Tensor, Tensor]:
+    size, dtype = mean.shape[1], accumulated(mean)
+    return mean.new_empty(size, dtype=dtype), mean.new_empty(size, dtype=dtype)
+
+
+def _gather(
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    counts = torch.full((mean.shape[0],), count, dtype=torch.int64).to(input.device)
+    counts = counts.to((input if running_mean is None else running_mean).dtype)
+    return _gathered(mean)
+
+
+def _gather_with_counts(
+    input: Tensor, mean: Tensor, invstd: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _gathered(mean)
+
+
+def _backward_reduce(
+    grad_out: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    if reads_channels_last(grad_out) and reads_channels_last(input):
+        sums = torch.empty_like(mean), torch.empty_like(mean)
+        gradients = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
+        stage(gpu_of(input), input, _SUMS)
+        return *(sums if input_g else (None, None)), *gradients  # type: ignore[return-value]  # four
+    kept = _by_channel(input), _by_channel(grad_out)
+    sum_dy = torch.empty_like(mean) if input_g else None
+    sum_dy_xmu = torch.empty_like(mean) if input_g else None
+    grad_weight, grad_bias = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
+    del kept
+    return sum_dy, sum_dy_xmu, grad_weight, grad_bias
+
+
+def _for_weight(wanted: bool, mean: Tensor, weight: Tensor | None) -> Tensor | None:
+    if not wanted:
+        return None
+    like = mean if weight is None else weight
+    return like.new_empty(mean.shape)
+
+
+def _backward_elemt(grad_out: Tensor, input: Tensor, *_: Any) -> Tensor:
+    if reads_channels_last(grad_out) and reads_channels_last(input):
+        return torch.empty_like(input)
+    kept = _by_channel(input), _by_channel(grad_out)
+    grad_input = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    del kept
+    return grad_input
+
+
+IN_VIEW: dict[str, Callable[..., Any]] = {
+    "aten.batch_norm_stats.default": _stats,
+    "aten.batch_norm_update_stats.default": _update_stats,
+    "aten.batch_norm_elemt.default": _elemt,
+    "aten.batch_norm_gather_stats.default": _gather,
+    "aten.batch_norm_gather_stats_with_counts.default": _gather_with_counts,
+    "aten.batch_norm_backward_reduce.default": _backward_reduce,
+    "aten.batch_norm_backward_elemt.default": _backward_elemt,
+}
+"""By overload."""
