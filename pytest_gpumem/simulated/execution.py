@@ -15,6 +15,7 @@ from pytest_gpumem.simulated import finite, operators, raw
 from pytest_gpumem.simulated.callsite import FROM_HOST, running, user_line
 from pytest_gpumem.simulated.checks import devices
 from pytest_gpumem.simulated.checks.devices import NO_DATA
+from pytest_gpumem.simulated.checks.dtypes import checks_of, refuse_types
 from pytest_gpumem.simulated.described import (
     DESCRIPTIONS,
     checked_outputs,
@@ -26,12 +27,13 @@ from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.on_host import OnHost
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import source_of_node
-from pytest_gpumem.simulated.shapes import META, Shapes
+from pytest_gpumem.simulated.shapes import META, NEW, Shapes
 from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.surface import graphs
 from pytest_gpumem.simulated.values import CPU, Operator
 
 if TYPE_CHECKING:
+    from pytest_gpumem.simulated.checks.given import Check
     from pytest_gpumem.simulated.device import SimulatedGPU
     from pytest_gpumem.simulated.simulation import Simulation
 
@@ -40,10 +42,6 @@ _Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _empty_strided = torch.empty_strided
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-
-
-class _NoneOnGPUError(Exception):
-    """No tensor of an operator is on a GPU."""
 
 
 class ShapeExecution(TorchDispatchMode):
@@ -173,8 +171,7 @@ class ShapeExecution(TorchDispatchMode):
 
     # One handler per kind of operator.
 
-    def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check(func, args, kwargs)
+    def _run_seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self._run(func, *self._concealed(args, kwargs))
@@ -182,21 +179,26 @@ class ShapeExecution(TorchDispatchMode):
     def _concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._on_host.concealed((args, kwargs)) if self._storages.on_host else (args, kwargs)
 
-    def _shaped_by(self, shapes: operators.ShapesOf) -> _Execute:
-        def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._check(func, args, kwargs)
-            return shapes(args, kwargs)
+    def _is_elsewhere(
+        self,
+        func: Any,
+        checks: tuple[Check, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Look at arguments of a new kind: raise what a GPU raises, which meta kernels do not.
 
-        return execute
-
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise what a GPU raises on these arguments; meta kernels do not look."""
+        Returns whether they are on ``meta``, although nobody asked for that in this simulation.
+        """
         tensors = devices.placed(func, args, kwargs, self._place)
-        if all(each.device in ("meta", "cpu") for each in tensors) and any(
-            each.device == "meta" for each in tensors
-        ):
-            raise _NoneOnGPUError
+        where = {each.device for each in tensors}
+        if "meta" in where and where <= {"meta", "cpu"}:
+            self._simulation.has_real_meta = True
+            return True
         devices.refuse_mixed(func, tensors, self._simulation.current.version)
+        if checks:
+            refuse_types(checks, func, args, kwargs)
+        return False
 
     def _unknown(self, func: Any) -> str:
         return self._values.refusal(f"{func} at {user_line()} reads")
@@ -317,7 +319,6 @@ class ShapeExecution(TorchDispatchMode):
     def _computing(self, func: Any, rule: operators.Rule | None, resizes: bool) -> Handler:
         simulation = self._simulation
         adopt = self._adopt
-        run = self._run
         shapes = self._shapes
         storages = self._storages
         fresh = not any(r.alias_info is not None for r in func._schema.returns)
@@ -326,9 +327,11 @@ class ShapeExecution(TorchDispatchMode):
         follow = self._values.follow
         placement = simulation.placement
         name = func._schema.name
-        execute_once: _Execute = self._run_checked
-        if rule is not None and rule.shapes is not None:
-            execute_once = self._shaped_by(rule.shapes)
+        execute: _Execute = self._run_seeded
+        if rule is not None and rule.shapes is not None and not resizes:
+            execute = _shaped_by(rule.shapes)
+        checks = checks_of(func)
+        is_checked = not resizes or "out" in func._schema.overload_name
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current if placement is None else placement.of(name, args, kwargs)
@@ -338,20 +341,23 @@ class ShapeExecution(TorchDispatchMode):
                     return self._run_elsewhere(func, args, kwargs)
                 if owner == HOST:
                     return self._run_on_host(operator, args, kwargs)
+            key, make = (None, NEW) if resizes else shapes.find(func, args, kwargs)
+            if make is NEW and is_checked and self._is_elsewhere(func, checks, args, kwargs):
+                return self._run_elsewhere(func, args, kwargs)
             scratch = None
             if rule is not None and rule.before is not None:
                 scratch = rule.before(device, args, kwargs)
-            if resizes:
-                if "out" in func._schema.overload_name:
-                    self._check(func, args, kwargs)
-                result = run(func, *self._concealed(args, kwargs))
-            else:
+            if make is NEW or make is None:
                 try:
-                    result = shapes.run(func, args, kwargs, execute_once)
-                except _NoneOnGPUError:
-                    # Made before the simulation began.
-                    simulation.has_real_meta = True
-                    return self._run_elsewhere(func, args, kwargs)
+                    result = execute(func, args, kwargs)
+                except BaseException:
+                    if scratch is not None:
+                        scratch.free()
+                    raise
+                if make is NEW and key is not None:
+                    shapes.learn(key, args, kwargs, result)
+            else:
+                result = make(args)
             if fresh or resizes:
                 if placed is None:
                     adopt(result, device)
@@ -376,6 +382,7 @@ class ShapeExecution(TorchDispatchMode):
         """Operators whose results have as many elements as their arguments' values say."""
         operator = Operator.of(func)
         simulation = self._simulation
+        checks = checks_of(func)
         placement = simulation.placement
         name = func._schema.name
 
@@ -385,6 +392,7 @@ class ShapeExecution(TorchDispatchMode):
                 computed = self._values.computed(operator, args, kwargs)
             if computed is None:
                 return otherwise(args, kwargs)
+            self._is_elsewhere(func, checks, args, kwargs)
             device = simulation.current if placement is None else placement.of(name, args, kwargs)
             scratch = None
             if rule is not None and rule.before is not None:
@@ -461,6 +469,7 @@ class ShapeExecution(TorchDispatchMode):
     def _factory(self, func: Any) -> Handler:
         simulation = self._simulation
         copies = func._schema.name == "aten::_to_copy"
+        checks = checks_of(func)
         rule = operators.RULES.get(func._schema.name)
         after = None if rule is None else rule.after
         operator = Operator.of(func)
@@ -511,6 +520,8 @@ class ShapeExecution(TorchDispatchMode):
             if copies and self._is_users_own(args[0]):
                 raise NotImplementedError(NO_DATA)
             simulation.here.on_meta = False
+            if checks:
+                refuse_types(checks, func, args, kwargs)
             shapes_only = kwargs
             if kwargs.get("generator") is not None:
                 shapes_only = {**kwargs, "generator": None}
@@ -716,7 +727,7 @@ _MISMATCH_OF_META = "Attempting to broadcast a dimension of length"
 def _size_mismatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """What CUDA says of tensors that cannot be broadcast: infer_size of ATen's ExpandUtils.cpp."""
     common: list[int] = []
-    for tensor in _tensors((args, kwargs)):
+    for tensor in tensors_in((args, kwargs)):
         shape = list(tensor.shape)
         dims = max(len(common), len(shape))
         one, other = ([1] * (dims - len(sizes)) + sizes for sizes in (common, shape))
@@ -728,6 +739,10 @@ def _size_mismatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
                 )
         common = [b if a == 1 else a for a, b in zip(one, other, strict=True)]
     return f"the sizes of the tensors do not match (at {user_line()})"
+
+
+def _shaped_by(shapes: operators.ShapesOf) -> _Execute:
+    return lambda func, args, kwargs: shapes(args, kwargs)
 
 
 def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:

@@ -23,6 +23,9 @@ MOST_SHAPES = 50_000
 _empty_strided = torch.empty_strided
 _Make = Callable[[tuple[Any, ...]], Any]
 
+NEW: Any = object()
+"""Stands for what nobody knows yet: how an operator answers arguments of a new kind."""
+
 
 class _UnknownError(Exception):
     """An argument or result that cannot be described by value."""
@@ -36,27 +39,27 @@ class Shapes:
         self._of = storages.of
         self._place = place
 
-    def run(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        execute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
-    ) -> Any:
-        """The operator's result: fresh meta tensors, or its own first argument."""
+    def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Describe the arguments, ``None`` if that cannot be, and say how the results are made.
+
+        That is ``NEW`` or a function of ``args``; ``None`` if the operator has to be run each time.
+        """
         try:
-            key = (func, torch.get_default_dtype(), self._describe(args), self._describe(kwargs))
+            key = (
+                func,
+                torch.get_default_dtype(),
+                self._describe(args),
+                self._describe(kwargs),
+            )
             if func._schema.is_mutable and _has_values(args):
                 # CPU tensors are real: writing to them must happen.
-                raise _UnknownError
-            make = self._known.get(key)
+                return None, NEW
+            return key, self._known.get(key, NEW)
         except (_UnknownError, TypeError):
-            return execute(func, args, kwargs)
-        if make is not None:
-            return make(args)
-        if key in self._known:
-            return execute(func, args, kwargs)
-        result = execute(func, args, kwargs)
+            return None, NEW
+
+    def learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Remember what an operator returned for arguments described by ``key``."""
         try:
             make = _recipe(result, args, _storages((args, kwargs)))
         except _UnknownError:
@@ -64,7 +67,6 @@ class Shapes:
         if len(self._known) >= MOST_SHAPES:
             self._known.clear()
         self._known[key] = make
-        return result
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from pytest_gpumem.simulated.callsite import Provenance, provenance
 
@@ -64,8 +65,10 @@ class Storages:
         try:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
-            values = values_of_sparse(tensor)
-            return None if values is None else self.of(values)
+            inner = values_of_sparse(tensor)
+            if inner is None and is_functorch_wrapped_tensor(tensor):
+                inner = get_unwrapped(tensor)  # of vmap, grad and their relatives
+            return None if inner is None else self.of(inner)
         except ValueError:
             return self.by_key.get(storage_key(tensor))
 

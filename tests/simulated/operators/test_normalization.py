@@ -151,10 +151,10 @@ def test_rms_norm_as_measured_on_an_h100(size: int, mib: float) -> None:
 
 
 def test_rms_norm_was_made_of_operators_before(on: Any) -> None:
-    norm = nn.RMSNorm(64)
     nodes = []
     for version in ("2.8", "2.9"):
         on("A100-40GB", version)
-        output = norm.cuda()(torch.randn(8, 64, device="cuda", requires_grad=True))
+        norm = nn.RMSNorm(64).cuda()
+        output = norm(torch.randn(8, 64, device="cuda", requires_grad=True))
         nodes.append(output.grad_fn.name())
     assert nodes == ["MulBackward0", "_FusedRmsNormBackward"]

@@ -1,0 +1,57 @@
+"""The arguments of one call of an operator, by name, as a check looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Check = Callable[["Given"], "Exception | None"]
+"""What torch raises on these arguments, if anything."""
+
+
+class Given:
+    """The arguments of one call by the names in the operator's schema."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = (argument.name for argument in func._schema.arguments)
+        self.by_name = dict(zip(names, args, strict=False)) | kwargs
+
+    def __getitem__(self, name: str) -> Any:
+        return self.by_name.get(name)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that are arguments of their own, in order; not what is written to."""
+        for name, value in self.by_name.items():
+            if isinstance(value, torch.Tensor) and name != "out":
+                yield value
+
+    def dtype(self) -> torch.dtype:
+        """The type of the first tensor, which most kernels are chosen by."""
+        return next(self.tensors()).dtype
+
+    def common_dtype(self) -> torch.dtype:
+        """The type to which TensorIterator promotes the operands: the first two or three."""
+        operands = [
+            value
+            for name, value in self.by_name.items()
+            if name in _OPERANDS and isinstance(value, (torch.Tensor, bool, int, float, complex))
+        ]
+        first, *others = operands
+        if not others:
+            return first.dtype  # type: ignore[no-any-return]  # a tensor
+        promoted = [torch.result_type(first, other) for other in others]
+        return promoted[0] if len(promoted) == 1 else torch.promote_types(*promoted)
+
+    def floating_dtype(self) -> torch.dtype:
+        """The same, where integers are promoted to the default floating type."""
+        dtype = self.common_dtype()
+        is_float = dtype.is_floating_point or dtype.is_complex
+        return dtype if is_float else torch.get_default_dtype()
+
+
+_OPERANDS = frozenset(
+    "self input other x n tensor1 tensor2 min max exponent end weight real imag abs angle".split()
+)
+"""Arguments that take part in the promotion of types."""
