@@ -19,6 +19,7 @@ from torch import nn
 from pytest_gpumem import simulate
 
 GIB = 2**30
+_ISSUES = "github.com/pytorch/pytorch/issues/{}"
 WIDTHS = (4.02, 5.52, 6.15, 6.77, 7.40, 8.02, 8.65, 9.27, 9.90, 10.52)
 """GiB reserved after images of 1024, 1152, ... 2176 pixels, each made beside the one before."""
 
@@ -33,7 +34,7 @@ def images() -> Iterator[Number]:
             layer(image)
             yield Number(
                 f"Conv2d(256, 256, 3), float16, 2048 x {width}: reserved",
-                "pytorch#123533",
+                _ISSUES.format(123533),
                 measured,
                 torch.cuda.memory_reserved() / GIB,
                 "GiB",
@@ -56,7 +57,10 @@ def _refused(run: Callable[[], object]) -> float:
 
 def half_volumes() -> Iterator[Number]:
     """64 to 32 channels, at most and one more than cuDNN before 9.3 can index."""
-    what, source = "Conv3d(64, 32, 3), float16, {} x 370 x 251: {}", "pytorch#95024, A100"
+    what, source = (
+        "Conv3d(64, 32, 3), float16, {} x 370 x 251: {}",
+        _ISSUES.format(95024) + ", A100",
+    )
     with simulate("A100-80GB", torch_version="2.6", alloc_conf=""):
         layer = nn.Conv3d(64, 32, 3, padding=1).half().to("cuda")
         volume = torch.empty(1, 64, 361, 370, 251, dtype=torch.half, device="cuda")
@@ -74,7 +78,10 @@ def half_volumes() -> Iterator[Number]:
 
 def cast_volumes() -> Iterator[Number]:
     """128 channels under autocast."""
-    what, source = "Conv3d(128, 128, 3), autocast, {0} x {0} x {0}: {1}", "pytorch#136479, A100"
+    what, source = (
+        "Conv3d(128, 128, 3), autocast, {0} x {0} x {0}: {1}",
+        _ISSUES.format(136479) + ", A100",
+    )
     note = "measured is nvidia-smi's, with the CUDA context"
     with simulate("A100-80GB", torch_version="2.6", alloc_conf=""):
         _cast_volume(248)
@@ -94,7 +101,10 @@ def _cast_volume(size: int) -> None:
 
 def single_volumes() -> Iterator[Number]:
     """256 channels of float32."""
-    what, source = "Conv3d(256, 64, 3), float32, {} x 1090 x 1922: {}", "pytorch#128947, A100"
+    what, source = (
+        "Conv3d(256, 64, 3), float32, {} x 1090 x 1922: {}",
+        _ISSUES.format(128947) + ", A100",
+    )
     settings = "expandable_segments:True"
     with simulate("A100-80GB", torch_version="2.6", alloc_conf=settings):
         layer = nn.Conv3d(256, 64, 3).to("cuda")
@@ -126,7 +136,7 @@ def three_channels() -> Iterator[Number]:
         peak = torch.cuda.max_memory_allocated()
     yield Number(
         "Conv3d(3, 128, 3), bfloat16, 24 x 740 x 1316: peak allocated",
-        "pytorch#132300",
+        _ISSUES.format(132300),
         9.26,
         peak / GIB,
         "GiB",
@@ -173,7 +183,7 @@ def autoencoder(version: str, dtype: torch.dtype, *shape: int) -> tuple[float, f
 
 def autoencoders() -> Iterator[Number]:
     """Qwen-Image's autoencoder, image by image."""
-    source = "invoke-ai/InvokeAI#9305, RTX 4090, torch 2.7"
+    source = "github.com/invoke-ai/InvokeAI/pull/9305, RTX 4090, torch 2.7"
     for name, table in (("decode", DECODED), ("encode", ENCODED)):
         for (height, width), measured in table.items():
             decoding = name == "decode"
@@ -192,7 +202,7 @@ def regressions() -> Iterator[Number]:
     for version, measured in (("2.8", 6.3), ("2.9", 12.7)):
         _, peak = autoencoder(version, torch.bfloat16, LATENT, 1, 928 // 8, 1664 // 8)
         what = f"Qwen-Image decode, bfloat16, torch {version}: allocated"
-        yield Number(what, "pytorch#177406", measured, peak, "GiB", note, digits=1)
+        yield Number(what, _ISSUES.format(177406), measured, peak, "GiB", note, digits=1)
 
 
 def convolutions() -> Iterator[Number]:
