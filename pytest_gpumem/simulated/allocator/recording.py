@@ -27,6 +27,19 @@ _MEMORY_BASE = 1 << 30
 _EVENT = (("action", str), ("size", int), ("stream", int))
 _SEGMENT = (("device", int), ("address", int), ("total_size", int), ("stream", int))
 _BLOCK = (("size", int), ("state", str))
+_USUAL = frozenset(
+    {
+        "alloc",
+        "free_requested",
+        "free_completed",
+        "segment_alloc",
+        "segment_free",
+        "segment_map",
+        "segment_unmap",
+    }
+)
+MOST_DEVICES = 120
+"""C10_COMPILE_TIME_MAX_GPUS of c10/cuda/CUDAMacros.h."""
 _LARGEST = 1 << 63
 _LARGEST_SIZE = 1 << 44
 """More memory than any device has."""
@@ -90,29 +103,25 @@ def checked(snapshot: Json) -> Json:
             "This is not a memory snapshot: it has no segments and device_traces;"
             " make one with torch.cuda.memory._dump_snapshot()."
         )
+    if len(traces) > MOST_DEVICES:
+        raise SnapshotError(
+            f"The snapshot has traces of {len(traces):,} devices, and torch knows {MOST_DEVICES}"
+            " at most."
+        )
     for device, trace in enumerate(traces):
         if not isinstance(trace, list):
             raise SnapshotError(f"The trace of device {device} is not a list of events.")
+        _check_once(trace, f"The trace of device {device} holds the same event")
         for index, event in enumerate(trace):
-            what = f"event {index} of device {device}"
-            _check(event, _EVENT, what)
-            if event["action"] not in ("oom", "snapshot"):
-                _check(event, (("addr", int),), what)
-            _check_pool(event.get("pool_id", SHARED_POOL), what)
-            if event["action"] == "oom":
-                _check(event, (("device_free", int),), what)
+            if not _is_event(event):
+                _check_event(event, f"event {index} of device {device}")
+    lists = [segment.get("blocks") for segment in segments if isinstance(segment, Mapping)]
+    _check_once(
+        [blocks for blocks in lists if blocks is not None],
+        "The snapshot holds the same list of blocks",
+    )
     for index, segment in enumerate(segments):
-        _check(segment, _SEGMENT, f"segment {index}")
-        _check_pool(segment.get("segment_pool_id", SHARED_POOL), f"segment {index}")
-        if segment.get("segment_type") not in ("small", "large"):
-            raise SnapshotError(f"The type of segment {index} is neither small nor large.")
-        blocks = segment.get("blocks")
-        if not isinstance(blocks, list):
-            raise SnapshotError(f"The blocks of segment {index} are not a list.")
-        for block in blocks:
-            _check(block, _BLOCK, f"a block of segment {index}")
-        if sum(block["size"] for block in blocks) != segment["total_size"]:
-            raise SnapshotError(f"The blocks of segment {index} do not add up to its size.")
+        _check_segment(segment, index)
     if not any(traces):
         raise SnapshotError(
             "The snapshot holds no events: start recording with"
@@ -120,6 +129,51 @@ def checked(snapshot: Json) -> Json:
             " snapshot before recording is switched off, which forgets them."
         )
     return snapshot
+
+
+def _check_once(values: Sequence[object], what: str) -> None:
+    """A pickle of a few bytes can hold one object a million times; no recording does."""
+    if len(set(map(id, values))) != len(values):
+        raise SnapshotError(f"{what} more than once, so it is no recording of torch.")
+
+
+def _is_event(event: Any) -> bool:
+    """Whether an event has what most have: all of it in one go, as there are millions."""
+    if type(event) is not dict:
+        return False
+    get = event.get
+    size, stream, address = get("size"), get("stream"), get("addr")
+    return (
+        type(size) is type(stream) is type(address) is int
+        and 0 <= size < _LARGEST_SIZE
+        and 0 <= stream < _LARGEST
+        and 0 <= address < _LARGEST
+        and get("action") in _USUAL
+        and ("pool_id" not in event or _is_pool(event["pool_id"]))
+    )
+
+
+def _check_event(event: Any, what: str) -> None:
+    _check(event, _EVENT, what)
+    if event["action"] not in ("oom", "snapshot"):
+        _check(event, (("addr", int),), what)
+    _check_pool(event.get("pool_id", SHARED_POOL), what)
+    if event["action"] == "oom":
+        _check(event, (("device_free", int),), what)
+
+
+def _check_segment(segment: Any, index: int) -> None:
+    _check(segment, _SEGMENT, f"segment {index}")
+    _check_pool(segment.get("segment_pool_id", SHARED_POOL), f"segment {index}")
+    if segment.get("segment_type") not in ("small", "large"):
+        raise SnapshotError(f"The type of segment {index} is neither small nor large.")
+    blocks = segment.get("blocks")
+    if not isinstance(blocks, list):
+        raise SnapshotError(f"The blocks of segment {index} are not a list.")
+    for block in blocks:
+        _check(block, _BLOCK, f"a block of segment {index}")
+    if sum(block["size"] for block in blocks) != segment["total_size"]:
+        raise SnapshotError(f"The blocks of segment {index} do not add up to its size.")
 
 
 def recorded_conf(snapshot: Json) -> str:
@@ -187,12 +241,18 @@ def _check(value: Any, fields: Sequence[tuple[str, type]], what: str) -> None:
 
 
 def _check_pool(pool: Any, what: str) -> None:
-    if (
-        not isinstance(pool, (tuple, list))
-        or len(pool) != 2
-        or not all(type(part) is int and 0 <= part < _LARGEST for part in pool)
-    ):
+    if not _is_pool(pool):
         raise SnapshotError(f"The pool of {what} is not a pair of numbers.")
+
+
+def _is_pool(pool: Any) -> bool:
+    return (
+        isinstance(pool, (tuple, list))
+        and len(pool) == 2
+        and type(pool[0]) is type(pool[1]) is int
+        and 0 <= pool[0] < _LARGEST
+        and 0 <= pool[1] < _LARGEST
+    )
 
 
 def _unpacked(content: bytes) -> bytes:

@@ -38,6 +38,7 @@ from pytest_gpumem.simulated.allocator.replayed import (
 )
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.simulated.allocator.start import PENDING, starting_segments
+from pytest_gpumem.simulated.allocator.trace import FREE
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpus import GpuModel
@@ -85,8 +86,11 @@ def replay(
         gpu=None if gpu is None else _model(gpu),
         used_elsewhere=used_elsewhere,
     )
+    final: dict[int, list[Json]] = {}
+    for segment in data["segments"]:
+        final.setdefault(segment["device"], []).append(segment)
     devices = tuple(
-        _replay_device(data, device, question)
+        _replay_device(trace, final.get(device, []), device, question)
         for device, trace in enumerate(data["device_traces"])
         if trace
     )
@@ -175,10 +179,10 @@ class _Tape:
         )
 
 
-def _replay_device(data: Json, device: int, question: _Question) -> DeviceReplay:
-    trace: Sequence[Json] = data["device_traces"][device]
+def _replay_device(
+    trace: Sequence[Json], final: Sequence[Json], device: int, question: _Question
+) -> DeviceReplay:
     check_history(trace, device)
-    final = [segment for segment in data["segments"] if segment["device"] == device]
     start = starting_segments(final, trace, question.recorded)
     tape = _Tape(start, trace, final)
     recorded = _Run(question.recorded, tape)
@@ -420,9 +424,9 @@ class _Run:
             if event["action"] not in _NOT_COMPARED
         ]
         simulated = [
-            (entry.action, entry.addr, entry.size, entry.stream)
-            for entry in self.allocator.trace
-            if entry.action not in _NOT_COMPARED
+            ("free_completed" if action is FREE else action, address, size, stream)
+            for action, address, size, stream, _ in self.allocator.trace.raw(0)
+            if action not in _NOT_COMPARED
         ]
         for (index, expected), actual in zip(recorded, simulated, strict=False):
             if expected != actual:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
@@ -45,6 +46,7 @@ def starting_segments(
         *mapped_at_start(segments, trace, settings),
     ]
     addresses = sorted(blocks)
+    births = _Births(trace)
     start = []
     for segment in sorted(held, key=lambda each: int(each["address"])):
         first, end = segment["address"], segment["address"] + segment["total_size"]
@@ -59,7 +61,7 @@ def starting_segments(
                 if settings.max_split_size is not None and size >= settings.max_split_size:
                     size = following - address  # Blocks of this size are never split.
                 elif segment["segment_type"] == "large" and not settings.expandable_segments:
-                    size = _handed_out(address, size, following, trace)
+                    size = _handed_out(address, size, following, births)
             row += _gap(position, address)
             row.append(_block(address, size, block.requested, block.state))
             position = address + size
@@ -129,7 +131,38 @@ def _segment(address: int, size: int, stream: int, kind: str, pool: Any) -> dict
     }
 
 
-def _handed_out(address: int, rounded: int, following: int, trace: Sequence[Json]) -> int:
+class _Births:
+    """When each address was first allocated in a trace, and first given back."""
+
+    def __init__(self, trace: Sequence[Json]) -> None:
+        self._trace = trace
+
+    @cached_property
+    def _first(self) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = {"alloc": {}, "free_completed": {}}
+        for index, event in enumerate(self._trace):
+            if event["action"] in found:
+                found[event["action"]].setdefault(event["addr"], index)
+        return found
+
+    @cached_property
+    def _addresses(self) -> list[int]:
+        return sorted(self._first["alloc"])
+
+    def before_end_of(self, address: int, low: int, high: int) -> int | None:
+        """The first address from ``low`` to ``high`` allocated before ``address`` is given back."""
+        allocated = self._first["alloc"]
+        nearby = self._addresses[
+            bisect_left(self._addresses, low) : bisect_right(self._addresses, high)
+        ]
+        first = min(nearby, key=allocated.__getitem__, default=None)
+        if first is None:
+            return None
+        end = self._first["free_completed"].get(address)
+        return first if end is None or allocated[first] < end else None
+
+
+def _handed_out(address: int, rounded: int, following: int, births: _Births) -> int:
     """Bytes of a large block that was live from the beginning, until it was freed.
 
     Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of the
@@ -139,13 +172,9 @@ def _handed_out(address: int, rounded: int, following: int, trace: Sequence[Json
     gap = following - address - rounded
     if gap <= SMALL_SIZE:
         return following - address
-    limit = address + rounded + SMALL_SIZE
-    for event in trace:
-        if event["action"] == "free_completed" and event["addr"] == address:
-            break
-        if event["action"] == "alloc" and address + rounded <= event["addr"] <= limit:
-            return int(event["addr"]) - address
-    return rounded
+    low = address + rounded
+    end = births.before_end_of(address, low, low + SMALL_SIZE)
+    return rounded if end is None else end - address
 
 
 def _gap(start: int, end: int) -> list[dict[str, Any]]:

@@ -207,3 +207,35 @@ def test_the_line_of_an_event_is_the_users() -> None:
     assert line_of({"frames": frames}) == "model.py:7, forward"
     assert line_of({"frames": frames[:2]}) == "/usr/lib/python3/torch/nn/functional.py:5, linear"
     assert line_of({"frames": frames[:1]}) == line_of({}) == ""
+
+
+def test_more_devices_than_torch_knows_are_refused(snapshot: dict[str, Any], write: Write) -> None:
+    traces = [*snapshot["device_traces"], *([] for _ in range(100_000))]
+    path = write(pickle.dumps({**snapshot, "device_traces": traces}))
+
+    assert refusal(path) == (
+        "The snapshot has traces of 100,001 devices, and torch knows 120 at most."
+    )
+
+
+def test_a_few_bytes_that_stand_for_millions_of_events_are_refused(
+    snapshot: dict[str, Any], write: Write
+) -> None:
+    (trace,) = snapshot["device_traces"]
+    path = write(pickle.dumps({**snapshot, "device_traces": [[*trace, *trace[1:4] * 1000]]}))
+
+    assert path.stat().st_size < 10_000
+    assert refusal(path) == (
+        "The trace of device 0 holds the same event more than once, so it is no recording of torch."
+    )
+
+
+def test_segments_that_share_their_blocks_are_refused(
+    snapshot: dict[str, Any], write: Write
+) -> None:
+    first = snapshot["segments"][0]
+    path = write(pickle.dumps({**snapshot, "segments": [first, {**first, "address": 1}]}))
+
+    assert refusal(path) == (
+        "The snapshot holds the same list of blocks more than once, so it is no recording of torch."
+    )
