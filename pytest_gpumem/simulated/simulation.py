@@ -71,9 +71,11 @@ class Simulation:
         self.threads = Threads(self)
         self.pinned = Pinned()
         self._patches = Patches()
-        surface.plan(self, self._patches)
-        self.threads.plan(self._patches)
-        self.pinned.plan(self, self._patches)
+        # What is replaced has to be torch's own, and not what an active simulation has put there.
+        with _suspended():
+            surface.plan(self, self._patches)
+            self.threads.plan(self._patches)
+            self.pinned.plan(self, self._patches)
         self._resources: ExitStack | None = None
 
     @property
@@ -113,10 +115,7 @@ class Simulation:
         if _stack and _stack[-1] is self:
             yield
             return
-        outer = _stack[-1] if _stack else None
-        if outer is not None:
-            outer._leave()
-        try:
+        with _suspended():
             self._enter()
             _stack.append(self)
             try:
@@ -124,9 +123,6 @@ class Simulation:
             finally:
                 _stack.pop()
                 self._leave()
-        finally:
-            if outer is not None:
-                outer._enter()
 
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
@@ -177,6 +173,19 @@ class Simulation:
         resources, self._resources = self._resources, None
         if resources is not None:
             resources.close()
+
+
+@contextmanager
+def _suspended() -> Iterator[None]:
+    """Take the active simulation away inside."""
+    outer = _stack[-1] if _stack else None
+    if outer is not None:
+        outer._leave()
+    try:
+        yield
+    finally:
+        if outer is not None:
+            outer._enter()
 
 
 def active_simulation() -> Simulation | None:
