@@ -170,13 +170,15 @@ def add_options(parser: pytest.Parser) -> None:
     )
 
 
-def settings_from(config: pytest.Config) -> Settings:
+def settings_from(config: pytest.Config, options: argparse.Namespace | None = None) -> Settings:
     """Return the settings; the command line wins over the ini file.
+
+    ``options`` are those of the command line while ``config`` does not have them yet.
 
     Raises ``pytest.UsageError`` with one sentence that names the option or ini key, the value and
     what is accepted.
     """
-    reader = _Reader(config)
+    reader = _Reader(config, options or config.option)
     tolerance = reader.one("gpumem_tolerance", _as_marker("tolerance"))
     required = reader.flag("gpumem_require_baselines")
     return Settings(
@@ -240,8 +242,9 @@ class _ValueFlag(argparse.Action):
 class _Reader:
     """Finds what was given, command line before ini file, and names it in what goes wrong."""
 
-    def __init__(self, config: pytest.Config) -> None:
+    def __init__(self, config: pytest.Config, options: argparse.Namespace) -> None:
         self._config = config
+        self._options = options
 
     def one(self, name: str, parse: Callable[[Any], T]) -> T | None:
         label, value = self._given(name)
@@ -263,7 +266,7 @@ class _Reader:
         return tuple(_parsed(label, value, lambda v: _report(v, folder)) for value in values or ())
 
     def _given(self, name: str, accepted: str = "") -> tuple[str, Any]:
-        value = self._config.getoption(name, None)
+        value = getattr(self._options, name, None)
         if value is not None:
             return _option(name), value
         # pytest itself raises a ValueError or TypeError for a value that is not of the ini type.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.options import MARKER, add_options
+from pytest_gpumem.session.early import begin_early
 from pytest_gpumem.session.results import ARGUMENTS, Results, hide_own_frames, skip_unsimulated
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 
@@ -23,6 +24,12 @@ SESSION = pytest.StashKey[GpumemSession]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options and their ini twins."""
     add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Let the simulated GPU exist before the first conftest is imported, if asked for."""
+    begin_early(early_config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +69,7 @@ def pytest_make_collect_report(
     """Report wrong markers as errors of collection."""
     report = yield
     collector.config.stash[SESSION].check(report)
+    collector.config.stash[SESSION].note_module(collector, report)
     return report
 
 

@@ -98,6 +98,14 @@ def _machine(data: dict[str, Any]) -> Machine:
     return Machine(GpuModel(**{**model, "compute_capability": capability}), data["count"])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
+    """Choose the machine before anybody asks for one."""
+    request = Request.read(Path(os.environ[REQUEST]))
+    early_config.stash[SELECTOR] = Simulations(request.machines[0])
+    return (yield)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Replace what the command line says of tests, workers and reports."""
@@ -107,7 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if hasattr(config.option, name):
             setattr(config.option, name, value)
     config.args = list(request.tests)
-    selector = config.stash[SELECTOR] = Simulations(request.machines[0])
+    selector = config.stash[SELECTOR]
+    assert isinstance(selector, Simulations)
     config.pluginmanager.register(_Runs(request, selector), "gpumem-prediction")
 
 

@@ -32,7 +32,10 @@ UNSIMULATED = "gpumem_unsimulated"
 
 
 SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
-"""Of a marked test's report: ``skipif`` skipped it by a condition that was evaluated at import."""
+"""Of the report of a test that would be measured: what skipped it was evaluated at import."""
+
+
+AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
 
 
 def suggested_command(config: pytest.Config) -> str:
@@ -82,6 +85,7 @@ class Results:
         self._notes: list[str] = []
         self._unsimulated: dict[str, str] = {}
         self._skipped_at_import = 0
+        self._skipped_modules: set[str] = set()
         self._update: UpdateReport | None = None
         self.any_marked = False
         """Whether any collected test is marked."""
@@ -124,12 +128,17 @@ class Results:
         module = nodeid.partition("::")[0]
         self._incomplete[module] = f"{module} could not be collected"
 
+    def module_skipped(self, nodeid: str) -> None:
+        """Count a module that a condition on the device skipped when it was imported."""
+        self._skipped_modules.add(nodeid)
+
     def output(self) -> dict[str, Any]:
         """Return what the controller has to know of this worker, as builtin types."""
         return {
             OUTPUT: {
                 "collected": sorted(self._collected),
                 "incomplete": self._incomplete,
+                "skipped": sorted(self._skipped_modules),
                 "marked": self.any_marked,
             }
         }
@@ -139,6 +148,7 @@ class Results:
         if worker := output.get(OUTPUT):
             self.collected(worker["collected"], marked=worker["marked"])
             self._incomplete.update(worker["incomplete"])
+            self._skipped_modules.update(worker["skipped"])
 
     def finish(self, exitstatus: int) -> bool:
         """Write baselines and reports; return whether everything could be written."""
@@ -160,9 +170,13 @@ class Results:
         ]
         if count := self._skipped_at_import:
             notes.append(
-                f"{count} marked test{'s were' if count > 1 else ' was'} skipped by skipif, whose "
-                "condition was evaluated at import: there a GPU that is simulated exists only with "
-                "--gpumem-sim-scope=session"
+                f"{count} test{'s' * (count > 1)} that would be measured {_were(count)} skipped by "
+                f"a condition that was evaluated at import: {AT_IMPORT}"
+            )
+        if count := len(self._skipped_modules):
+            notes.append(
+                f"{count} module{'s' * (count > 1)} {_were(count)} skipped by pytest.skip() as "
+                f"{'they were' if count > 1 else 'it was'} imported: {AT_IMPORT}"
             )
         if self._settings.device.kind == "off" and self.any_marked:
             notes.append("--gpumem-device=off: marked tests ran without being measured")
@@ -252,3 +266,7 @@ def without_group(nodeid: str) -> str:
     """Return ``nodeid`` without the ``@group`` that ``--dist loadgroup`` appends."""
     path, separator, name = nodeid.partition("::")
     return path + separator + re.sub(r"@[^@\]]*$", "", name)
+
+
+def _were(count: int) -> str:
+    return "were" if count > 1 else "was"

@@ -15,6 +15,7 @@ import pytest
 
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
+from pytest_gpumem.session.early import AMBIENT, Ambient, begin
 from pytest_gpumem.session.results import SKIPPED_AT_IMPORT, Results
 
 if TYPE_CHECKING:
@@ -46,9 +47,13 @@ class GpumemSession:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._always_active = ExitStack()
         self.settings = settings_from(config)
-        self.selector = config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
+        early = self._early()
+        self.selector = (
+            early.selector
+            if early
+            else config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
+        )
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
         self._ambient: Device | None = None
@@ -89,13 +94,26 @@ class GpumemSession:
             and not self.selector.off
             and _runs_tests(self._config)
         ):
-            self._ambient = self._reported(None)
-            self._always_active.enter_context(self._ambient.active())
+            early = self._early()
+            if early is None:
+                self._reported(None)
+                early = begin(self._config, self.settings, self.selector)
+            self.selector, self._ambient = early.selector, early.device
+
+    def _early(self) -> Ambient | None:
+        """Return the device that exists already, ``None`` where it would not be the same now."""
+        ambient = self._config.stash.get(AMBIENT, None)
+        if ambient is None or ambient.is_current:
+            return ambient
+        ambient.resources.close()
+        del self._config.stash[AMBIENT]
+        return None
 
     def stop(self) -> None:
         """Give the process back as it was, also where a test was interrupted."""
         self.end()
-        self._always_active.close()
+        if ambient := self._config.stash.get(AMBIENT, None):
+            ambient.resources.close()
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
@@ -207,13 +225,31 @@ class GpumemSession:
         """Note a marked test that a condition skipped when its module was imported."""
         if (
             report.skipped
-            and report.when == "setup"
-            and self.settings.sim_scope == "test"
-            and not self.selector.off
-            and item.get_closest_marker(MARKER_NAME)
-            and any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))
+            and report.when != "teardown"
+            and self._imports_without_gpu
+            and (self.settings.all or item.get_closest_marker(MARKER_NAME))
+            and _skipped_at_import(item)
         ):
             setattr(report, SKIPPED_AT_IMPORT, True)
+
+    @property
+    def _imports_without_gpu(self) -> bool:
+        """Whether modules are imported where the GPU that their tests have is not simulated yet."""
+        return (
+            self.settings.sim_scope == "test"
+            and not self.selector.off
+            and self.settings.device.kind != "cuda"
+        )
+
+    def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
+        """Note a module that skipped itself by a condition on the device."""
+        if report.skipped and self._imports_without_gpu and isinstance(collector, pytest.Module):
+            from pytest_gpumem.session.skipped import skipped_for_its_device
+
+            if skipped_for_its_device(
+                collector.path, report.longrepr, everything=self.settings.all
+            ):
+                self.results.module_skipped(report.nodeid)
 
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report."""
@@ -402,3 +438,13 @@ def _fixture_names(item: pytest.Item) -> Iterable[str]:
 def _runs_tests(config: pytest.Config) -> bool:
     """Whether tests run in this process: not in the controller of pytest-xdist."""
     return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
+
+
+def _skipped_at_import(item: pytest.Item) -> bool:
+    """Whether a condition that had a value when the module was imported skips ``item``."""
+    if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
+        return True
+    # unittest's decorators, as ``skipUnless(torch_device == "cuda", ...)``.
+    cls = getattr(item, "cls", None)
+    holders = cls, getattr(cls, getattr(item, "originalname", None) or item.name, None)
+    return any(getattr(holder, "__unittest_skip__", False) for holder in holders)

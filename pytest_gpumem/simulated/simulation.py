@@ -76,9 +76,11 @@ class Simulation:
         self.threads = Threads(self)
         self.pinned = Pinned(self.streams)
         self._patches = Patches()
-        surface.plan(self, self._patches)
-        self.threads.plan(self._patches)
-        self.pinned.plan(self, self._patches)
+        # What is replaced has to be torch's own, and not what an active simulation has put there.
+        with _suspended():
+            surface.plan(self, self._patches)
+            self.threads.plan(self._patches)
+            self.pinned.plan(self, self._patches)
         self._resources: ExitStack | None = None
 
     @property
@@ -118,10 +120,7 @@ class Simulation:
         if _stack and _stack[-1] is self:
             yield
             return
-        outer = _stack[-1] if _stack else None
-        if outer is not None:
-            outer._leave()
-        try:
+        with _suspended():
             self._enter()
             _stack.append(self)
             try:
@@ -129,9 +128,6 @@ class Simulation:
             finally:
                 _stack.pop()
                 self._leave()
-        finally:
-            if outer is not None:
-                outer._enter()
 
     @contextmanager
     def making(self, destination: torch.device) -> Iterator[None]:
@@ -230,6 +226,19 @@ def _as_initialized() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_LOADING, None)
+
+
+@contextmanager
+def _suspended() -> Iterator[None]:
+    """Take the active simulation away inside."""
+    outer = _stack[-1] if _stack else None
+    if outer is not None:
+        outer._leave()
+    try:
+        yield
+    finally:
+        if outer is not None:
+            outer._enter()
 
 
 def active_simulation() -> Simulation | None:

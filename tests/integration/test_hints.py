@@ -47,8 +47,56 @@ def test_a_condition_at_import_that_skips_marked_tests_is_pointed_out(project: P
 
     result = project.run()
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines_random(["note: 1 marked test was skipped by skipif*"])
+    result.stdout.fnmatch_lines_random(
+        ["note: 1 test that would be measured was skipped by a condition that was evaluated at im*"]
+    )
 
+    project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
+
+
+def test_a_module_that_skips_itself_at_import_is_pointed_out(project: Project) -> None:
+    tests = """
+        pytestmark = pytest.mark.gpumem
+
+        def test_it():
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+    """
+    project.write(
+        test_gpu="""
+        if not torch.cuda.is_available():
+            pytest.skip("not here", allow_module_level=True)
+    """
+        + tests,
+        test_other='pytest.importorskip("no_such_library")\n' + tests,
+    )
+
+    result = project.run()
+    result.assert_outcomes(skipped=2)
+    result.stdout.fnmatch_lines_random(
+        ["note: 1 module was skipped by pytest.skip() as it was imported: *=session"]
+    )
+    spread = project.run("-n2", "-pxdist")
+    spread.stdout.fnmatch_lines_random(["note: 1 module was skipped by pytest.skip() *"])
+
+    project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1, skipped=1)
+
+
+def test_a_decorator_of_unittest_that_skips_at_import_is_pointed_out(project: Project) -> None:
+    project.write(
+        test_it="""
+        import unittest
+
+        @pytest.mark.gpumem
+        class TestIt(unittest.TestCase):
+            @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
+            def test_skipped(self):
+                torch.empty(512, dtype=torch.uint8, device="cuda")
+        """
+    )
+
+    result = project.run()
+
+    result.stdout.fnmatch_lines_random(["note: 1 test that would be measured was skipped by *"])
     project.run("--gpumem-sim-scope=session").assert_outcomes(passed=1)
 
 

@@ -125,3 +125,15 @@ def test_the_package_names_what_it_offers() -> None:
     assert set(pytest_gpumem.__all__) >= {"simulate"}
     for name in pytest_gpumem.__all__:
         assert getattr(pytest_gpumem, name) is not None
+
+
+def test_a_simulation_that_is_made_within_another_replaces_what_is_torchs_own() -> None:
+    with simulate("T4"):
+        with simulate("T4", real_values=True):
+            state = torch.cuda.get_rng_state()
+            first = torch.rand(4, device="cuda").tolist()
+            torch.cuda.set_rng_state(state)
+
+            assert state.numel() == 16
+            assert torch.rand(4, device="cuda").tolist() == first
+        torch.cuda.set_rng_state(state)

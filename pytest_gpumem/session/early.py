@@ -1,0 +1,94 @@
+"""``--gpumem-sim-scope=session``: the simulated GPU exists before the first conftest is imported.
+
+There suites decide for good: ``torch_device = "cuda" if torch.cuda.is_available() else "cpu"``.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.device.select import SELECTOR, DeviceSelector
+from pytest_gpumem.options import settings_from
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.options import Settings
+
+_OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
+"""How variables begin that a device reads when it is made."""
+
+
+@dataclass
+class Ambient:
+    """The device of code that is not measured, active."""
+
+    selector: DeviceSelector
+    device: Device
+    resources: ExitStack
+    variables: dict[str, str]
+    """Of the environment, when the device was made."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether a device made now would be the same: a conftest may have set variables."""
+        return self.variables == _variables()
+
+
+AMBIENT = pytest.StashKey[Ambient]()
+
+
+def begin_early(config: pytest.Config) -> None:
+    """Let the simulated GPU exist from now on, where the options say so.
+
+    What is wrong with them is said when pytest configures itself.
+    """
+    options = config.known_args_namespace
+    if not _will_run_tests(config, options):
+        return
+    from pytest_gpumem.device.errors import DeviceError
+
+    try:
+        settings = settings_from(config, options)
+        asked = settings.sim_scope == "session" or SELECTOR in config.stash
+        if not asked or settings.device.kind == "off":
+            return
+        selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
+        # A real device is there anyway: that it is the current one can wait for the conftests.
+        if selector.real() is None:
+            begin(config, settings, selector)
+    except (pytest.UsageError, DeviceError):
+        return
+
+
+def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
+    """Let the ambient device exist from now on, until pytest is no longer configured.
+
+    Raises ``DeviceError`` where it cannot be had.
+    """
+    device = selector.select(None, real_values=settings.sim_values == "always")
+    ambient = Ambient(selector, device, ExitStack(), _variables())
+    config.stash[AMBIENT] = ambient
+    config.add_cleanup(ambient.resources.close)
+    ambient.resources.enter_context(device.active())
+    return ambient
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_OF_TORCH)}
+
+
+def _will_run_tests(config: pytest.Config, options: argparse.Namespace) -> bool:
+    """Whether tests run in this process: not in the controller of pytest-xdist."""
+    if SELECTOR in config.stash or "PYTEST_XDIST_WORKER" in os.environ:
+        return True
+    if options.help or options.version:
+        return False
+    workers = getattr(options, "numprocesses", None) or getattr(options, "tx", None)
+    return not workers and getattr(options, "dist", "no") == "no"

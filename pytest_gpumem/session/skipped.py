@@ -1,0 +1,37 @@
+"""Modules that skip themselves where torch sees no CUDA device."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_DEVICE = re.compile(r"cuda|gpu|accelerator|is_available|device", re.IGNORECASE)
+"""What conditions on a device, and their reasons, speak of."""
+
+
+def skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
+    """Whether ``pytest.skip()`` skipped the module at ``path`` for want of a CUDA device.
+
+    ``longrepr`` is that of its report. A module that does not name gpumem would not be measured,
+    but where ``everything`` is.
+    """
+    if not isinstance(longrepr, tuple):
+        return False
+    _, line, reason = longrepr
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return False
+    if not everything and "gpumem" not in source:
+        return False
+    return any(_DEVICE.search(text) for text in (str(reason), *_conditions(tree, int(line))))
+
+
+def _conditions(tree: ast.AST, line: int) -> Iterator[str]:
+    """Yield the conditions under which ``line`` runs."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or 0):
+            yield ast.unparse(node.test)

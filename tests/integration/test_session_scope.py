@@ -1,0 +1,104 @@
+"""``--gpumem-sim-scope=session``: a GPU wherever a suite asks whether there is one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_project import Project
+
+CONFTEST = """
+    import os
+
+    with open(os.path.join(os.path.dirname(__file__), "asked.txt"), "a") as asked:
+        where = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        asked.write(f"{where} {torch.cuda.is_available()}\\n")
+"""
+CONSTANTS = 'torch_device = "cuda" if torch.cuda.is_available() else "cpu"\n'
+TEST = """
+    from constants import torch_device
+
+    @pytest.mark.gpumem
+    @pytest.mark.skipif(torch_device != "cuda", reason="needs a GPU")
+    def test_it():
+        assert torch.empty(1024, device=torch_device).is_cuda
+
+    def test_unmarked():
+        assert torch.cuda.is_available()
+"""
+
+
+def asked(project: Project) -> list[str]:
+    return sorted((project.path / "asked.txt").read_text().splitlines())
+
+
+@pytest.fixture
+def suite(project: Project) -> Project:
+    project.write(
+        conftest=CONFTEST + "    from constants import torch_device\n",
+        constants=CONSTANTS,
+        test_it=TEST,
+    )
+    return project
+
+
+def test_a_conftest_finds_the_gpu(suite: Project) -> None:
+    suite.run_apart("--gpumem-sim-scope=session").assert_outcomes(passed=2)
+
+    assert asked(suite) == ["main True"]
+
+
+def test_the_ini_file_says_so_too(suite: Project) -> None:
+    suite.write_ini("gpumem_sim_scope = session")
+
+    suite.run_apart().assert_outcomes(passed=2)
+
+    assert asked(suite) == ["main True"]
+
+
+def test_workers_find_it_and_their_controller_does_not(suite: Project) -> None:
+    suite.run_apart("--gpumem-sim-scope=session", "-n2").assert_outcomes(passed=2)
+
+    assert asked(suite) == ["gw0 True", "gw1 True", "main False"]
+
+
+def test_without_it_a_conftest_finds_none(suite: Project) -> None:
+    suite.run_apart().assert_outcomes(skipped=1, failed=1)
+
+    assert asked(suite) == ["main False"]
+
+
+def test_the_process_is_given_back(suite: Project) -> None:
+    import torch
+
+    suite.run("--gpumem-sim-scope=session")
+
+    assert not torch.cuda.is_available()
+
+
+def test_a_wrong_setting_is_said_as_ever(suite: Project) -> None:
+    result = suite.run_apart("--gpumem-sim-scope=session", "--gpumem-tolerance=much")
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --gpumem-tolerance=*"])
+    result.stderr.no_fnmatch_line("*Traceback*")
+
+
+def test_settings_of_the_allocator_that_a_conftest_makes_hold(project: Project) -> None:
+    project.write(
+        conftest="""
+    import os
+
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    """,
+        test_it="""
+    def test_it(gpumem):
+        assert torch.cuda.is_available()
+        torch.empty(1024, device=gpumem.device)
+        assert torch.cuda.memory_reserved() == 2 * 1024 * 1024
+    """,
+    )
+
+    tests = project.report("--gpumem-sim-scope=session", apart=True)
+
+    (test,) = tests.values()
+    assert test["environment"]["alloc_conf"] == "expandable_segments:True"
