@@ -153,6 +153,21 @@ class Simulation:
         self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
         return NeutralFloat()
 
+    def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
+        """Whether ``read``, of all of an unknown ``tensor``, yields neutral integers; notes it.
+
+        Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
+        """
+        dtype = tensor.dtype
+        if self.values.everything or dtype.is_floating_point or dtype.is_complex:
+            return False
+        if dtype is torch.bool or tensor.layout is not torch.strided:
+            return False
+        line = user_line()
+        self._count_read(line, read)
+        self.note(f"{read} at {line} read integers that shapes do not have: each got 0")
+        return True
+
     def note_finite(self) -> None:
         """Say that code reads whether unknown numbers are finite, which is taken for granted.
 

@@ -9,7 +9,7 @@ simulated device allocates what it would allocate without: nothing here touches 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.work import Work
 
 if TYPE_CHECKING:
+    from pytest_gpumem.simulated.replayed_values import Recording
     from pytest_gpumem.simulated.simulation import Simulation
 
 MOST_INTEGERS = 65_536
@@ -147,6 +148,8 @@ class Values:
         self.facts = Facts(self)
         self.work = Work()
         self._ignoring = False
+        self.recording: Callable[[], Recording | None] | None = None
+        """Says where operators of a capture go, while there is one."""
         self._held = 0
         self._limit = 0
         self.uncomputed: str | None = None
@@ -168,7 +171,7 @@ class Values:
             return None
         base = self._bases.get(storage_key(tensor))
         if base is not None:
-            return _view(base, tensor)
+            return view_of(base, tensor)
         uniform = self.facts.uniform(tensor)
         return None if uniform is None else uniform.expand(tensor.shape)
 
@@ -234,6 +237,8 @@ class Values:
         """Do to the values what an operator has just done to the shapes."""
         if self._ignoring:
             return
+        if self.recording is not None and self.records(operator, args, kwargs, result):
+            return
         fact = None
         if self.facts.by_key or operator.fills:
             fact = self._fact(operator, args, kwargs)
@@ -245,6 +250,16 @@ class Values:
             operator.assumption(self._simulation, args, result)
         if fact is not None:
             self._state(fact, operator, args, kwargs, result)
+
+    def records(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> bool:
+        """Let a capture under way, if there is one here, take the call for when its graph runs."""
+        recording = None if self.recording is None else self.recording()
+        if recording is None:
+            return False
+        recording.add(operator, args, kwargs, result)
+        return True
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -260,6 +275,8 @@ class Values:
     ) -> None:
         """Know of ``result`` and of what was written what ``operator`` as a whole says of it."""
         if self._ignoring:
+            return
+        if self.recording is not None and self.records(operator, args, kwargs, result):
             return
         fact = None
         if self.facts.by_key or operator.fills:
@@ -302,6 +319,8 @@ class Values:
     ) -> None:
         """Know what a factory, or a copy between devices, has just made."""
         if self._ignoring:
+            return
+        if self.recording is not None and self.records(operator, args, kwargs, result):
             return
         fact = None
         if self.facts.by_key or operator.fills or not _all_meta(args[:1]):
@@ -499,12 +518,16 @@ class Values:
     ) -> Any:
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
-        generator = named.get("generator")
+        return self.run(operator, on_cpu, named)
+
+    def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` yields of CPU tensors; ``None`` if the CPU cannot compute it."""
+        generator = kwargs.get("generator")
         if generator is not None:
-            named["generator"] = drawn_from(generator)
+            kwargs = {**kwargs, "generator": drawn_from(generator)}
         try:
             with self.work.computing():
-                computed = self._run(operator, on_cpu, named)
+                computed = self._run(operator, args, kwargs)
         except IndexError:
             if self.everything:
                 raise  # a GPU would stop there too
@@ -515,7 +538,7 @@ class Values:
             return None
         return () if computed is None else computed
 
-    def _run(self, operator: Operator, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             if operator.random and kwargs.get("generator") is None:
                 with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
@@ -525,12 +548,12 @@ class Values:
             if not self.everything or not _lacks_half(error):
                 raise
         writes = bool(operator.written)
-        return real_kernels.in_float32(operator.compute, args, kwargs, writes=writes)
+        return real_kernels.in_float32(operator.compute, list(args), kwargs, writes=writes)
 
     def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
             base = self._bases.get(storage_key(value))
-            real = value if base is None else _view(base, value)
+            real = value if base is None else view_of(base, value)
             used.append(real)
             return real
         if isinstance(value, (list, tuple)):
@@ -600,7 +623,7 @@ class Values:
             self._keep(result, computed, computed.untyped_storage()._cdata in used)
             used.add(computed.untyped_storage()._cdata)
         elif parts:
-            _view(base, result).copy_(computed)
+            view_of(base, result).copy_(computed)
 
     def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
         if not self._keeps(tensor) or tensor.layout is not torch.strided:
@@ -615,16 +638,23 @@ class Values:
             self._put(tensor, source.view(-1))
             return
         base = _empty(_elements(tensor), dtype=tensor.dtype, device=CPU)
-        _view(base, tensor).copy_(source)
+        view_of(base, tensor).copy_(source)
         self._put(tensor, base)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        key = storage_key(tensor)
+        self.put(storage_key(tensor), base)
+        self._watch(tensor)
+
+    def put(self, key: int, base: torch.Tensor) -> None:
+        """Let ``base``, flat, be what a storage holds that is watched already."""
         self.forget(key)
         if self.everything:
             self._hold(base.numel() * base.element_size())
         self._bases[key] = base
-        self._watch(tensor)
+
+    def base(self, key: int) -> torch.Tensor | None:
+        """Return all elements of a storage, flat; ``None`` if they are not known."""
+        return self._bases.get(key)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
         self._put(tensor, _empty(_elements(tensor), dtype=tensor.dtype, device=CPU))
@@ -652,7 +682,8 @@ class Values:
         self._held += nbytes
 
 
-def _view(base: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
     offset = tensor.storage_offset()
     if base.dtype == tensor.dtype:
         view = _as_strided(base, tensor.shape, tensor.stride(), offset)

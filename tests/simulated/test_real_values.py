@@ -273,7 +273,7 @@ def test_a_custom_operator_is_computed_by_its_own_kernel() -> None:
     with simulate("T4", real_values=True):
         assert tripled(torch.arange(3, device="cuda")).tolist() == [0, 3, 6]
     with simulate("T4"), pytest.raises(UnknownValueError):
-        tripled(torch.arange(3, device="cuda")).tolist()
+        tripled(torch.arange(3, device="cuda")).sum().item()
 
 
 def test_values_beyond_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

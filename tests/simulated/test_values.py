@@ -227,14 +227,14 @@ def test_values_die_with_their_storage() -> None:
         for _ in range(50):
             torch.arange(4, device="cuda")
             with pytest.raises(UnknownValueError):
-                torch.empty(4, dtype=torch.long, device="cuda").tolist()
+                torch.empty(4, dtype=torch.long, device="cuda")[0].item()
 
 
 def test_large_tensors_are_not_computed() -> None:
     with simulate("T4"):
         for x in (torch.ones(4097).cuda(), torch.ones(65_537, dtype=torch.long, device="cuda")):
             with pytest.raises(UnknownValueError):
-                x.tolist()
+                bool(x[0])
         mask = torch.ones(16, 4096, dtype=torch.bool, device="cuda")
         assert mask.all()
 

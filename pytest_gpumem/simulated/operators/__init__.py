@@ -120,6 +120,9 @@ def installed(simulation: Simulation) -> Iterator[None]:
         for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
+        for name, kernel in shapes_only.WRONG.items():
+            if _overload(name) is not None:
+                library.impl(name, kernel, "Meta", allow_override=True)
         with simulation.autocast.reachable(), slices.made(simulation.current.version):
             yield
     finally:
@@ -129,6 +132,11 @@ def installed(simulation: Simulation) -> Iterator[None]:
 
 def _lacks_shapes(name: str) -> bool:
     """Whether this torch has the operator, but no kernel for ``meta``."""
-    packet, _, overload = name.partition(".")
-    found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    found = _overload(name)
     return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
+
+
+def _overload(name: str) -> Any:
+    """The operator of that name; ``None`` if this torch does not have it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

@@ -32,6 +32,18 @@ def _qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return factored, matrix.new_empty((*batch, min(rows, columns)))
 
 
+def _batched_product(
+    added: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1
+) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
+
+
+WRONG: dict[str, Callable[..., Any]] = {"baddbmm.dtype": _batched_product}
+"""By overload: what torch has a kernel for that takes the result's type for a factor.
+
+Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15.
+"""
+
 SHAPES: dict[str, Callable[..., Any]] = {
     "multi_margin_loss_backward": _like_second,
     "multilabel_margin_loss_backward": _like_second,

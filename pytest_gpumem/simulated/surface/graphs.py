@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.timeline import StreamKey
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.replayed_values import Recording
 from pytest_gpumem.simulated.surface.streams import cuda_error, plan_functions
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Capture:
         self.pool = pool
         self.stream = gpu.stream
         self.memory = gpu.allocator
+        self.recording = Recording(gpu.simulation.values)
         self.under_way = True
         self.is_empty = True
         """Whether nothing was captured yet that a graph has a node for."""
@@ -69,6 +71,7 @@ class Capture:
     def abandon(self) -> None:
         """End a capture that nobody will end: its test is over."""
         self.under_way, self.graph = False, None
+        self.gpu.simulation.values.recording = None
         self.memory.mark_capture_end()
         self.memory.end_allocate_to_pool(self.pool)
         self.memory.release_pool(self.pool)
@@ -164,7 +167,14 @@ class SimulatedGraph:
         gpu.allocator.mark_capture_begin()
         captures[capture.key] = capture
         simulation.execution.watch(_noting_nodes(simulation))
+        simulation.values.recording = self._recording
         self._capture, self._memory = capture, gpu.allocator
+
+    def _recording(self) -> Recording | None:
+        simulation = self._simulation
+        gpu = simulation.current
+        capture = simulation.streams.captures.get((gpu.index, gpu.stream))
+        return None if capture is None else capture.recording
 
     def capture_end(self) -> None:
         """End the capture; what it allocated stays with the graph."""
@@ -179,6 +189,7 @@ class SimulatedGraph:
             del streams.captures[key]
         if not streams.captures:
             self._simulation.execution.watch(None)
+            self._simulation.values.recording = None
         capture.memory.mark_capture_end()
         capture.memory.end_allocate_to_pool(capture.pool)
         if not capture.valid:
@@ -198,11 +209,14 @@ class SimulatedGraph:
             )
 
     def replay(self) -> None:
-        """Run the captured work again: nothing is allocated, and no value is known afterwards."""
+        """Run the captured work again: nothing is allocated.
+
+        Where values are computed, that is done; else what the graph writes is unknown afterwards.
+        """
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        for key in list(self._simulation.storages.by_key):
-            self._simulation.values.forget(key)
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            self._captured.recording.replay()
 
     def reset(self) -> None:
         """Give the graph up: its memory can be released once no tensor needs it."""

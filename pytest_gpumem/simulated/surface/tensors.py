@@ -16,7 +16,7 @@ from pytest_gpumem.simulated.assumptions import taken_for_granted
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.checks.devices import NO_DATA
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
-from pytest_gpumem.simulated.neutral import NeutralFloat
+from pytest_gpumem.simulated.neutral import NeutralFloat, NeutralInt
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import return_gradient
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
@@ -407,16 +407,35 @@ class _Tensors:
         if block is not None and known is not None:
             transfers.stage_move(block.device, tensor, {})
             return _tolist(known)
+        if self._has_neutral_integers(tensor, "tolist()"):
+            return _neutral(tuple(tensor.shape))
         self._refuse(tensor, "tolist()")
         return _tolist(tensor)
 
     def numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        if self._storages.is_on_host(tensor) and self._has_neutral_integers(tensor, "numpy()"):
+            return _neutral_array(tuple(tensor.shape))
         self._refuse_numpy(tensor)
         return _numpy(tensor, **kwargs)
 
     def array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        plain = not args and kwargs.get("dtype") is None and self._storages.is_on_host(tensor)
+        if plain and self._has_neutral_integers(tensor, "numpy()"):
+            return _neutral_array(tuple(tensor.shape))
         self._refuse_numpy(tensor)
         return self._array(tensor, *args, **kwargs)
+
+    def _has_neutral_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
+        """Whether reading all of ``tensor`` yields neutral integers, which is then noted."""
+        if not self._is_unknown(tensor) or not tensor.dim():
+            return False
+        block = self._block(tensor)
+        if not self._simulation.reads_neutral_integers(tensor, read):
+            return False
+        if block is not None:
+            self._simulation.streams.host_waits(block.device.index)
+            transfers.stage_move(block.device, tensor, {})
+        return True
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         block = self._block(tensor)
@@ -469,3 +488,18 @@ def _condition_of(frame: FrameType) -> str:
 
 def _contents(values: torch.Tensor) -> str:
     return str(torch._tensor_str._tensor_str(values, len("tensor(")))
+
+
+def _neutral(shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) == 1:
+        return [NeutralInt() for _ in range(shape[0])]
+    return [_neutral(shape[1:]) for _ in range(shape[0])]
+
+
+def _neutral_array(shape: tuple[int, ...]) -> Any:
+    """Of objects: an array of numbers could not say that they are not known."""
+    import numpy as np
+
+    array = np.empty(shape, dtype=object)
+    array.fill(NeutralInt())
+    return array

@@ -30,6 +30,38 @@ def segments() -> list[tuple[Any, int]]:
     )
 
 
+def losses(*, captured: bool) -> list[float]:
+    """Of three training steps after two to warm up, on a device that computes."""
+    batches = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
+    with simulate("T4", real_values=True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, capturable=True)
+        x = torch.zeros(6, 8, device="cuda")
+        loss = torch.zeros((), device="cuda")
+
+        def step() -> None:
+            optimizer.zero_grad()
+            found = model(x).square().mean()
+            found.backward()
+            optimizer.step()
+            loss.copy_(found.detach())
+
+        for batch in batches[:2]:
+            x.copy_(batch)
+            step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                step()
+        read = []
+        for batch in batches[2:]:
+            x.copy_(batch)
+            graph.replay() if captured else step()
+            read.append(loss.item())
+        return read
+
+
 class TestCapture:
     def test_the_body_runs_once_and_a_replay_allocates_nothing(self) -> None:
         with simulate("T4") as gpu:
@@ -182,6 +214,90 @@ def test_a_graph_without_nodes_is_warned_of(
     assert [str(one.message).partition(".")[0] for one in recwarn] == (
         ["The CUDA Graph is empty"] if is_empty else []
     )
+
+
+class TestValues:
+    """A capture computes nothing; a replay does what was captured, on what is there then."""
+
+    def test_what_a_graph_does_not_write_stays_known(self) -> None:
+        with simulate("T4"):
+            count, steps = torch.zeros(2, dtype=torch.int64, device="cuda").split(1)
+            other = torch.arange(3, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                total = other.sum()
+            assert other.tolist() == [0, 1, 2]
+            graph.replay()
+            assert other.tolist() == [0, 1, 2]
+            assert (count + steps).item() == 0
+            with pytest.raises(UnknownValueError):
+                total.item()
+
+    def test_a_capture_writes_nothing(self) -> None:
+        for real_values in (False, True):
+            with simulate("T4", real_values=real_values):
+                count = torch.zeros(1, dtype=torch.int64, device="cuda")
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    count += 1
+                    made = count * 2
+                assert count.item() == 0
+                with pytest.raises(UnknownValueError):
+                    made.item()
+
+    def test_replays_compute_what_was_captured(self) -> None:
+        with simulate("T4", real_values=True):
+            x = torch.ones(4, device="cuda")
+            count = torch.zeros(1, dtype=torch.int64, device="cuda")
+            on_host = torch.empty(4)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                # Temporaries die in the capture, and the results are in parts of a tensor.
+                y = torch.zeros(2, 4, device="cuda")
+                y[1] = (x * 2).exp().log()
+                total = y.sum() + torch.full((3,), 1.0, device="cuda").sum()
+                count += 1
+                on_host.copy_(x, non_blocking=True)
+            for value in (3.0, 5.0):
+                x.fill_(value)
+                graph.replay()
+                torch.testing.assert_close(y[1].cpu(), torch.full((4,), 2 * value))
+                assert y[0].tolist() == [0, 0, 0, 0]
+                assert total.item() == pytest.approx(8 * value + 3)
+                assert on_host.tolist() == [value] * 4
+            assert count.item() == 2
+
+    def test_every_replay_draws_anew(self) -> None:
+        with simulate("T4", real_values=True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                drawn = torch.rand(8, device="cuda")
+            torch.cuda.manual_seed(3)
+            graph.replay()
+            first = drawn.clone()
+            graph.replay()
+            assert not torch.equal(drawn, first)
+            torch.cuda.manual_seed(3)
+            graph.replay()
+            assert torch.equal(drawn, first)
+            torch.cuda.manual_seed(3)
+            assert torch.equal(torch.rand(8, device="cuda"), first)
+
+    def test_a_training_step_in_a_graph_learns_what_it_would_without(self) -> None:
+        assert losses(captured=True) == losses(captured=False)
+
+    def test_replays_take_no_memory_for_values_of_dead_tensors(self) -> None:
+        def events(real_values: bool) -> list[tuple[str, int, int]]:
+            with simulate("T4", real_values=real_values) as gpu:
+                graph = torch.cuda.CUDAGraph()
+                x = torch.ones(1000, device="cuda")
+                with torch.cuda.graph(graph):
+                    y = (x + 1) * 2
+                graph.replay()
+                del y
+                graph.replay()
+                return [(event.action, event.size, event.addr) for event in gpu.trace]
+
+        assert events(True) == events(False)
 
 
 class TestRandomState:
@@ -368,3 +484,15 @@ class TestGraphedCallables:
             # A replay has no activations to allocate: all that is new is small.
             assert max(event.size for event in gpu.trace[events:]) <= 64 * 64 * 4
             assert all(parameter.grad is not None for parameter in model.parameters())
+
+    def test_they_compute_what_the_module_does(self) -> None:
+        with simulate("T4", real_values=True):
+            linear = nn.Linear(8, 4).cuda()
+            x = torch.randn(5, 8, device="cuda", requires_grad=True)
+            graphed = torch.cuda.make_graphed_callables(linear, (x.detach().requires_grad_(),))
+            for _ in range(2):
+                linear.zero_grad()
+                out = graphed(x)
+                torch.testing.assert_close(out, x @ linear.weight.T + linear.bias)
+                out.square().sum().backward()
+                torch.testing.assert_close(linear.weight.grad, 2 * out.T @ x)
