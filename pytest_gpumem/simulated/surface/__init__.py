@@ -26,6 +26,7 @@ from pytest_gpumem.simulated.surface import (
     streams,
     tensors,
     unsupported,
+    wrappers,
 )
 
 if TYPE_CHECKING:
@@ -57,5 +58,6 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         sensors,
         storages,
         unsupported,
+        wrappers,
     ):
         part.plan(simulation, patches)

@@ -21,6 +21,7 @@ from pytest_gpumem.simulated.placement import return_gradient
 from pytest_gpumem.simulated.surface.factories import making_real_meta
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.several import brought
+from pytest_gpumem.simulated.surface.wrappers import is_wrapper, place_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -152,12 +153,14 @@ class _Tensors:
         if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return raw.device(tensor)
         block = self._storages.of(tensor)
-        return raw.device(tensor) if block is None else block.device.torch_device
+        if block is not None:
+            return block.device.torch_device
+        return place_of(tensor) or raw.device(tensor)
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
             return True
-        # A wrapper: it has no storage, and says itself where it is.
+        # A wrapper: it has no storage.
         return tensor.__class__ not in raw.PLAIN and self.device(tensor).type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> bool:
@@ -220,10 +223,12 @@ class _Tensors:
         device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
         if device.type == "cuda":
             self._simulation.device(device.index)
-        elif device.type == "meta":
+        elif device.type == "meta" and not is_wrapper(tensor):
             return making_real_meta(self._simulation, _to, (tensor, *args), kwargs)
         elif not raw.is_meta(tensor):
             return _to(tensor, *args, **kwargs)
+        if is_wrapper(tensor):
+            return self._wrapper_to(tensor, device, args, kwargs)
         block = self._block(tensor)
         if block is not None and is_lazy(tensor) and device.type == "cpu":
             raise UnsupportedOperatorError(
@@ -255,6 +260,17 @@ class _Tensors:
         if leaves and block is not None and device.type == "cuda":
             return_gradient(moved, block.device)
         return moved
+
+    def _wrapper_to(
+        self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
+    ) -> torch.Tensor:
+        """Let a wrapper move what it holds: it is told the device that it was asked for."""
+        if device.type == "cuda":
+            device = self._simulation.device(device.index).torch_device
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if self.device(tensor) == device:
+            return _to(tensor, *[one for one in args[1:2] if one is not None], *args[2:], **kwargs)
+        return _to(tensor, device, *args[1:], **kwargs)
 
     def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:
         return device.type == "cuda" and block.device is self._simulation.device(device.index)
