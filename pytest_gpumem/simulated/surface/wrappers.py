@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses import fake_tensor
 
 from pytest_gpumem.simulated import raw
 
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 
 _PLACE = "_pytest_gpumem_device"
 """Where a wrapper keeps what it says: weak references would keep it from being swapped."""
+_NAMES = (
+    *("strides", "storage_offset", "memory_format", "dtype", "layout", "device", "pin_memory"),
+    *("requires_grad", "dispatch_sizes_strides_policy", "dispatch_device", "dispatch_layout"),
+    *("_extra_dispatch_keys", "storage_size"),
+)
+"""What ``_make_wrapper_subclass`` takes after a class and its sizes, in order (2.6 to 2.15).
+
+Source: torch/csrc/autograd/python_variable.cpp (THPVariable_make_wrapper_subclass).
+"""
 _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 
 
@@ -27,6 +37,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """Make wrappers on ``meta``, each with the device that it was told."""
     base = torch.Tensor
     patches.plan(base, "_make_wrapper_subclass", _making(simulation, base._make_wrapper_subclass))
+    patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
+    # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
+    patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
+    patches.plan(base, "_make_subclass", _faking(base._make_subclass))
 
 
 def place_of(wrapper: torch.Tensor) -> torch.device | None:
@@ -46,14 +60,49 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 def _making(simulation: Simulation, make: Callable[..., Any]) -> Any:
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is None or kwargs.get("dispatch_device"):
+        # Jagged tensors pass everything by position.
+        given = dict(zip(_NAMES, args[2:], strict=False)) | kwargs
+        device = given.get("device")
+        if device is None or given.get("dispatch_device"):
             return make(*args, **kwargs)
         place = torch.device("cuda", device) if type(device) is int else torch.device(device)
         if place.type != "cuda":
             return make(*args, **kwargs)
-        made = make(*args, **{**kwargs, "device": "meta"})
+        made = make(*args[:2], **{**given, "device": "meta"})
         made.__dict__[_PLACE] = simulation.device(place.index).torch_device
         return made
+
+    return staticmethod(call)
+
+
+def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Leave out of a pickled wrapper where it was: it may be loaded elsewhere."""
+
+    def without(state: Any) -> Any:
+        if isinstance(state, tuple):
+            return tuple(without(part) for part in state)
+        if not isinstance(state, dict) or _PLACE not in state:
+            return state
+        return {name: value for name, value in state.items() if name != _PLACE}
+
+    @functools.wraps(state_of)
+    def call(wrapper: Any) -> Any:
+        return without(state_of(wrapper))
+
+    return call
+
+
+def _faking(make: Callable[..., Any]) -> Any:
+    """``FakeTensor``, which says itself where it is: of a GPU, C++ would ask the driver.
+
+    Source: torch/_subclasses/fake_tensor.py (FakeTensor.__new__), torch 2.6 to 2.15.
+    """
+
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keys = kwargs.get("device_for_backend_keys")
+        if keys is not None and keys.type == "cuda":
+            kwargs |= {"device_for_backend_keys": torch.device("meta"), "dispatch_device": False}
+        return make(*args, **kwargs)
 
     return staticmethod(call)

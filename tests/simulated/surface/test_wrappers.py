@@ -1,4 +1,4 @@
-"""Tensors that hold others and handle operators themselves, as torchao and bitsandbytes have them."""
+"""Tensors that hold others and handle operators themselves, as torchao has them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from pytest_gpumem import simulate
@@ -203,3 +204,43 @@ def test_torchaos_optimizers(name: str, per_element: float, block: int, tables: 
             optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.state[layer.weight]["exp_avg"].is_cuda
+
+
+def test_wrappers_are_saved_and_move_between_gpus() -> None:
+    with simulate("A10*2") as gpu:
+        weight: Any = Quantised.zeros(ELEMENTS, "cuda:0")
+        moved = weight.to("cuda:1")
+        assert (moved.device.index, moved.codes.device.index) == (1, 1)
+        assert [one.allocated for one in gpu.devices] == [1536, 1536]
+        file = io.BytesIO()
+        torch.save(moved, file)
+        for place in ("cpu", "cuda:0"):
+            file.seek(0)
+            loaded = torch.load(file, map_location=place, weights_only=False)
+            assert (str(loaded.device), str(loaded.codes.device)) == (place, place)
+
+
+def test_gradients_of_jagged_tensors() -> None:
+    with simulate("A10"):
+        parts = [torch.rand(2, 3), torch.rand(4, 3)]
+        nested = torch.nested.nested_tensor(parts, device="cuda", layout=torch.jagged)
+        layer = nn.Linear(3, 5).cuda()
+        layer(nested).values().sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.is_cuda
+        assert nested.cpu().to("cuda").is_cuda
+        assert nested.to("cuda") is nested
+
+
+def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
+    with simulate("A10") as gpu:
+        with FakeTensorMode():
+            layer = nn.Linear(4, 4, device="cuda")
+            x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device="cuda")
+            loss = (layer(x) @ torch.rand(4, 2, device="cuda")).sum()
+            loss.backward()
+            assert layer.weight.grad is not None
+            assert {str(t.device) for t in (x, loss, layer.weight.grad)} == {"cuda:0"}
+            assert loss.cpu().device.type == "cpu"
+        assert gpu.allocated == 0
+        assert FakeTensorMode().from_tensor(torch.ones(3, device="cuda")).device.type == "cuda"
