@@ -28,6 +28,7 @@ from pytest_gpumem.simulated.surface import (
     streams,
     tensors,
     unsupported,
+    wrappers,
 )
 
 if TYPE_CHECKING:
@@ -61,5 +62,6 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         sensors,
         storages,
         unsupported,
+        wrappers,
     ):
         part.plan(simulation, patches)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.jit._builtins
 import torch.jit._recursive
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
@@ -126,12 +127,23 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
+def _is_faking() -> bool:
+    """Whether a fake mode of the user's own takes the place of the simulation."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return isinstance(mode, FakeTensorMode)
+
+
 def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if not _is_cuda(device):
             return factory(*args, **kwargs)
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if _is_faking():
+            # It keeps the values of constants, and would copy them to a real device.
+            made = factory(*args, **{**kwargs, "device": "cpu"})
+            made.constant = None
+            return made.to(device)
         if not hasattr(data, "__array__") or isinstance(data, torch.Tensor):
             return factory(*args, **kwargs)
         # In C++ an array is copied to the device out of sight of any dispatch mode.

@@ -22,6 +22,7 @@ from pytest_gpumem.simulated.placement import return_gradient
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.several import brought
+from pytest_gpumem.simulated.surface.wrappers import is_wrapper, place_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -153,12 +154,14 @@ class _Tensors:
         if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return raw.device(tensor)
         block = self._storages.of(tensor)
-        return raw.device(tensor) if block is None else block.device.torch_device
+        if block is not None:
+            return block.device.torch_device
+        return place_of(tensor) or raw.device(tensor)
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
             return True
-        # A wrapper: it has no storage, and says itself where it is.
+        # A wrapper: it has no storage.
         return tensor.__class__ not in raw.PLAIN and self.device(tensor).type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> bool:
@@ -225,6 +228,8 @@ class _Tensors:
             self._simulation.device(device.index)
         elif not raw.is_meta(tensor) and device.type != "meta":
             return _to(tensor, *args, **kwargs)
+        if is_wrapper(tensor):
+            return self._wrapper_to(tensor, device, args, kwargs)
         block = self._block(tensor)
         if block is not None and is_lazy(tensor) and device.type == "cpu":
             raise UnsupportedOperatorError(
@@ -259,6 +264,17 @@ class _Tensors:
     def _crosses(self, block: SimulatedStorage | None, device: torch.device) -> _Truth:
         """Whether a copy to ``device`` is one between the host and a GPU."""
         return device.type != "meta" and (block is None) != (device.type == "cpu")
+
+    def _wrapper_to(
+        self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
+    ) -> torch.Tensor:
+        """Let a wrapper move what it holds: it is told the device that it was asked for."""
+        if device.type == "cuda":
+            device = self._simulation.device(device.index).torch_device
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if self.device(tensor) == device:
+            return _to(tensor, *[one for one in args[1:2] if one is not None], *args[2:], **kwargs)
+        return _to(tensor, device, *args[1:], **kwargs)
 
     def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:
         return device.type == "cuda" and block.device is self._simulation.device(device.index)

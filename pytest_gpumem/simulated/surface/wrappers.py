@@ -1,0 +1,108 @@
+"""Tensors that hold others and say themselves where they are: quantised weights, jagged tensors.
+
+To C++ a wrapper on a simulated GPU is on ``meta`` like what it holds, so that autograd and the
+engine, which look for a driver of any other device, take both for the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses import fake_tensor
+
+from pytest_gpumem.simulated import raw
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_PLACE = "_pytest_gpumem_device"
+"""Where a wrapper keeps what it says: weak references would keep it from being swapped."""
+_NAMES = (
+    *("strides", "storage_offset", "memory_format", "dtype", "layout", "device", "pin_memory"),
+    *("requires_grad", "dispatch_sizes_strides_policy", "dispatch_device", "dispatch_layout"),
+    *("_extra_dispatch_keys", "storage_size"),
+)
+"""What ``_make_wrapper_subclass`` takes after a class and its sizes, in order (2.6 to 2.15).
+
+Source: torch/csrc/autograd/python_variable.cpp (THPVariable_make_wrapper_subclass).
+"""
+_HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Make wrappers on ``meta``, each with the device that it was told."""
+    base = torch.Tensor
+    patches.plan(base, "_make_wrapper_subclass", _making(simulation, base._make_wrapper_subclass))
+    patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
+    # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
+    patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
+    patches.plan(base, "_make_subclass", _faking(base._make_subclass))
+
+
+def place_of(wrapper: torch.Tensor) -> torch.device | None:
+    """The GPU that a wrapper on ``meta`` says it is on; ``None`` for any other tensor."""
+    if wrapper.__class__ in raw.PLAIN:
+        return None
+    place: torch.device | None = wrapper.__dict__.get(_PLACE)
+    return place
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` handles operators itself."""
+    kind = tensor.__class__
+    return kind not in raw.PLAIN and kind.__torch_dispatch__ is not _HANDLES_NOTHING
+
+
+def _making(simulation: Simulation, make: Callable[..., Any]) -> Any:
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Jagged tensors pass everything by position.
+        given = dict(zip(_NAMES, args[2:], strict=False)) | kwargs
+        device = given.get("device")
+        if device is None or given.get("dispatch_device"):
+            return make(*args, **kwargs)
+        place = torch.device("cuda", device) if type(device) is int else torch.device(device)
+        if place.type != "cuda":
+            return make(*args, **kwargs)
+        made = make(*args[:2], **{**given, "device": "meta"})
+        made.__dict__[_PLACE] = simulation.device(place.index).torch_device
+        return made
+
+    return staticmethod(call)
+
+
+def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Leave out of a pickled wrapper where it was: it may be loaded elsewhere."""
+
+    def without(state: Any) -> Any:
+        if isinstance(state, tuple):
+            return tuple(without(part) for part in state)
+        if not isinstance(state, dict) or _PLACE not in state:
+            return state
+        return {name: value for name, value in state.items() if name != _PLACE}
+
+    @functools.wraps(state_of)
+    def call(wrapper: Any) -> Any:
+        return without(state_of(wrapper))
+
+    return call
+
+
+def _faking(make: Callable[..., Any]) -> Any:
+    """``FakeTensor``, which says itself where it is: of a GPU, C++ would ask the driver.
+
+    Source: torch/_subclasses/fake_tensor.py (FakeTensor.__new__), torch 2.6 to 2.15.
+    """
+
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keys = kwargs.get("device_for_backend_keys")
+        if keys is not None and keys.type == "cuda":
+            kwargs |= {"device_for_backend_keys": torch.device("meta"), "dispatch_device": False}
+        return make(*args, **kwargs)
+
+    return staticmethod(call)
