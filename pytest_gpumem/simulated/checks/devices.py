@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.allocator.settings import Version
-from pytest_gpumem.simulated.checks.names import tensor_type
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
 """Source: aten/src/ATen/native/Copy.cpp (copy_impl), torch 2.6 to 2.15; a NotImplementedError."""
@@ -45,8 +44,10 @@ _ANYWHERE = (
     "aten::_pack_padded_sequence",
     "aten::_ctc_loss",
     "aten::ctc_loss",
+    "aten::convolution",
 )
-"""Operators whose tensors have devices of their own: lengths on the host, lists of several GPUs."""
+"""Operators whose tensors have devices of their own (lengths on the host, lists of several GPUs),
+and convolutions, which compare them themselves (operators/convolution.py)."""
 
 _STANDS_FOR: dict[str, tuple[Any, dict[str, str]]] = {
     "aten::embedding": (
@@ -93,8 +94,8 @@ def refuse_mixed(func: Any, tensors: Sequence[Placed], version: Version) -> None
         _refuse_indices(tensors)
     if "meta" in devices:
         raise RuntimeError(_beside_meta(tensors))
-    if name in _SPECIAL:
-        _SPECIAL[name](tensors)
+    if name == "aten::masked_fill":
+        _refuse_mask(tensors)
     if not name.startswith(_ANYWHERE):
         _refuse_host(func, tensors, version)
 
@@ -181,24 +182,6 @@ def _refuse_mask(tensors: Sequence[Placed]) -> None:
             f"expected self and mask to be on the same device, but got mask on {mask} and self on "
             f"{target}"
         )
-
-
-def _refuse_weights(tensors: Sequence[Placed]) -> None:
-    """Convolution.cpp (check_input_same_type_as_parameters), torch 2.6 to 2.15."""
-    given, *parameters = (
-        (each, tensor_type(each.tensor.dtype, on_gpu=each.device != "cpu")) for each in tensors
-    )
-    for parameter, kind in parameters:
-        if kind != given[1]:
-            raise RuntimeError(
-                f"Input type ({given[1]}) and {parameter.name} type ({kind}) should be the same"
-            )
-
-
-_SPECIAL: dict[str, Callable[[Sequence[Placed]], None]] = {
-    "aten::convolution": _refuse_weights,
-    "aten::masked_fill": _refuse_mask,
-}
 
 
 # What torch says of its operators.
