@@ -139,7 +139,8 @@ class ShapeExecution(TorchDispatchMode):
         in_view = operators.IN_VIEW.get(str(func))
         if in_view is not None:
             elsewhere = self._computing(func, None, resizes=False)
-            return self._whole(func, self._on_cuda(self._composite(in_view), elsewhere))
+            composite = self._checked(func, self._composite(in_view))
+            return self._whole(func, self._on_cuda(composite, elsewhere))
         if name in _READS:
             return self._read(func)
         if name.startswith("aten::quantize_per_"):
@@ -179,6 +180,15 @@ class ShapeExecution(TorchDispatchMode):
     def _concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._on_host.concealed((args, kwargs)) if self._storages.on_host else (args, kwargs)
 
+    def _checked(self, func: Any, handler: Handler) -> Handler:
+        checks = checks_of(func)
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._is_elsewhere(func, checks, args, kwargs)
+            return handler(args, kwargs)
+
+        return handle
+
     def _is_elsewhere(
         self,
         func: Any,
@@ -195,9 +205,10 @@ class ShapeExecution(TorchDispatchMode):
         if "meta" in where and where <= {"meta", "cpu"}:
             self._simulation.has_real_meta = True
             return True
-        devices.refuse_mixed(func, tensors, self._simulation.current.version)
+        version = self._simulation.current.version
+        devices.refuse_mixed(func, tensors, version)
         if checks:
-            refuse_types(checks, func, args, kwargs)
+            refuse_types(checks, func, args, kwargs, version)
         return False
 
     def _unknown(self, func: Any) -> str:
@@ -521,7 +532,7 @@ class ShapeExecution(TorchDispatchMode):
                 raise NotImplementedError(NO_DATA)
             simulation.here.on_meta = False
             if checks:
-                refuse_types(checks, func, args, kwargs)
+                refuse_types(checks, func, args, kwargs, device.version)
             shapes_only = kwargs
             if kwargs.get("generator") is not None:
                 shapes_only = {**kwargs, "generator": None}

@@ -17,13 +17,13 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.allocator.settings import Version
-from pytest_gpumem.simulated.checks.names import tensor_type
 from pytest_gpumem.simulated.nesting import tensors_in
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"
@@ -46,8 +46,10 @@ _ANYWHERE = (
     "aten::_pack_padded_sequence",
     "aten::_ctc_loss",
     "aten::ctc_loss",
+    "aten::convolution",
 )
-"""Operators whose tensors have devices of their own: lengths on the host, lists of several GPUs."""
+"""Operators whose tensors have devices of their own (lengths on the host, lists of several GPUs),
+and convolutions, which compare them themselves (operators/convolution.py)."""
 
 _STANDS_FOR: dict[str, tuple[Any, dict[str, str]]] = {
     "aten::embedding": (
@@ -94,8 +96,8 @@ def refuse_mixed(func: Any, tensors: Sequence[Placed], version: Version) -> None
         _refuse_indices(tensors)
     if "meta" in devices:
         raise RuntimeError(_beside_meta(tensors))
-    if name in _SPECIAL:
-        _SPECIAL[name](tensors)
+    if name == "aten::masked_fill":
+        _refuse_mask(tensors)
     if not name.startswith(_ANYWHERE):
         _refuse_host(func, tensors, version)
 
@@ -184,33 +186,15 @@ def _refuse_mask(tensors: Sequence[Placed]) -> None:
         )
 
 
-def _refuse_weights(tensors: Sequence[Placed]) -> None:
-    """Convolution.cpp (check_input_same_type_as_parameters), torch 2.6 to 2.15."""
-    given, *parameters = (
-        (each, tensor_type(each.tensor.dtype, on_gpu=each.device != "cpu")) for each in tensors
-    )
-    for parameter, kind in parameters:
-        if kind != given[1]:
-            raise RuntimeError(
-                f"Input type ({given[1]}) and {parameter.name} type ({kind}) should be the same"
-            )
-
-
-_SPECIAL: dict[str, Callable[[Sequence[Placed]], None]] = {
-    "aten::convolution": _refuse_weights,
-    "aten::masked_fill": _refuse_mask,
-}
-
-
 # What torch says of its operators.
 
 
 @functools.cache
 def _native_functions() -> str:
-    import torchgen
-
-    (folder,) = torchgen.__path__
-    path = Path(folder) / "packaged/ATen/native/native_functions.yaml"
+    package = find_spec("torchgen")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "packaged/ATen/native/native_functions.yaml"
     return path.read_text(encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.allocator.settings import Version
 from pytest_gpumem.simulated.checks.given import Check, Given
 from pytest_gpumem.simulated.checks.kernels import DISPATCHES
 from pytest_gpumem.simulated.checks.requirements import REQUIREMENTS
@@ -21,10 +22,14 @@ def checks_of(func: Any) -> tuple[Check, ...]:
 
 
 def refuse_types(
-    checks: tuple[Check, ...], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    checks: tuple[Check, ...],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    version: Version,
 ) -> None:
     """Raise what CUDA raises on arguments of these types."""
-    given = Given(func, args, kwargs)
+    given = Given(func, args, kwargs, version)
     for tensor in given.tensors():
         if tensor.layout is not torch.strided or tensor.is_quantized:
             return  # Kernels of their own.

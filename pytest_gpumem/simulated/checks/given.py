@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.allocator.settings import Version
+
 Check = Callable[["Given"], "Exception | None"]
 """What torch raises on these arguments, if anything."""
 
@@ -14,12 +16,22 @@ Check = Callable[["Given"], "Exception | None"]
 class Given:
     """The arguments of one call by the names in the operator's schema."""
 
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], version: Version
+    ) -> None:
+        self.name: str = func._schema.name.removeprefix("aten::")
+        self.version = version
         names = (argument.name for argument in func._schema.arguments)
         self.by_name = dict(zip(names, args, strict=False)) | kwargs
 
     def __getitem__(self, name: str) -> Any:
         return self.by_name.get(name)
+
+    @property
+    def target(self) -> torch.Tensor | None:
+        """What is written to."""
+        target = self["self"] if self.name.endswith("_") else self["out"]
+        return target if isinstance(target, torch.Tensor) else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors that are arguments of their own, in order; not what is written to."""

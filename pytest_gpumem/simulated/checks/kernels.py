@@ -204,9 +204,6 @@ DISPATCHES: dict[str, Check] = {
             DOUBLE,
             Given.common_dtype,
             """
-            _cdist_forward cdist_cuda
-            _pdist_forward pdist_cuda
-            _ctc_loss ctc_loss_cuda
             igamma
             igammac
             polar
@@ -214,6 +211,17 @@ DISPATCHES: dict[str, Check] = {
         )
     ),
     **dict(_dispatches(DOUBLE | HALF_COMPLEX, Given.floating_dtype, "angle")),
+    **dict(
+        _dispatches(
+            DOUBLE,
+            Given.dtype,
+            """
+            _cdist_forward cdist_cuda
+            _pdist_forward pdist_cuda
+            _ctc_loss ctc_loss_cuda
+            """,
+        )
+    ),
     **dict(
         _dispatches(
             FLOATING | {torch.uint8},

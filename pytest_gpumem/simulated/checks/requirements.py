@@ -9,11 +9,16 @@ from collections.abc import Callable
 
 import torch
 
+from pytest_gpumem.simulated.allocator.settings import Version
 from pytest_gpumem.simulated.checks.given import Check, Given
 from pytest_gpumem.simulated.checks.kernels import COMPLEX, DOUBLE, FLOATING, not_implemented
 from pytest_gpumem.simulated.checks.names import scalar_type, tensor_type, type_meta
 
 _MATMUL = FLOATING | COMPLEX
+_INDICES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
+
+SHORT_INDICES: Version = (2, 8)
+"""Since when ``gather`` and ``scatter`` take 32-bit indices (pytorch/pytorch issue 162711)."""
 
 
 def _refusing(is_refused: Callable[[torch.dtype], bool], text: str) -> Check:
@@ -136,16 +141,9 @@ def _group_norm(given: Given) -> Exception | None:
 
 
 def _convolution(given: Given) -> Exception | None:
-    """Convolution.cpp (check_input_same_type_as_parameters); integers: cuda/ConvolutionMM2d.cu."""
-    tensor = given["input"]
-    for name in ("weight", "bias"):
-        parameter = given[name]
-        if parameter is not None and parameter.dtype is not tensor.dtype:
-            types = [tensor_type(each.dtype, on_gpu=True) for each in (tensor, parameter)]
-            return RuntimeError(
-                f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same"
-            )
-    if tensor.dtype in _MATMUL or tensor.dtype is torch.complex32:
+    """cuDNN takes no integers: cuda/ConvolutionMM2d.cu and its relatives are asked."""
+    tensor, weight = given["input"], given["weight"]
+    if not _is_whole(tensor.dtype) or tensor.dtype is not weight.dtype:
         return None
     return not_implemented(_convolution_kernel(given), tensor.dtype)
 
@@ -216,7 +214,67 @@ def _masked_select(given: Given) -> Exception | None:
     return RuntimeError("masked_select: expected BoolTensor for mask")
 
 
+def _index(given: Given) -> Exception | None:
+    """IndexingUtils.h (checkIndexTensorTypes)."""
+    for index in given["indices"]:
+        if index is not None and index.dtype not in _INDICES:
+            return IndexError("tensors used as indices must be long, int, byte or bool tensors")
+    return None
+
+
+def _index_select(given: Given) -> Exception | None:
+    """cuda/Indexing.cu (index_select_out_cuda_impl)."""
+    dtype = given["index"].dtype
+    is_index = dtype in (torch.int32, torch.int64)
+    return None if is_index else not_implemented("index_select_out_cuda_impl", dtype)
+
+
+def _scattering(name: str) -> Check:
+    """ScatterGatherChecks.h and TensorAdvancedIndexing.cpp (gather): 32-bit indices since 2.8."""
+
+    def check(given: Given) -> Exception | None:
+        index = given["index"]
+        if index.dtype is torch.int64 or not index.numel():
+            return None
+        if given.version < SHORT_INDICES:
+            return RuntimeError(f"{name}(): Expected dtype int64 for index")
+        if index.dtype is torch.int32:
+            return None
+        return RuntimeError(f"{name}(): Expected dtype int32/int64 for index")
+
+    return check
+
+
+def _where(given: Given) -> Exception | None:
+    """TensorCompare.cpp (where_self_out); bytes are deprecated, and taken."""
+    dtype = given["condition"].dtype
+    if dtype in (torch.bool, torch.uint8):
+        return None
+    return RuntimeError(
+        f"where expected condition to be a boolean tensor, but got a tensor with dtype "
+        f"{scalar_type(dtype)}"
+    )
+
+
 # Elements.
+
+
+def _writing(dtype_of: Callable[[Given], torch.dtype]) -> Check:
+    """What is computed must fit what it is written to (ATen/TensorIterator.cpp, compute_types)."""
+
+    def check(given: Given) -> Exception | None:
+        target = given.target
+        if target is None or given["rounding_mode"] is not None:
+            return None
+        result = dtype_of(given)
+        if torch.can_cast(result, target.dtype):
+            return None
+        return RuntimeError(
+            f"result type {scalar_type(result)} can't be cast to the desired output type "
+            f"{scalar_type(target.dtype)}"
+        )
+
+    return check
 
 
 def _two_halves(given: Given) -> Exception | None:
@@ -311,7 +369,16 @@ def _fourier(given: Given) -> Exception | None:
 
 _NO_COMPLEX_CLAMP = _refusing(_is_complex, "clamp is not supported for complex types")
 
-REQUIREMENTS: dict[str, tuple[Check, ...]] = {
+_PROMOTING = (
+    "add sub rsub mul addcmul addcdiv pow remainder fmod maximum minimum clamp lerp".split()
+)
+_TO_FLOATING = (
+    "div true_divide acos acosh asin asinh atan atan2 atanh copysign cos cosh digamma erf erfc "
+    "erfinv exp exp2 expm1 i0 lgamma log log10 log1p log2 logit reciprocal rsqrt sigmoid sin sinc "
+    "sinh sqrt tan tanh xlogy"
+).split()
+
+_TYPES: dict[str, tuple[Check, ...]] = {
     "mm": (_mm,),
     "addmm": (_addmm,),
     "_addmm_activation": (_addmm,),
@@ -327,6 +394,14 @@ REQUIREMENTS: dict[str, tuple[Check, ...]] = {
     "embedding": (_embedding,),
     "nll_loss_forward": (_nll_loss,),
     "nll_loss2d_forward": (_nll_loss2d,),
+    "index": (_index,),
+    "index_put": (_index,),
+    "_index_put_impl": (_index,),
+    "index_select": (_index_select,),
+    "gather": (_scattering("gather"),),
+    "scatter": (_scattering("scatter"),),
+    "scatter_add": (_scattering("scatter_add"),),
+    "where": (_where,),
     "masked_fill": (_masked_fill,),
     "masked_select": (_masked_select,),
     "complex": (_two_halves,),
@@ -339,7 +414,7 @@ REQUIREMENTS: dict[str, tuple[Check, ...]] = {
     "pow": (_power,),
     "logaddexp": (_logarithm("logaddexp"),),
     "logaddexp2": (_logarithm("logaddexp2"),),
-    "scatter_reduce": (_scatter_reduce,),
+    "scatter_reduce": (_scattering("scatter_reduce"), _scatter_reduce),
     "_fft_r2c": (_fourier,),
     "_fft_c2c": (_fourier,),
     "_fft_c2r": (_fourier,),
@@ -382,4 +457,12 @@ REQUIREMENTS: dict[str, tuple[Check, ...]] = {
     # cuda/SummaryOps.cu.
     "histc": (_refusing(lambda dtype: dtype is torch.float16, "HalfTensor is not supported"),),
 }
+
+REQUIREMENTS: dict[str, tuple[Check, ...]] = dict(_TYPES)
 """By operator, as in ``DISPATCHES``; made before its kernel is chosen."""
+for _names, _dtype_of in (
+    (_PROMOTING, Given.common_dtype),
+    (_TO_FLOATING, Given.floating_dtype),
+):
+    for _name in _names:
+        REQUIREMENTS[_name] = (*REQUIREMENTS.get(_name, ()), _writing(_dtype_of))

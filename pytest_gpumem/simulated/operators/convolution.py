@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.checks.names import tensor_type
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
@@ -127,8 +128,9 @@ def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: _Para
     """check_input_same_type_as_parameters and check_shape_forward, in their words."""
     for tensor, name in ((weight, "weight"), (bias, "bias")):
         if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
+            types = [tensor_type(each.dtype, on_gpu=each.is_cuda) for each in (input, tensor)]
             raise RuntimeError(
-                f"Input type ({input.type()}) and {name} type ({tensor.type()}) should be the same"
+                f"Input type ({types[0]}) and {name} type ({types[1]}) should be the same"
             )
     sizes, groups = list(weight.shape), parameters.groups
     channels = sizes[0] if parameters.transposed else sizes[1] * groups

@@ -221,7 +221,14 @@ def _masked_fill(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) 
     return torch.ops.aten.masked_fill.Scalar(tensor, mask, 0)  # type: ignore[no-any-return]  # an operator
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {"aten.masked_fill.Tensor": _masked_fill}
+def _masked_fill_in_place(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
+    return torch.ops.aten.masked_fill_.Scalar(tensor, mask, 0)
+
+
+IN_VIEW: dict[str, Callable[..., Any]] = {
+    "aten.masked_fill.Tensor": _masked_fill,
+    "aten.masked_fill_.Tensor": _masked_fill_in_place,
+}
 """Operators that CUDA builds from others."""
 
 _PUT = Rule(before=_before_index_put, after=_index_put)
