@@ -163,8 +163,7 @@ class Simulation:
             return False
         if dtype is torch.bool or tensor.layout is not torch.strided:
             return False
-        line = user_line()
-        self._count_read(line, read)
+        line = self.count_read(read)
         self.note(f"{read} at {line} read integers that shapes do not have: each got 0")
         return True
 
