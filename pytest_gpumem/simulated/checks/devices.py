@@ -17,6 +17,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -189,10 +190,10 @@ def _refuse_mask(tensors: Sequence[Placed]) -> None:
 
 @functools.cache
 def _native_functions() -> str:
-    import torchgen
-
-    (folder,) = torchgen.__path__
-    path = Path(folder) / "packaged/ATen/native/native_functions.yaml"
+    package = find_spec("torchgen")
+    assert package is not None
+    assert package.origin is not None
+    path = Path(package.origin).parent / "packaged/ATen/native/native_functions.yaml"
     return path.read_text(encoding="utf-8")
 
 
