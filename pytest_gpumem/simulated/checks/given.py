@@ -52,7 +52,7 @@ class Given:
         ]
         first, *others = operands
         if not others:
-            return first.dtype  # type: ignore[no-any-return]  # a tensor
+            return self.dtype()
         promoted = [torch.result_type(first, other) for other in others]
         return promoted[0] if len(promoted) == 1 else torch.promote_types(*promoted)
 
