@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated import finite
+from pytest_gpumem.simulated.finite import Infinity
 from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.storages import storage_key
 
@@ -43,7 +44,7 @@ class Fact:
     """What every element holds, as a tensor of no dimensions on the CPU."""
     assumed: bool = False
     """Whether that, or the values that are kept of it, go back to an assumption."""
-    infinite: bool = False
+    infinite: Infinity = Infinity.NONE
     """Whether the program has put infinities or NaN in it."""
 
 
@@ -65,10 +66,10 @@ class Facts:
             return None
         return fact.value
 
-    def is_infinite(self, tensor: torch.Tensor) -> bool:
-        """Whether the program has put infinities or NaN in it."""
+    def infinity(self, tensor: torch.Tensor) -> Infinity:
+        """What the program has put into ``tensor`` that is not finite."""
         fact = self.of(tensor)
-        return fact is not None and fact.infinite
+        return Infinity.NONE if fact is None else fact.infinite
 
     def is_assumed(self, values: Iterable[Any]) -> bool:
         """Whether what is known of a tensor among ``values`` goes back to an assumption."""
@@ -80,24 +81,27 @@ class Facts:
     ) -> Fact | None:
         """What the facts of its arguments say of the results of ``operator``."""
         given = [*args, *kwargs.values()]
-        infinite = self._is_filled(operator, args, kwargs)
+        infinite = self._brought(operator, args, kwargs)
         if not self.by_key:
-            return Fact(infinite=True) if infinite else None
-        if not infinite and finite.stays_infinite(operator.name):
-            read = given[1:] if operator.overwrites else given
-            infinite = any(map(self.is_infinite, tensors_in(read)))
+            return Fact(infinite=infinite) if infinite else None
+        read = given[1:] if operator.overwrites else given
+        found = list(map(self.infinity, tensors_in(read)))
+        infinite = max(infinite, finite.passed_on(operator.name, found))
         value = None if infinite else self._computed(operator, args, kwargs)
         assumed = self.is_assumed(given)
         return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
 
-    def _is_filled(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an infinity or NaN comes in by a number, or with few numbers from the host."""
-        if operator.fills and finite.brings_infinity(self._values, args, kwargs):
-            return True
+    def _brought(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Infinity:
+        """What comes in by a number, or with few numbers from the host."""
+        infinite = Infinity.NONE
+        if operator.fills:
+            infinite = finite.brought(self._values, operator.name, args, kwargs)
         at = _SOURCES.get(operator.name)
-        if at is None or self._values.is_unknown_on_host(args[at]):
-            return False
-        return finite.holds_infinity(args[at])
+        if infinite or at is None or self._values.is_unknown_on_host(args[at]):
+            return infinite
+        return finite.held(args[at])
 
     def counted(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What ``nonzero`` of a mask yields whose elements are all equal: without its values.
@@ -159,10 +163,12 @@ class Facts:
 def of_result(operator: Operator, fact: Fact, source: Any, result: torch.Tensor) -> Fact:
     """``fact``, of the results of ``operator``, for ``result`` and its type."""
     value = fact.value
+    number = result.dtype.is_floating_point or result.dtype.is_complex
+    infinite = fact.infinite if number else Infinity.NONE
     if value is None:
-        return fact
+        return Fact(None, fact.assumed, infinite)
     name = operator.name.removeprefix("aten::")
     if name in _COUNTING and isinstance(source, torch.Tensor) and result.numel():
         each = value.ne(0) if name == "count_nonzero" else value
         value = each * (source.numel() // result.numel())
-    return Fact(value.to(result.dtype), fact.assumed, fact.infinite)
+    return Fact(value.to(result.dtype), fact.assumed, infinite)

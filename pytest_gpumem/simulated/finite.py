@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator as comparing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,16 +51,39 @@ FILLING = frozenset(
 )
 """Operators by which a program writes an infinity or NaN: ``x.masked_fill(mask, -inf)``."""
 
-_BOUNDING = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_softmax softmax _safe_softmax sigmoid sigmoid_ tanh tanh_ nan_to_num nan_to_num_ "
-        "logsumexp clamp clamp_ _softmax_backward_data _log_softmax_backward_data "
-        "_scaled_dot_product_attention_math _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
-    ).split()
+
+class Infinity(IntEnum):
+    """What a program has put into a tensor."""
+
+    NONE = 0
+    NEGATIVE = 1
+    """Minus infinity and no other, as masks and running maxima begin."""
+    ANY = 2
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}{suffix}" for name in text.split() for suffix in ("", "_"))
+
+
+_BOUNDING = _names(
+    "_softmax softmax _safe_softmax sigmoid tanh nan_to_num logsumexp clamp _softmax_backward_data "
+    "_log_softmax_backward_data _scaled_dot_product_attention_math "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention"
 )
 """Operators whose results are finite although an argument holds an infinity, as masks do."""
+
+_RAISING = _names("exp exp2 relu amax max clamp_min")
+"""Those of which that is true of minus infinity, where not all that is looked at holds it."""
+_GREATER = _names("maximum fmax logaddexp")
+"""Those of which it is true beside something finite."""
+_KEEPING = _names(
+    "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
+    "constant_pad_nd copy _to_copy clone add cat stack index gather triu tril"
+)
+"""Those by which minus infinity becomes no other."""
+_SUBTRACTING = _names("sub")
+"""The same of their first argument."""
 
 
 def answer(values: Values, func: Any, args: tuple[Any, ...]) -> bool | None:
@@ -90,7 +114,7 @@ def _is_unknown_number(values: Values, tensor: Any) -> bool:
     return (
         (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         and tensor.layout is torch.strided
-        and not values.facts.is_infinite(tensor)
+        and not values.facts.infinity(tensor)
     )
 
 
@@ -105,30 +129,45 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def brings_infinity(values: Values, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a number among the arguments of a filling operator is an infinity or NaN."""
+def brought(values: Values, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
+    """What the numbers among the arguments of a filling operator bring in."""
+    numbers = []
     for value in (*args[1:], *kwargs.values()):
-        number = value
-        if isinstance(value, torch.Tensor):
-            number = values.single(value)
+        number = values.single(value) if isinstance(value, torch.Tensor) else value
         if number.__class__ is float and not math.isfinite(number):
-            return True
-    return False
+            numbers.append(number)
+    return _kind(numbers, keeps_sign=name in _KEEPING)
 
 
-def stays_infinite(name: str) -> bool:
-    """Whether what the operator ``name`` computes of an infinity can be one."""
-    return name not in _BOUNDING
+def _kind(numbers: Iterable[float], *, keeps_sign: bool) -> Infinity:
+    found = set(numbers)
+    if not found:
+        return Infinity.NONE
+    return Infinity.NEGATIVE if keeps_sign and found == {-math.inf} else Infinity.ANY
+
+
+def passed_on(name: str, given: list[Infinity]) -> Infinity:
+    """What the operator ``name`` leaves of the infinities in its arguments."""
+    worst = max(given, default=Infinity.NONE)
+    if worst is Infinity.NONE or name in _BOUNDING:
+        return Infinity.NONE
+    if worst is Infinity.ANY:
+        return worst
+    if name in _RAISING or (name in _GREATER and Infinity.NONE in given):
+        return Infinity.NONE
+    keeps = name in _KEEPING or (name in _SUBTRACTING and given[1:] == [Infinity.NONE])
+    return Infinity.NEGATIVE if keeps else Infinity.ANY
 
 
 MOST_UPLOADED = 4_096
 """Numbers of a CPU tensor that are looked at when it is copied to the device."""
 
 
-def holds_infinity(source: torch.Tensor) -> bool:
-    """Whether a small CPU tensor holds an infinity or NaN."""
+def held(source: torch.Tensor) -> Infinity:
+    """What a small CPU tensor holds."""
     if raw.is_meta(source) or not source.dtype.is_floating_point:
-        return False
+        return Infinity.NONE
     if source.layout is not torch.strided or source.numel() > MOST_UPLOADED:
-        return False
-    return not bool(source.isfinite().all())
+        return Infinity.NONE
+    infinite = source[~source.isfinite()]
+    return _kind(infinite.tolist() if infinite.numel() else (), keeps_sign=True)

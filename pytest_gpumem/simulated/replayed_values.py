@@ -111,7 +111,7 @@ class Recording:
             if not raw.is_meta(value) or value.layout is not torch.strided:
                 return value
             return _View(
-                self._place(value), value.shape, value.stride(), value.storage_offset(),
+                self._place(value), value.shape, value.stride(), int(value.storage_offset()),
                 value.dtype, value.is_conj(), value.is_neg(),
             )  # fmt: skip
         if isinstance(value, (list, tuple)):

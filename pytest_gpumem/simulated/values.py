@@ -368,11 +368,12 @@ class Values:
 
     def follow_on_host(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Remember of copies in host memory, whose values nobody knows, what is not finite."""
-        if not self.facts.by_key or not finite.stays_infinite(func._schema.name):
+        if not self.facts.by_key:
             return
-        if any(map(self.facts.is_infinite, tensors_in(args))):
-            for tensor in tensors_in(result):
-                self._set_fact(tensor, Fact(infinite=True))
+        given = list(map(self.facts.infinity, tensors_in(args)))
+        infinite = finite.passed_on(func._schema.name, given)
+        for tensor in tensors_in(result) if infinite else ():
+            self._set_fact(tensor, Fact(infinite=infinite))
 
     def _set_fact(self, tensor: torch.Tensor, fact: Fact) -> None:
         if fact.value is not None and self._keeps(tensor):
@@ -400,7 +401,10 @@ class Values:
             if targets or self.facts.of(tensor) is None:
                 if targets and not covers(tensor):
                     stated = Fact(None, stated.assumed, stated.infinite)
-                self._set_fact(tensor, stated)
+                if stated != Fact():
+                    self._set_fact(tensor, stated)
+                elif self.facts.of(tensor) is not None:
+                    del self.facts.by_key[storage_key(tensor)]
 
     def _by_fact(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -411,7 +415,9 @@ class Values:
         uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None
         if uniform is None:
             return None
-        return self._compute(operator, (uniform.expand(args[0].shape), *args[1:]), kwargs, [])
+        whole = uniform.expand(args[0].shape)
+        computed: torch.Tensor | None = self._compute(operator, (whole, *args[1:]), kwargs, [])
+        return computed
 
     def _note_read(self, values: Iterable[Any]) -> None:
         if self.facts.by_key and self.facts.is_assumed(values):

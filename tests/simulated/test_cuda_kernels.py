@@ -73,12 +73,10 @@ def test_sequences_of_several_lengths_attend_to_themselves(causal: bool) -> None
     lengths = [5, 1, 10]
     ends = torch.tensor([0, 5, 6, 16], dtype=torch.int32)
     q, k, v = (m.requires_grad_() for m in matrices(torch.float32, *[(16, 2, 8)] * 3))
-    parts = [
-        F.scaled_dot_product_attention(
-            *(one.transpose(0, 1) for one in sequence), is_causal=causal
-        ).transpose(0, 1)
-        for sequence in zip(*(m.split(lengths) for m in (q, k, v)), strict=True)
-    ]  # fmt: skip
+    parts = []
+    for sequence in zip(*(m.split(lengths) for m in (q, k, v)), strict=True):
+        x, y, z = (one.transpose(0, 1) for one in sequence)
+        parts.append(F.scaled_dot_product_attention(x, y, z, is_causal=causal).transpose(0, 1))
     expected = torch.cat(parts)
     gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
     with simulate("A100-40GB", real_values=True):

@@ -105,6 +105,27 @@ def test_a_search_that_nobody_reads_says_nothing() -> None:
         assert gpu.notes == ()
 
 
+def test_a_running_maximum_may_begin_at_minus_infinity() -> None:
+    # As softmax in parts does, and its sums.
+    with simulate("T4"):
+        scores = torch.rand(2, 3000, 300, device="cuda").unbind()
+        highest = torch.full((3000,), -math.inf, device="cuda")
+        total = torch.zeros(3000, device="cuda")
+        for part in scores:
+            masked = part.masked_fill(part > 0.9, -math.inf)
+            higher = torch.maximum(highest, masked.amax(-1))
+            total.mul_((highest - higher).exp()).add_((masked - higher[:, None]).exp().sum(-1))
+            highest.copy_(higher)
+        assert torch.isfinite(highest + total.log()).all()
+
+
+def test_what_is_compared_with_an_infinity_is_a_plain_condition() -> None:
+    with simulate("T4"):
+        x = torch.rand(3000, 300, device="cuda")
+        hidden = x.masked_fill(x > 0.9, -math.inf) > 0
+        assert x.masked_fill(hidden, 0.0).isfinite().all()
+
+
 def test_a_loop_that_waits_for_an_infinity_ends() -> None:
     with simulate("T4"):
         x = torch.rand((), device="cuda")

@@ -493,6 +493,7 @@ class TestGraphedCallables:
             for _ in range(2):
                 linear.zero_grad()
                 out = graphed(x)
+                assert isinstance(out, torch.Tensor)
                 torch.testing.assert_close(out, x @ linear.weight.T + linear.bias)
                 out.square().sum().backward()
                 torch.testing.assert_close(linear.weight.grad, 2 * out.T @ x)
