@@ -1,0 +1,213 @@
+"""Products of groups of matrices, and of scaled ones: mixtures of experts, 8-bit floats.
+
+Source: aten/src/ATen/native/cuda/Blas.cpp (2.6 to 2.9) and GroupedBlas.cpp, ScaledBlas.cpp (since
+2.10): _grouped_mm_cuda, _scaled_grouped_mm_cuda, _scaled_mm_out_cuda, _scaled_mm_allowed_device;
+native/GroupedMMUtils.h (_grouped_mm_validate_inputs, create_grouped_gemm_output_tensor,
+_grouped_mm_fallback); native/cuda/GroupMM.cu (bf16bf16_grouped_gemm_impl_sm90_sm100). Torch 2.8 has
+the fast kernel alone, for compute capability 9; since 2.9 there is one for 10 too, and everything
+else is multiplied group by group by cuBLAS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, current_gpu
+from pytest_gpumem.simulated.shapes import META
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_empty_strided = torch.empty_strided
+_DTYPES = {
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+}
+_ALIGNMENT = 16
+"""Bytes to which the kernel's copies align rows."""
+_DESCRIPTOR = 128
+"""Bytes of a tensor map, which tells the copying unit where a matrix lies."""
+
+
+class _Call(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+    offs: torch.Tensor | None
+    bias: torch.Tensor | None
+    out_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        a, b, *rest = (*args, *[None] * 5)[:5]
+        offs, bias, out_dtype = rest
+        return cls(
+            a,
+            b,
+            kwargs.get("offs", offs),
+            kwargs.get("bias", bias),
+            kwargs.get("out_dtype", out_dtype),
+        )
+
+    @property
+    def groups(self) -> int:
+        if self.a.dim() == self.b.dim() == 2:
+            return 0 if self.offs is None else self.offs.shape[0]
+        return self.b.shape[0] if self.a.dim() == 2 else self.a.shape[0]
+
+    def is_fast(self, gpu: SimulatedGPU) -> bool:
+        """Whether one kernel of CUTLASS multiplies all groups."""
+        half = all(t.dtype is torch.bfloat16 for t in (self.a, self.b))
+        wanted = self.out_dtype in (None, torch.bfloat16)
+        major = gpu.model.compute_capability[0]
+        return half and wanted and (major == 9 or (major == 10 and gpu.version >= (2, 9)))
+
+
+def _check(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise RuntimeError(sentence)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    call = _Call.of(args, kwargs)
+    _validate(call, current_gpu())
+    a, b, offs = call.a, call.b, call.offs
+    if a.dim() == 2 and b.dim() == 2:
+        assert offs is not None
+        size: Sequence[int] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == 2:
+        assert offs is not None
+        _check(offs.shape[0] == b.shape[0], "matrix batch sizes have to match")
+        size = (a.shape[0], b.shape[-1])
+    elif b.dim() == 2:
+        assert offs is not None
+        _check(offs.shape[0] == a.shape[0], "matrix batch sizes have to match")
+        size = (a.shape[1], b.shape[1])
+    else:
+        _check(a.shape[0] == b.shape[0], "batched dimension has to match")
+        size = (a.shape[0], a.shape[1], b.shape[-1])
+    dtype = call.out_dtype or a.dtype
+    step = _ALIGNMENT // dtype.itemsize
+    row = -(-size[-1] // step) * step
+    stride = (row, 1) if len(size) == 2 else (size[1] * row, row, 1)
+    return _empty_strided(size, stride, dtype=dtype, device=META)
+
+
+def _validate(call: _Call, gpu: SimulatedGPU) -> None:
+    a, b = call.a, call.b
+    if gpu.version < (2, 9):
+        _check(
+            gpu.model.compute_capability[0] == 9,
+            "torch._grouped_mm is only supported on CUDA devices with compute capability = 9.0",
+        )
+    for name, matrix in (("mat_a", a), ("mat_b", b)):
+        allowed = _DTYPES if gpu.version >= (2, 9) else {torch.bfloat16}
+        expected = "Float32, BFloat16 or Float16" if gpu.version >= (2, 9) else "BFloat16"
+        found = _DTYPES.get(matrix.dtype, str(matrix.dtype).removeprefix("torch."))
+        _check(matrix.dtype in allowed, f"Expected {name} to be {expected} matrix, got {found}")
+    for name, matrix in (("mat_a", a), ("mat_b", b)):
+        _check(matrix.dim() in (2, 3), f"{name} has to be 2 or 3d")
+    ragged = a.dim() == 2 or b.dim() == 2
+    _check(
+        a.dim() == b.dim() == 2 or a.shape[-1] == b.shape[-2],
+        "contraction dimension of mat_a and mat_b must match",
+    )
+    for matrix in (a, b):
+        _check_strides(matrix)
+    _check(
+        (call.offs is not None) == ragged,
+        "Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d",
+    )
+    if call.offs is not None:
+        _check(call.offs.dim() == 1, "offs has to be 1D")
+        _check(call.offs.dtype is torch.int32, "Offsets have to be int32")
+    _check(call.bias is None, "Bias not supported yet")
+    _check(call.out_dtype in (None, a.dtype), "Grouped gemm output dtype must match `mat_a` dtype")
+    # Group by group it is a product of two matrices (Blas.cpp, addmm_out_cuda_impl).
+    _check(a.dtype is b.dtype, "expected mat1 and mat2 to have the same dtype")
+
+
+def _check_strides(matrix: torch.Tensor) -> None:
+    rows, columns = matrix.shape[-2:]
+    down, across = matrix.stride()[-2:]
+    step = _ALIGNMENT // matrix.element_size()
+    if down == 1 and across >= max(1, rows):
+        leading = across
+    elif across == 1 and down >= max(1, columns):
+        leading = down
+    else:
+        raise RuntimeError(
+            f"Invalid strides/sizes, got {list(matrix.stride())} for strides and "
+            f"{list(matrix.shape)} for sizes"
+        )
+    _check(leading % step == 0, "strides should be multiple of 16 bytes")
+
+
+def _grouped(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    call = _Call.of(args, kwargs)
+    if call.is_fast(gpu):
+        _fast(gpu, call.groups)
+        return
+    if call.offs is not None:
+        gpu.simulation.streams.host_waits(gpu.index)
+    if result.numel() and call.a.numel():
+        gpu.workspaces.gemm(gpu.stream)
+
+
+def _fast(gpu: SimulatedGPU, groups: int) -> None:
+    """Pointers, strides and sizes of all groups; then CUTLASS's own, a map of each matrix by SM."""
+    pointers = (groups + 1) // 2 * 2 * 3 * 8
+    scratch = Scratch(gpu)
+    scratch.take(pointers + groups * 3 * 4 + groups * 3 * 8)
+    maps = 4 * _DESCRIPTOR * gpu.model.sm_count
+    scratch.estimate(maps, "CUTLASS", "a grouped product")
+    scratch.free()
+
+
+def _scaled_grouped_device(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    major = gpu.model.compute_capability[0]
+    if major == 9 or (major == 10 and gpu.version >= (2, 9)):
+        return
+    allowed = "[9.0, 10.0]" if gpu.version >= (2, 9) else "9.0"
+    raise _refusal(gpu)(
+        "torch._scaled_grouped_mm is only supported on CUDA devices with compute capability = "
+        f"{allowed}, or ROCm MI300+"
+    )
+
+
+def _scaled_device(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if gpu.model.compute_capability >= (8, 9):
+        return
+    raise _refusal(gpu)(
+        "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, "
+        "or ROCm MI300+"
+    )
+
+
+def _refusal(gpu: SimulatedGPU) -> type[Exception]:
+    return ValueError if gpu.version >= (2, 10) else RuntimeError
+
+
+def _scaled_grouped(
+    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    a, b = args[:2]
+    offs = kwargs.get("offs", args[4] if len(args) > 4 else None)
+    _fast(gpu, _Call(a, b, offs if isinstance(offs, torch.Tensor) else None, None, None).groups)
+
+
+def _scaled(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    if result.numel():
+        gpu.workspaces.gemm_lt(gpu.stream)
+
+
+RULES = {
+    "aten::_grouped_mm": Rule(shapes=_shapes, after=_grouped),
+    "aten::_scaled_grouped_mm": Rule(before=_scaled_grouped_device, after=_scaled_grouped),
+    "aten::_scaled_mm": Rule(before=_scaled_device, after=_scaled),
+}

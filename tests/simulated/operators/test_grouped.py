@@ -1,0 +1,132 @@
+"""Products of groups of matrices: what each GPU and release takes, and what they allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pytest_gpumem import simulate
+
+WORKSPACE = 8_519_680
+grouped = getattr(torch, "_grouped_mm", None)
+pytestmark = pytest.mark.skipif(grouped is None, reason="came with torch 2.8")
+
+
+def product(dtype: torch.dtype = torch.bfloat16, columns: int = 64) -> Tensor:
+    """64 tokens for four experts of 32 x ``columns``."""
+    tokens = torch.rand(64, 32, device="cuda", dtype=dtype)
+    experts = torch.rand(4, 32, columns, device="cuda", dtype=dtype)
+    ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)
+    assert grouped is not None
+    result: Tensor = grouped(tokens, experts, offs=ends)
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_other_gpus_than_hopper_multiply_group_by_group(on: Any, dtype: torch.dtype) -> None:
+    result = 64 * 64 * dtype.itemsize
+    gpu = on("A100-40GB", "2.9")
+    held: list[Tensor] = []
+    events = gpu.of(lambda: held.append(product(dtype)))
+    assert events.count(WORKSPACE) == 1
+    assert result in events
+    assert held[0].dtype is dtype
+
+
+def test_rows_of_the_result_are_aligned_to_16_bytes(on: Any) -> None:
+    on("A100-40GB", "2.9")
+    result = product(torch.float16, 72)
+    assert (result.shape, result.stride()) == ((64, 72), (72, 1))
+    assert product(torch.float32, 4).stride() == (4, 1)
+
+
+def test_hopper_has_one_kernel_for_half_precision(on: Any) -> None:
+    gpu = on("H100", "2.9")
+    # Pointers to three matrices of each of four groups, three sizes and three strides of 8 bytes.
+    arguments = 4 * 3 * 8 + 4 * 3 * 4 + 4 * 3 * 8
+    events = gpu.of(product)
+    assert arguments in events
+    assert -arguments in events
+    assert max(events) < WORKSPACE
+    assert max(gpu.of(lambda: product(torch.float16))) > WORKSPACE
+
+
+def test_gradients_are_grouped_products_too(on: Any) -> None:
+    on("A100-40GB", "2.9")
+    tokens = torch.rand(64, 32, device="cuda", requires_grad=True)
+    experts = torch.rand(4, 32, 64, device="cuda", requires_grad=True)
+    ends = torch.tensor([16, 32, 48, 64], device="cuda", dtype=torch.int32)
+    assert grouped is not None
+    grouped(tokens, experts, offs=ends).square().sum().backward()
+    assert tokens.grad is not None
+    assert experts.grad is not None
+    assert (tokens.grad.shape, experts.grad.shape) == (tokens.shape, experts.shape)
+
+
+def _grouped(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+    assert grouped is not None
+    result: Tensor = grouped(a, b, **options)
+    return result
+
+
+def _zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: _grouped(_zeros(8, 8, dtype=torch.float64), _zeros(1, 8, 8)),
+            "Expected mat_a to be Float32, BFloat16 or Float16 matrix, got float64",
+        ),
+        (lambda: _grouped(_zeros(8, 8), _zeros(1, 4, 8)), "contraction dimension of mat_a"),
+        (lambda: _grouped(_zeros(8, 7), _zeros(1, 7, 8)), "strides should be multiple of 16 bytes"),
+        (lambda: _grouped(_zeros(8, 8), _zeros(1, 8, 8)), "Have to provide offsets"),
+        (
+            lambda: _grouped(_zeros(8, 8), _zeros(1, 8, 8), offs=_zeros(1)),
+            "Offsets have to be int32",
+        ),
+        (
+            lambda: _grouped(_zeros(2, 8, 8), _zeros(2, 8, 8), bias=_zeros(8)),
+            "Bias not supported yet",
+        ),
+        (
+            lambda: _grouped(_zeros(2, 8, 8), _zeros(2, 8, 8, dtype=torch.float16)),
+            "same dtype",
+        ),
+    ],
+)
+def test_what_cuda_refuses_is_refused_in_its_words(call: Callable[[], Any], sentence: str) -> None:
+    with simulate("A100-40GB", torch_version="2.13"), pytest.raises(RuntimeError, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize("model", ["A100-40GB", "B200"])
+def test_torch_2_8_has_the_kernel_of_hopper_alone(model: str) -> None:
+    with (
+        simulate(model, torch_version="2.8"),
+        pytest.raises(
+            RuntimeError, match=r"only supported on CUDA devices with compute capability = 9"
+        ),
+    ):
+        product()
+
+
+def test_scaled_products_need_ada_or_hopper() -> None:
+    def scaled() -> Tensor:
+        a = torch.zeros(32, 32, device="cuda").to(torch.float8_e4m3fn)
+        one = torch.ones((), device="cuda")
+        return torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16)
+
+    with simulate("L4"):
+        assert scaled().dtype is torch.bfloat16
+    with (
+        simulate("A100-40GB"),
+        pytest.raises((ValueError, RuntimeError), match=r"or 8\.9, or"),
+    ):
+        scaled()
