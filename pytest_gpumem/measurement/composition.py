@@ -201,11 +201,17 @@ def _holding(phase: PhaseRecord, composition: Composition) -> PhaseRecord:
     return replace(phase, composition=composition.categories, sites=sites)
 
 
-def leaks(history: History, device: int, blocks: Iterable[Block]) -> tuple[dict[str, Any], ...]:
-    """Return the sites of the ``blocks`` on ``device`` that were left behind."""
-    addresses = {block.address for block in blocks if block.device == device}
+def leaks(
+    history: History, device: int, blocks: Iterable[Block], *, named: bool
+) -> tuple[dict[str, Any], ...]:
+    """Return the sites of the ``blocks`` on ``device`` that were left behind.
+
+    Who holds them is found out where they are to be ``named``: that reads the whole heap.
+    """
+    left = frozenset(block for block in blocks if block.device == device)
+    addresses = {block.address for block in left}
     lives = [life for life in history.lives if life.address in addresses and life.died == FOREVER]
-    holders = holders_of(frozenset(blocks)) if lives else {}
+    holders = holders_of(left) if lives and named else {}
     return tuple(site.to_dict() for site in composition_of(history, lives, holders).sites)
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from pytest_gpumem.measurement.leaks import Places, blocks_reachable
+from pytest_gpumem.measurement.referrers import Referrers
 from pytest_gpumem.measurement.statistics import Block
 
 LONGEST_CHAIN = 8
 """References between a tensor and the variable that is named."""
 MOST_SEARCHES = 60
-"""Objects whose referrers are asked for: each time the whole heap is read."""
+"""Objects whose referrers are followed, from one tensor."""
 MOST_GRAPHS = 200
 """Tensors whose graphs are searched for what autograd has saved."""
 
@@ -31,84 +31,126 @@ def holders_of(blocks: frozenset[Block]) -> dict[int, str]:
     ``cache.KEPT[2]`` for a tensor that a global keeps, ``the graph of train.losses[0]`` for one
     that autograd saved.
     """
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
+    heap = Referrers.now()
+    tensors = heap.tensors()
     places = Places(blocks)
-    found: dict[int, str] = {}
+    at: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        block = places.of(tensor)
-        if block and block.address not in found and (name := _name_of(tensor, [tensors])):
-            found[block.address] = name
+        if block := places.of(tensor):
+            at.setdefault(block.address, []).append(tensor)
+    found = _named_ones(heap, at)
     missing = frozenset(block for block in blocks if block.address not in found)
-    graphs = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    for tensor in graphs[:MOST_GRAPHS] if missing else ():
+    graphs = [tensor for tensor in tensors if tensor.grad_fn is not None] if missing else []
+    in_graphs: dict[int, list[torch.Tensor]] = {}
+    for tensor in graphs[:MOST_GRAPHS]:
         for block in blocks_reachable([tensor], missing):
-            if block.address not in found and (name := _name_of(tensor, [tensors, graphs])):
-                found[block.address] = f"the graph of {name}"
-    return found
+            in_graphs.setdefault(block.address, []).append(tensor)
+    names = _named_ones(heap, in_graphs)
+    return {**found, **{address: f"the graph of {name}" for address, name in names.items()}}
 
 
-def _name_of(value: Any, ignored: list[Any]) -> str | None:
-    """Return the expression that leads to ``value`` from a module, a class or a frame."""
-    queue: deque[tuple[Any, str, int]] = deque([(value, "", 0)])
-    seen = {id(value), id(queue), id(ignored), *map(id, ignored)}
-    for _ in range(MOST_SEARCHES):
-        if not queue:
-            return None
-        current, path, length = queue.popleft()
-        for referrer in gc.get_referrers(current):
-            if id(referrer) in seen or _is_ours(referrer):
-                continue
-            seen.add(id(referrer))
-            if name := _named(referrer, current):
-                return f"{name}{path}"
-            step = _step(referrer, current)
-            if step is not None and length < LONGEST_CHAIN:
-                queue.append((referrer, f"{step}{path}", length + 1))
-    return None
+def _named_ones(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> dict[int, str]:
+    """Return for each group the name of its first tensor that has one."""
+    tensors = {id(tensor): tensor for group in groups.values() for tensor in group}
+    searches = {key: _Search(tensor) for key, tensor in tensors.items()}
+    for _ in range(LONGEST_CHAIN):
+        under_way = [search for search in searches.values() if search.frontier]
+        if not under_way:
+            break
+        heap.find(link.value for search in under_way for link in search.frontier)
+        for search in under_way:
+            search.advance(heap)
+    names = {
+        address: next((name for one in group if (name := searches[id(one)].name)), None)
+        for address, group in groups.items()
+    }
+    return {address: name for address, name in names.items() if name is not None}
 
 
-def _step(referrer: Any, value: Any) -> str | None:
-    """Return how ``referrer`` refers to ``value``: ``.attribute`` or ``[index]``."""
+class _Link(NamedTuple):
+    """An object on the way from a tensor to a variable, and how it leads to the tensor."""
+
+    value: Any
+    path: tuple[str, ...] = ()
+    key: object = None
+    """The first step's, where ``value`` is a dictionary: that of an object has attributes."""
+
+    @property
+    def as_attribute(self) -> str:
+        """The path from the object whose attributes ``value`` is."""
+        return "".join((f".{self.key}", *self.path[1:]))
+
+
+class _Search:
+    """The search for a variable that leads to one tensor, level by level."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.name: str | None = None
+        self.frontier = [_Link(tensor)]
+        self._seen = {id(tensor)}
+        self._left = MOST_SEARCHES
+
+    def advance(self, heap: Referrers) -> None:
+        """Go from the frontier to what refers to it, or to the name."""
+        links, self.frontier = self.frontier[: self._left], []
+        self._left -= len(links)
+        for link in links:
+            for referrer in heap.of(link.value):
+                if id(referrer) in self._seen or _is_ours(referrer):
+                    continue
+                self._seen.add(id(referrer))
+                self.name = _named(heap, referrer, link)
+                if self.name is not None:
+                    self.frontier = []
+                    return
+                if following := _followed(heap, referrer, link):
+                    self.frontier.append(following)
+
+
+def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
+    """Return the link of ``referrer``, ``None`` where it does not say how it leads on."""
+    value, path, _ = link
     if isinstance(referrer, dict):
-        key = next((key for key, held in referrer.items() if held is value), None)
-        return None if key is None else f"[{key!r}]"
+        key = heap.key(referrer, value)
+        return None if key is None else _Link(referrer, (f"[{key!r}]", *path), key)
     if isinstance(referrer, (list, tuple)):
-        index = next((i for i, held in enumerate(referrer) if held is value), None)
-        return None if index is None else f"[{index}]"
+        index = heap.key(referrer, value)
+        return None if index is None else _Link(referrer, (f"[{index}]", *path))
     if isinstance(referrer, types.CellType):
-        return ""
+        return _Link(referrer, path)
     attributes = getattr(referrer, "__dict__", None)
     if isinstance(attributes, Mapping):
         if attributes is value:
-            return ""
+            return _Link(referrer, (link.as_attribute,))
         name = next((name for name, held in attributes.items() if held is value), None)
-        return None if name is None else f".{name}"
-    return "" if isinstance(referrer, (types.FrameType, set, frozenset, deque)) else None
+        return None if name is None else _Link(referrer, (f".{name}", *path))
+    followed = isinstance(referrer, (types.FrameType, set, frozenset, deque))
+    return _Link(referrer, path) if followed else None
 
 
-def _named(referrer: Any, value: Any) -> str | None:
-    """Return the variable of a module, class, frame or function by which ``value`` is known."""
+def _named(heap: Referrers, referrer: Any, link: _Link) -> str | None:
+    """Return the expression that begins with a module, class or frame, if ``referrer`` is one."""
+    value, path, key = link
     if isinstance(referrer, types.FrameType):
         names = [name for name, held in referrer.f_locals.items() if held is value]
-        return f"{names[0]} in {referrer.f_code.co_name}()" if names else None
-    if not isinstance(referrer, dict):
-        return None
-    for owner in _owners(referrer):
-        name = next((key for key, held in referrer.items() if held is value), None)
-        if name is not None:
-            return f"{owner}.{name}"
+        return f"{names[0]} in {referrer.f_code.co_name}(){''.join(path)}" if names else None
+    if isinstance(referrer, type) and isinstance(value, dict) and isinstance(key, str):
+        return f"{referrer.__module__}.{referrer.__qualname__}{link.as_attribute}"
+    if isinstance(referrer, dict) and (owner := _module(referrer)):
+        name = heap.key(referrer, value)
+        return None if name is None else f"{owner}.{name}{''.join(path)}"
     return None
 
 
-def _owners(namespace: dict[Any, Any]) -> Iterator[str]:
+def _module(namespace: dict[Any, Any]) -> str | None:
+    """Return the module whose variables these are, ``None`` where they are no module's."""
     module = namespace.get("__name__")
-    if isinstance(module, str) and getattr(sys.modules.get(module), "__dict__", None) is namespace:
-        yield module
-    elif isinstance(module, str) and "__builtins__" in namespace:
-        yield module  # a module that is no longer imported, as pytest's rewriting leaves them
-    for referrer in gc.get_referrers(namespace):
-        if isinstance(referrer, type):
-            yield f"{referrer.__module__}.{referrer.__qualname__}"
+    if not isinstance(module, str):
+        return None
+    if getattr(sys.modules.get(module), "__dict__", None) is namespace:
+        return module
+    # One that is no longer imported, as pytest's rewriting leaves them.
+    return module if "__builtins__" in namespace else None
 
 
 def _is_ours(value: Any) -> bool:

@@ -49,6 +49,7 @@ class Meter:
         self._stray: dict[int, Bytes] | None = None
         self._before: frozenset[Block] = frozenset()
         self._running = False
+        self._max_leak: int | None = None
         self.tracker = PhaseTracker(statistics, account.positions if account else _nothing_recorded)
         self._clean_start()
 
@@ -132,14 +133,21 @@ class Meter:
         return self.tracker.records(device, self._stray_on(device))
 
     def measurements(
-        self, fixtures: Iterable[FixtureKey], roots: Iterable[Any], *, device: int, passed: bool
+        self,
+        fixtures: Iterable[FixtureKey],
+        roots: Iterable[Any],
+        *,
+        device: int,
+        passed: bool,
+        max_leak: int | None = None,
     ) -> dict[int, Measurement]:
         """Return what the last run came to, by device; of ``device`` also where it was not used.
 
         ``fixtures`` are all that the test used in the end and ``roots`` what may keep memory
         without leaking it. Frees the workspaces. Leaks are judged only where the body ``passed``:
-        after a failure its frames live on.
+        after a failure its frames live on. Who holds a leak is found out above ``max_leak`` bytes.
         """
+        self._max_leak = max_leak
         self._charge(fixtures)
         self._statistics.synchronize()
         workspaces, after = clear_workspaces(self._statistics)
@@ -166,7 +174,9 @@ class Meter:
             history = self._account.history(device, self.tracker, workspaces)
             of_fixtures = self._account.compositions(device, self.tracker)
             phases = composed(phases, {**of_fixtures, **compositions(history)})
-            left = leaks(history, device, leaked or ())
+            most = self._max_leak
+            named = most is not None and bytes_on(device, leaked or frozenset()) > most
+            left = leaks(history, device, leaked or (), named=named)
         call = phases[CALL]
         return Measurement(
             device=f"cuda:{device}",

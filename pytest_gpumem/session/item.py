@@ -306,7 +306,11 @@ class MeasuredItem:
         """Return what the last run came to, by device."""
         fixtures = fixtures_of(self._item)
         found = self._meter.measurements(
-            fixtures, self._holders(fixtures), device=self.device.index, passed=passed
+            fixtures,
+            self._holders(fixtures),
+            device=self.device.index,
+            passed=passed,
+            max_leak=self._expectation.max_leak if self._expectation else None,
         )
         completed = map(self.device.complete, found.values())
         measured = {measurement.device: measurement for measurement in completed}

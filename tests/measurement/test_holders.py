@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,3 +62,30 @@ def test_what_autograd_saved_is_held_by_the_graph() -> None:
 
 def test_what_nobody_names_is_left_out() -> None:
     assert holders_of(frozenset({Block(0, 12345, 512)})) == {}
+
+
+def test_an_attribute_in_a_dictionary_that_is_an_objects_own() -> None:
+    node = Node(torch.ones(128, device="cuda"))
+    attributes = vars(node)
+    KEPT["nodes"] = [node]
+    wanted = block(attributes["value"])
+
+    found = holders_of(frozenset({wanted}))
+
+    assert found[wanted.address] in {f"{__name__}.KEPT['nodes'][0].value", "attributes['value']"}
+
+
+def test_a_thousand_tensors_among_many_objects_take_a_second() -> None:
+    KEPT["many"] = [[{"object": number}] for number in range(250_000)]
+    Registry.entries.extend(Node(torch.ones(128, device="cuda")) for _ in range(1000))
+    wanted = frozenset(block(node.value) for node in Registry.entries)
+    start = time.process_time()
+
+    holders_of(wanted)
+    found = holders_of(wanted)
+
+    assert time.process_time() - start < 10  # 1 s each on an idle machine
+    assert found[block(Registry.entries[999].value).address] == (
+        f"{__name__}.Registry.entries[999].value"
+    )
+    assert len(found) == 1000

@@ -1,0 +1,60 @@
+"""Who refers to what, for many objects at once: each look at the heap is for all of them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+CHUNK = 128
+"""Objects that are looked at together: most have no reference of interest among theirs."""
+
+
+class Referrers:
+    """The heap as it is now; objects that are made later are not in it."""
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._objects = objects
+        starts = range(0, len(objects), CHUNK)
+        self._chunks = [objects[start : start + CHUNK] for start in starts]
+        self._referents = [gc.get_referents(*chunk) for chunk in self._chunks]
+        self._found: dict[int, list[Any]] = {}
+        self._keys: dict[int, dict[int, Any]] = {}
+
+    @classmethod
+    def now(cls) -> Referrers:
+        """Return the present heap."""
+        # Before there is an instance, or it would refer to itself and outlive its use.
+        return cls(gc.get_objects())
+
+    def tensors(self) -> list[Any]:
+        """Return the tensors of the heap."""
+        import torch
+
+        return [value for value in self._objects if issubclass(type(value), torch.Tensor)]
+
+    def find(self, values: Iterable[Any]) -> None:
+        """Look for what refers to any of ``values``."""
+        wanted = {id(value) for value in values} - self._found.keys()
+        if not wanted:
+            return
+        self._found.update((key, []) for key in wanted)
+        for chunk, referents in zip(self._chunks, self._referents, strict=True):
+            if not wanted.isdisjoint(map(id, referents)):
+                for referrer in chunk:
+                    for key in wanted.intersection(map(id, gc.get_referents(referrer))):
+                        self._found[key].append(referrer)
+
+    def of(self, value: Any) -> list[Any]:
+        """Return what refers to ``value``, which :meth:`find` was given."""
+        return self._found[id(value)]
+
+    def key(self, container: Any, value: Any) -> Any:
+        """Return the first key or index under which ``container`` has ``value``, or ``None``."""
+        keys = self._keys.get(id(container))
+        if keys is None:
+            items = container.items() if isinstance(container, Mapping) else enumerate(container)
+            keys = self._keys[id(container)] = {}
+            for key, held in list(items):
+                keys.setdefault(id(held), key)
+        return keys.get(id(value))
