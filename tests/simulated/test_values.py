@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ def test_item_of_an_unknown_float_is_zero_and_said_once_per_line() -> None:
         loss = torch.rand(3, device="cuda").mean()
         for _ in range(3):
             assert f"{loss.item():.2f} {loss.item() + 1} {float(loss)}" == "0.00 1.0 0.0"
+            assert (loss.item() * torch.ones(2)).tolist() == [0, 0]
         assert len(gpu.notes) == 1
         assert re.fullmatch(
             rf"item\(\) at .*{HERE}:\d+ read a value that shapes do not have: it got 0\.0",
@@ -72,12 +74,17 @@ def test_other_reads_are_refused_naming_the_line(read: Callable[[torch.Tensor], 
         lambda number: max([number, 1.0]),
         lambda number: not number,
         lambda number: number == pytest.approx(0.0),
+        lambda number: int(number),
+        lambda number: math.ceil(number),
+        lambda number: range(round(number)),
     ],
 )
 def test_nothing_is_decided_by_a_neutral_number(use: Callable[[float], Any]) -> None:
     with simulate("T4"):
         number = torch.rand((), device="cuda").item()
-        with pytest.raises(UnknownValueError, match=rf"an item\(\) at .*{HERE}:\d+"):
+        with pytest.raises(
+            UnknownValueError, match=rf"of an (item\(\)|integer of a tensor) at .*{HERE}:\d+"
+        ):
             use(number)
 
 
