@@ -109,6 +109,8 @@ def _staying(name: str) -> Callable[..., Any]:
             result = operation(*operands)
         except ZeroDivisionError:
             result = VALUE
+        if isinstance(result, int):
+            return NeutralInt()
         return NeutralFloat(result) if isinstance(result, float) else result
 
     compute.__name__ = name
@@ -139,6 +141,9 @@ _CONDITIONS = {
 for _name, _shown in _CONDITIONS.items():
     setattr(NeutralFloat, _name, _refusing(_name, _shown))
     setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
+for _name in ("__int__", "__trunc__", "__floor__", "__ceil__"):
+    # Python's integers cannot say that they are made up.
+    setattr(NeutralFloat, _name, _refusing(_name, f"{_name.strip('_')}()"))
 for _name, _shown in {"__hash__": "hash()", "__int__": "int()", "__float__": "float()"}.items():
     setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
 for _name in (

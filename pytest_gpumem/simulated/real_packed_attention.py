@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_gpumem.simulated.real_kernels import UNREAD, attention, attention_backward, seed_for
@@ -106,8 +108,25 @@ def _flash(
     mask = _FROM_BOTTOM_RIGHT if is_causal else 0
     lengths = cum_seq_q, cum_seq_k
     out, totals, seed = _forward(query, key, value, lengths, dropout_p, mask, scale, None)
-    total = totals[0] if cum_seq_q is None else torch.cat([one[0] for one in totals], -1)
+    if cum_seq_q is None:
+        total = totals[0]
+    elif _pads_sums():
+        total = torch.cat([F.pad(one, (0, max_q - one.shape[-1])) for one in totals])
+    else:
+        total = torch.cat([one[0] for one in totals], -1)
     return out, total, seed, UNREAD, UNREAD
+
+
+@cache
+def _pads_sums() -> bool:
+    """Whether the sums of each sequence stand alone, in as many places as the longest has.
+
+    In 2.6 they do, in 2.13 one row of them has all sequences; the kernel for ``meta`` says which.
+    """
+    query = torch.empty((1, 1, 8), dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    given = query, query, query, ends, ends, 1, 1, 0.0, False, False
+    return bool(torch.ops.aten._flash_attention_forward(*given)[1].dim() == 3)
 
 
 def _flash_backward(
@@ -139,7 +158,7 @@ def _efficient(
     if cu_seqlens_q is not None:
         longest = max_seqlen_q or longest[0], max_seqlen_k or longest[1]
     rows = -(-longest[0] // 32) * 32
-    padded = [torch.nn.functional.pad(t, (0, rows - t.shape[-1]), value=math.inf) for t in totals]
+    padded = [F.pad(t, (0, rows - t.shape[-1]), value=math.inf) for t in totals]
     total = torch.cat(padded) if compute_log_sumexp else UNREAD
     return out, total, seed, UNREAD, *longest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -72,13 +73,25 @@ def test_other_reads_are_refused_naming_the_line(read: Callable[[torch.Tensor], 
         lambda number: max([number, 1.0]),
         lambda number: not number,
         lambda number: number == pytest.approx(0.0),
+        lambda number: int(number),
+        lambda number: math.ceil(number),
+        lambda number: range(round(number)),
     ],
 )
 def test_nothing_is_decided_by_a_neutral_number(use: Callable[[float], Any]) -> None:
     with simulate("T4"):
         number = torch.rand((), device="cuda").item()
-        with pytest.raises(UnknownValueError, match=rf"an item\(\) at .*{HERE}:\d+"):
+        with pytest.raises(
+            UnknownValueError, match=rf"of an (item\(\)|integer of a tensor) at .*{HERE}:\d+"
+        ):
             use(number)
+
+
+def test_tensors_are_computed_with_a_neutral_number() -> None:
+    with simulate("T4"):
+        number = torch.rand((), device="cuda").item()
+        assert (number * torch.ones(2)).tolist() == [0.0, 0.0]
+        assert (number + torch.ones(2)).tolist() == [1.0, 1.0]
 
 
 def test_a_loop_that_waits_for_a_number_ends() -> None:
