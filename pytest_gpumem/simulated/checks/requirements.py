@@ -367,6 +367,13 @@ def _fourier(given: Given) -> Exception | None:
     )
 
 
+def _query(accepted: frozenset[torch.dtype], text: str) -> Check:
+    return lambda given: None if given["query"].dtype in accepted else RuntimeError(text)
+
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_NO_FLASH = _query(_HALVES, "FlashAttention only support fp16 and bf16 data type")
+_NO_EFFICIENT = _query(_HALVES | {torch.float32}, "Only fp32, half & bf16 supported at the moment")
 _NO_COMPLEX_CLAMP = _refusing(_is_complex, "clamp is not supported for complex types")
 
 _PROMOTING = (
@@ -384,10 +391,20 @@ _TYPES: dict[str, tuple[Check, ...]] = {
     "_addmm_activation": (_addmm,),
     "bmm": (_bmm,),
     "baddbmm": (_baddbmm,),
+    "addbmm": (lambda given: _product("addmm_cuda", given),),
     "mv": (_addmv,),
     "addmv": (_addmv,),
     "dot": (_dot,),
     "vdot": (_dot,),
+    # Loss.cpp (soft_margin_loss_out) computes in place.
+    "soft_margin_loss": (
+        _refusing(_is_whole, "result type Float can't be cast to the desired output type {}"),
+    ),
+    # transformers/cuda/flash_attn/flash_api.cpp and mem_eff_attention/gemm_kernel_utils.h.
+    "_flash_attention_forward": (_NO_FLASH,),
+    "_scaled_dot_product_flash_attention": (_NO_FLASH,),
+    "_efficient_attention_forward": (_NO_EFFICIENT,),
+    "_scaled_dot_product_efficient_attention": (_NO_EFFICIENT,),
     "native_layer_norm": (_same_as_input,),
     "native_group_norm": (_group_norm,),
     "convolution": (_convolution,),
@@ -452,6 +469,13 @@ _TYPES: dict[str, tuple[Check, ...]] = {
         _refusing(
             lambda dtype: not dtype.is_floating_point,
             "multinomial only supports floating-point dtypes for input, got: {}",
+        ),
+    ),
+    # cuda/DistributionTemplates.h (bernoulli_kernel).
+    "bernoulli": (
+        _refusing(
+            lambda dtype: not dtype.is_floating_point,
+            "expected probabilities tensor to have floating type, got {}",
         ),
     ),
     # cuda/SummaryOps.cu.
