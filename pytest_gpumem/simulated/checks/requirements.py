@@ -367,6 +367,19 @@ def _fourier(given: Given) -> Exception | None:
     )
 
 
+def _bernoulli(given: Given) -> Exception | None:
+    """cuda/DistributionTemplates.h (bernoulli_kernel): of the tensor of probabilities."""
+    probabilities = given["p"]
+    if probabilities is None and not given.name.endswith("_"):
+        probabilities = given["self"]
+    if not isinstance(probabilities, torch.Tensor) or probabilities.dtype.is_floating_point:
+        return None
+    return RuntimeError(
+        f"expected probabilities tensor to have floating type, got "
+        f"{scalar_type(probabilities.dtype)}"
+    )
+
+
 def _query(accepted: frozenset[torch.dtype], text: str) -> Check:
     return lambda given: None if given["query"].dtype in accepted else RuntimeError(text)
 
@@ -471,13 +484,7 @@ _TYPES: dict[str, tuple[Check, ...]] = {
             "multinomial only supports floating-point dtypes for input, got: {}",
         ),
     ),
-    # cuda/DistributionTemplates.h (bernoulli_kernel).
-    "bernoulli": (
-        _refusing(
-            lambda dtype: not dtype.is_floating_point,
-            "expected probabilities tensor to have floating type, got {}",
-        ),
-    ),
+    "bernoulli": (_bernoulli,),
     # cuda/SummaryOps.cu.
     "histc": (_refusing(lambda dtype: dtype is torch.float16, "HalfTensor is not supported"),),
 }
