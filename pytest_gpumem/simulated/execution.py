@@ -200,7 +200,8 @@ class ShapeExecution(TorchDispatchMode):
 
         Returns whether they are on ``meta``, although nobody asked for that in this simulation.
         """
-        tensors = devices.placed(func, args, kwargs, self._place)
+        place = self._place_of_index if func._schema.name in devices.INDEXING else self._place
+        tensors = devices.placed(func, args, kwargs, place)
         where = {each.device for each in tensors}
         if "meta" in where and where <= {"meta", "cpu"}:
             self._simulation.has_real_meta = True
@@ -234,9 +235,11 @@ class ShapeExecution(TorchDispatchMode):
         """Run an operator that no CUDA tensor has part in, with torch's own errors."""
         self.inside = True
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self.inside = False
+        self._storages.adopt_users_own(tensors_in(result))
+        return result
 
     def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether some tensor stands for memory of a GPU; others have errors of their own."""
@@ -696,6 +699,13 @@ class ShapeExecution(TorchDispatchMode):
             return HOST
         return devices.NUMBER if storage_key(tensor) in self._storages.numbers else "meta"
 
+    def _place_of_index(self, tensor: torch.Tensor) -> str:
+        """The same of an operand of indexing: of x[:, [0, 1]] C++ makes a tensor out of sight."""
+        place = self._place(tensor)
+        if place != "meta" or tensor.dtype not in _OF_LISTS:
+            return place
+        return place if storage_key(tensor) in self._storages.users_own else devices.NUMBER
+
 
 class _Watched(dict[Any, Handler]):
     """The handlers of operators, telling of each that runs: so nobody pays who does not ask."""
@@ -713,6 +723,8 @@ class _Watched(dict[Any, Handler]):
 
 CUDA = "cuda"
 HOST = "cpu"
+_OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
+"""Types of the tensors that C++ makes of lists of indices."""
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 _TORCHS_OWN = frozenset({"aten", "prim", "prims"})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+from pytest_gpumem.simulated import raw
 from pytest_gpumem.simulated.callsite import Provenance, provenance
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Storages:
         self.numbers: dict[int, SimulatedStorage] = {}
         """What CUDA keeps on the host although torch only says ``meta``: seeds of dropout, numbers
         that C++ made tensors of. They may stand beside any tensor."""
+        self.users_own: dict[int, SimulatedStorage] = {}
+        """What operators on ``meta`` made because somebody asked for that."""
         self.lock: RLock | None = None
         """Held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
@@ -85,6 +88,12 @@ class Storages:
         for tensor in tensors:
             if self.of(tensor) is None:
                 self._remember(tensor, self.numbers)
+
+    def adopt_users_own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let those of ``tensors`` that are on ``meta`` be what somebody asked for there."""
+        for tensor in tensors:
+            if raw.is_meta(tensor) and storage_key(tensor):
+                self._remember(tensor, self.users_own)
 
     def _remember(
         self, tensor: torch.Tensor, among: dict[int, SimulatedStorage]
@@ -175,7 +184,7 @@ class Storages:
 
     def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
-        for among in (self.on_host, self.numbers):
+        for among in (self.on_host, self.numbers, self.users_own):
             if among.get(record.key) is record:
                 del among[record.key]
 

@@ -170,7 +170,8 @@ def indices_elsewhere(target: str) -> str:
 
 def _refuse_indices(tensors: Sequence[Placed]) -> None:
     target = tensors[0].device
-    if any(each.name == "indices" and each.device not in ("cpu", target) for each in tensors):
+    indices = {each.device for each in tensors if each.name == "indices"}
+    if indices - {"cpu", NUMBER, target}:
         raise RuntimeError(indices_elsewhere(target))
 
 

@@ -96,6 +96,7 @@ DISPATCHES: dict[str, Check] = {
             _native_batch_norm_legit batch_norm_stats_cuda
             _batch_norm_with_update batch_norm_stats_cuda
             native_dropout fused_dropout
+            native_dropout_backward masked_scale
             _adaptive_avg_pool2d adaptive_avg_pool2d_cuda
             _adaptive_avg_pool3d adaptive_avg_pool3d_cuda
             adaptive_max_pool2d
@@ -121,8 +122,6 @@ DISPATCHES: dict[str, Check] = {
             _embedding_bag embedding_bag_cuda
             _embedding_bag_forward_only embedding_bag_cuda
             segment_reduce
-            isposinf
-            isneginf
             """,
         )
     ),
@@ -243,6 +242,7 @@ DISPATCHES: dict[str, Check] = {
             """
             silu
             logcumsumexp
+            uniform check_uniform_bounds
             lerp
             """,
         )

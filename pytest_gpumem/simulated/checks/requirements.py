@@ -367,6 +367,26 @@ def _fourier(given: Given) -> Exception | None:
     )
 
 
+def _bernoulli(given: Given) -> Exception | None:
+    """cuda/DistributionTemplates.h (bernoulli_kernel): of the tensor of probabilities."""
+    probabilities = given["p"]
+    if probabilities is None and not given.name.endswith("_"):
+        probabilities = given["self"]
+    if not isinstance(probabilities, torch.Tensor) or probabilities.dtype.is_floating_point:
+        return None
+    return RuntimeError(
+        f"expected probabilities tensor to have floating type, got "
+        f"{scalar_type(probabilities.dtype)}"
+    )
+
+
+def _query(accepted: frozenset[torch.dtype], text: str) -> Check:
+    return lambda given: None if given["query"].dtype in accepted else RuntimeError(text)
+
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_NO_FLASH = _query(_HALVES, "FlashAttention only support fp16 and bf16 data type")
+_NO_EFFICIENT = _query(_HALVES | {torch.float32}, "Only fp32, half & bf16 supported at the moment")
 _NO_COMPLEX_CLAMP = _refusing(_is_complex, "clamp is not supported for complex types")
 
 _PROMOTING = (
@@ -384,10 +404,20 @@ _TYPES: dict[str, tuple[Check, ...]] = {
     "_addmm_activation": (_addmm,),
     "bmm": (_bmm,),
     "baddbmm": (_baddbmm,),
+    "addbmm": (lambda given: _product("addmm_cuda", given),),
     "mv": (_addmv,),
     "addmv": (_addmv,),
     "dot": (_dot,),
     "vdot": (_dot,),
+    # Loss.cpp (soft_margin_loss_out) computes in place.
+    "soft_margin_loss": (
+        _refusing(_is_whole, "result type Float can't be cast to the desired output type {}"),
+    ),
+    # transformers/cuda/flash_attn/flash_api.cpp and mem_eff_attention/gemm_kernel_utils.h.
+    "_flash_attention_forward": (_NO_FLASH,),
+    "_scaled_dot_product_flash_attention": (_NO_FLASH,),
+    "_efficient_attention_forward": (_NO_EFFICIENT,),
+    "_scaled_dot_product_efficient_attention": (_NO_EFFICIENT,),
     "native_layer_norm": (_same_as_input,),
     "native_group_norm": (_group_norm,),
     "convolution": (_convolution,),
@@ -454,6 +484,7 @@ _TYPES: dict[str, tuple[Check, ...]] = {
             "multinomial only supports floating-point dtypes for input, got: {}",
         ),
     ),
+    "bernoulli": (_bernoulli,),
     # cuda/SummaryOps.cu.
     "histc": (_refusing(lambda dtype: dtype is torch.float16, "HalfTensor is not supported"),),
 }

@@ -98,6 +98,7 @@ def test_some_operators_have_words_of_their_own(operation: Operation, text: str)
     [
         lambda x, y: x + y[0, 0],
         lambda x, y: x[y[0].long()],
+        lambda x, y: x[:, [0, 1]],
         lambda x, y: torch.where(x > 0, x, y[0, 0]),
         lambda x, y: x.masked_fill(x > 0, y[0, 0]),
         lambda x, y: x.masked_fill_(x > 0, y[0, 0]),

@@ -174,6 +174,7 @@ def test_the_same_is_refused_where_values_are_computed(version: str) -> None:
         lambda x: F.embedding(x[0].int(), x.long()),
         lambda x: F.batch_norm(x.half(), x[0], x[0], x[0], x[0], training=True),
         lambda x: x.long().floor(),
+        lambda x: x.long().bernoulli_(0.5),
         lambda x: x.bool().cumsum(0),
         lambda x: x.int() / 2,
         lambda x: x.to(torch.complex64) @ x.to(torch.complex64),
