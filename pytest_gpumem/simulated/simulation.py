@@ -13,7 +13,8 @@ import torch
 # patched then for the rest of the process.
 import torch._dynamo
 
-from pytest_gpumem.simulated import operators, surface
+from pytest_gpumem.simulated import forks, operators, surface
+from pytest_gpumem.simulated.assumptions import drawn_seed
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.described import DESCRIPTIONS
 from pytest_gpumem.simulated.errors import UnknownValueError
@@ -128,13 +129,15 @@ class Simulation:
             if outer is not None:
                 outer._enter()
 
-    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
+    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
+
+        An integer that torch reads for a seed is drawn.
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
         if not tensor.dtype.is_floating_point:
-            return None
+            return drawn_seed(self)
         line = user_line()
         self.neutral_reads[line] += 1
         if self.neutral_reads[line] > MOST_READS:
@@ -182,3 +185,11 @@ class Simulation:
 def active_simulation() -> Simulation | None:
     """The simulation that serves ``cuda`` now."""
     return _stack[-1] if _stack else None
+
+
+def _forked() -> None:
+    for simulation in _stack:
+        simulation.execution.forked()
+
+
+forks.after_fork(_forked)
