@@ -72,6 +72,25 @@ def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
     return _CONDITIONS.get((module.removeprefix("torch."), frame.f_code.co_name))
 
 
+_SEEDING = frozenset({"torch.utils.data.dataloader", "torch.utils.data.sampler"})
+"""Modules that read an integer only to seed a generator with it (2.6 to 2.15)."""
+
+
+def drawn_seed(simulation: Simulation) -> int | None:
+    """A seed for the module of torch's that reads one; ``None`` for any other reader.
+
+    With ``cuda`` as the default device seeds are drawn there. It comes from the same generator.
+    """
+    own = __name__.rpartition(".")[0]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") not in _SEEDING:
+        return None
+    generator = torch.cuda.default_generators[simulation.current_index]
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+
+
 _COMPARING = tuple(
     os.path.join("transformers", *part)  # noqa: PTH118 - parts of paths, as frames write them
     for part in (("generation", ""), ("modeling_utils.py",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
@@ -11,7 +12,7 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.simulated import finite, operators, raw
+from pytest_gpumem.simulated import finite, forks, operators, raw
 from pytest_gpumem.simulated.callsite import FROM_HOST, running, user_line
 from pytest_gpumem.simulated.checks import devices
 from pytest_gpumem.simulated.checks.devices import NO_DATA
@@ -70,6 +71,7 @@ class ShapeExecution(TorchDispatchMode):
         self.lock: RLock | None = None
         """Held while an operator runs, once the code under test has started a thread."""
         self._owner_thread = 0
+        self._was_forked = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -116,12 +118,25 @@ class ShapeExecution(TorchDispatchMode):
             self.lock = self._storages.lock = RLock()
             self._owner_thread = get_ident()
 
+    def forked(self) -> None:
+        """Be without a GPU: this is another process, and locks of other threads stay shut."""
+        self._was_forked = True
+        self.lock = self._storages.lock = None
+        self._handlers = {}
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a worker, forked off the process that simulates; a test may be, too."""
+        return self._was_forked and multiprocessing.parent_process() is not None
+
     @property
     def inside_here(self) -> bool:
         """Whether the kernel that runs was called from this thread."""
         return self.inside and (self.lock is None or self._owner_thread == get_ident())
 
     def _bind(self, func: Any) -> Handler:
+        if self.in_child:
+            return self._without_gpu(func)
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func)
         if func.namespace not in _TORCHS_OWN:
@@ -130,6 +145,13 @@ class ShapeExecution(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return graphs.noting_randomness(self._simulation, handler)
         return handler
+
+    def _without_gpu(self, func: Any) -> Handler:
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            forks.check(self._storages, args, kwargs, self._simulation.here.destination)
+            return func(*args, **kwargs)
+
+        return handle
 
     def _bind_kind(self, func: Any) -> Handler:
         schema = func._schema

@@ -14,7 +14,8 @@ import torch
 # patched then for the rest of the process.
 import torch._dynamo
 
-from pytest_gpumem.simulated import operators, surface
+from pytest_gpumem.simulated import forks, operators, surface
+from pytest_gpumem.simulated.assumptions import drawn_seed
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.described import DESCRIPTIONS
 from pytest_gpumem.simulated.errors import UnknownValueError
@@ -140,14 +141,17 @@ class Simulation:
         finally:
             self.here.destination = before
 
-    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
+    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
 
-        Nor where every value is computed: one that could not be is not made up.
+        Nor where every value is computed: one that could not be is not made up. An integer that
+        torch reads for a seed is drawn.
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
-        if self.values.everything or not tensor.dtype.is_floating_point:
+        if not tensor.dtype.is_floating_point:
+            return drawn_seed(self)
+        if self.values.everything:
             return None
         line = self.count_read("item()")
         self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
@@ -258,3 +262,11 @@ def _suspended() -> Iterator[None]:
 def active_simulation() -> Simulation | None:
     """The simulation that serves ``cuda`` now."""
     return _stack[-1] if _stack else None
+
+
+def _forked() -> None:
+    for simulation in _stack:
+        simulation.execution.forked()
+
+
+forks.after_fork(_forked)

@@ -27,6 +27,11 @@ _DTYPES = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
 }
+_IN_CPP = {
+    torch.float32: "float",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 _ALIGNMENT = 16
 """Bytes to which the kernel's copies align rows."""
 _DESCRIPTOR = 128
@@ -127,7 +132,11 @@ def _validate(call: _Call, gpu: SimulatedGPU) -> None:
     _check(call.bias is None, "Bias not supported yet")
     _check(call.out_dtype in (None, a.dtype), "Grouped gemm output dtype must match `mat_a` dtype")
     # Group by group it is a product of two matrices (Blas.cpp, addmm_out_cuda_impl).
-    _check(a.dtype is b.dtype, "expected mat1 and mat2 to have the same dtype")
+    _check(
+        a.dtype is b.dtype,
+        "expected mat1 and mat2 to have the same dtype, but got: "
+        f"{_IN_CPP[a.dtype]} != {_IN_CPP[b.dtype]}",
+    )
 
 
 def _check_strides(matrix: torch.Tensor) -> None:

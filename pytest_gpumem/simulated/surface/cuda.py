@@ -50,7 +50,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "_get_device_properties": api.device_properties,
         "_exchange_device": api._cuda_exchangeDevice,
         "_maybe_exchange_device": api._cuda_exchangeDevice,
-        "_is_in_bad_fork": bool,
+        "_is_in_bad_fork": api._cuda_isInBadFork,
         "default_generators": tuple(generator(f"cuda:{i}") for i in range(count)),
         "has_magma": True,
         "get_rng_state": api.get_rng_state,
@@ -102,7 +102,7 @@ class _Api:
     def _cuda_init(self) -> None: ...
 
     def _cuda_isInBadFork(self) -> bool:
-        return False
+        return self._simulation.execution.in_child
 
     def _cuda_getDeviceCount(self) -> int:
         return len(self._simulation.gpus)

@@ -416,7 +416,9 @@ class _Tensors:
     def item(self, tensor: torch.Tensor) -> Any:
         value = _item(tensor)
         # In C++ it has become a plain number.
-        return NeutralFloat(value) if self._is_unknown(tensor) else value
+        if isinstance(value, float) and self._is_unknown(tensor):
+            return NeutralFloat(value)
+        return value
 
     def tolist(self, tensor: torch.Tensor) -> Any:
         block, known = self._block(tensor), self._known(tensor)

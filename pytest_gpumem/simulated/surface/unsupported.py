@@ -47,8 +47,8 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """Replace what would abort, crash or complain of a missing driver."""
     patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
     jiterator = _refusing("torch.cuda.jiterator", "compiles a kernel, which no simulated GPU runs")
-    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
-        patches.plan(torch.cuda.jiterator, name, jiterator)
+    # Modules make such functions while they are imported, torch's own helpers of tests too.
+    patches.plan(torch.cuda.jiterator._JittedFunction, "__call__", jiterator)
     if hasattr(torch.cuda, "_compile_kernel"):  # came with 2.8
         own = _refusing(
             "torch.cuda._compile_kernel", "compiles a kernel, which no simulated GPU runs"

@@ -97,7 +97,7 @@ def _zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         ),
         (
             lambda: _grouped(_zeros(2, 8, 8), _zeros(2, 8, 8, dtype=torch.float16)),
-            "same dtype",
+            "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
         ),
     ],
 )

@@ -1,0 +1,82 @@
+"""Workers of a DataLoader, which are forked off a simulation and have no GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from pytest_gpumem import simulate
+
+IN_CHILD = r"Cannot re-initialize CUDA in forked subprocess\. To use CUDA with multiprocessing, you"
+
+pytestmark = [
+    pytest.mark.skipif(
+        multiprocessing.get_start_method() != "fork", reason="processes are not forked here"
+    ),
+    # What a real process pool does: the interpreter warns that other threads do not come along.
+    pytest.mark.filterwarnings("ignore:This process"),
+]
+
+
+class Made(Dataset[Tensor]):
+    """Items that are made where they are asked for."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.ones(3, device=self.device) * index
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+def test_workers_load_for_the_gpu() -> None:
+    with simulate("T4") as gpu:
+        batches = [batch.cuda() for batch in DataLoader(Made(), batch_size=2, num_workers=2)]
+        assert [batch.tolist()[1][0] for batch in batches] == [1.0, 3.0]
+        assert gpu.allocated == 2 * 512
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        lambda: TensorDataset(torch.rand(4, 3, device="cuda")),
+        lambda: TensorDataset(torch.arange(4, device="cuda")),
+        lambda: Made("cuda"),
+    ],
+    ids=["unknown", "known", "made"],
+)
+def test_cuda_in_a_worker_is_torchs_error(dataset: Any) -> None:
+    with simulate("T4"), pytest.raises(RuntimeError, match=IN_CHILD):
+        list(DataLoader(dataset(), batch_size=2, num_workers=1))
+
+
+def test_values_that_nobody_knows_are_not_read_in_a_worker() -> None:
+    with simulate("T4"):
+        dataset = TensorDataset(torch.rand(4, 3, device="cuda").cpu())
+        with pytest.raises(RuntimeError, match=r"a forked process.*\(num_workers=0\)"):
+            list(DataLoader(dataset, batch_size=2, num_workers=1))
+
+
+def test_a_default_device_of_cuda_reaches_workers(default_device: None) -> None:
+    with simulate("T4"):
+        with pytest.raises(RuntimeError, match=IN_CHILD):
+            list(DataLoader(Made(), batch_size=2, num_workers=1))
+        # Without workers even the seed is drawn on the GPU.
+        assert [batch.is_cuda for batch in DataLoader(Made(), batch_size=2)] == [True, True]
+        with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator"):
+            list(DataLoader(Made(), batch_size=2, shuffle=True))
