@@ -222,3 +222,41 @@ def test_second_runs_in_workers(project: Project) -> None:
     result = project.run_apart("-n1")
 
     result.assert_outcomes(passed=8, failed=2, xfailed=1)
+
+
+def test_an_interrupt_of_the_second_run_loses_no_report(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem
+        def test_first():
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_interrupted(tmp_path):
+            if torch.rand(10, device="cuda").sum() > 0:
+                raise KeyboardInterrupt
+        """
+    )
+
+    result = project.run_apart("--gpumem-report=json:report.json")
+
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert list(project.written_report()) == ["test_it.py::test_first"]
+
+
+def test_a_fixture_that_needs_values_leaves_tmp_path_usable(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.fixture
+        def model(tmp_path):
+            (tmp_path / "file").write_text("once")
+            assert len(list(tmp_path.iterdir())) == 1
+            return torch.ones(3, device="cuda") if torch.rand(1, device="cuda") >= 0 else None
+
+        @pytest.mark.gpumem
+        def test_it(model, tmp_path):
+            assert model.sum().item() == 3
+        """
+    )
+
+    project.run_apart().assert_outcomes(passed=1)
