@@ -23,6 +23,7 @@ from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.results import ATTRIBUTE
 from pytest_gpumem.simulated.errors import SimulationError
 
@@ -253,7 +254,8 @@ class MeasuredItem:
             try:
                 with self._meter.watching():
                     self.device.restart_collector()
-                    yield
+                    with process_kept():
+                        yield
                 self.device.end_body()
             finally:
                 self._in_body = False

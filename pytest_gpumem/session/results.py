@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,8 +50,9 @@ def hide_own_frames() -> None:
     if "pytest_gpumem.simulated.execution" not in sys.modules:
         return  # then none of them runs below a test's code
     own = f"{__package__.partition('.')[0]}."
-    for name, module in list(sys.modules.items()):
-        if name.startswith(own):
+    # A copy is made at once: another thread may import meanwhile, and anything may stand there.
+    for name, module in sys.modules.copy().items():
+        if isinstance(name, str) and name.startswith(own) and isinstance(module, ModuleType):
             vars(module)["__tracebackhide__"] = True
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.tmpdir import tmppath_result_key
 
 from pytest_gpumem.session.progress import progress_line
 from pytest_gpumem.simulated.errors import HostMemoryError, UnknownValueError, WorkLimitError
@@ -57,7 +58,9 @@ class SecondRun:
     def _set_up(self) -> None:
         session, item = self._session, self._item
         state = item.session._setupstate
+        _expect_results(item)
         state.teardown_exact(item.parent)
+        _expect_results(item)
         item._initrequest()
         session.end()
         session.begin(item, real_values=True)
@@ -147,3 +150,12 @@ def _collected(item: Any) -> BaseException | None:
     found = getattr(item, "_excinfo", None)
     error: BaseException | None = found[0].value if found else None
     return error
+
+
+def _expect_results(item: pytest.Item) -> None:
+    """Let ``tmp_path`` be torn down before a phase has been reported.
+
+    Its teardown reads what the reports of the test have left, and takes it away; after this one,
+    or where the user interrupts the second run, there has been none.
+    """
+    item.stash.setdefault(tmppath_result_key, {})

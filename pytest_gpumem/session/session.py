@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -216,9 +216,9 @@ class GpumemSession:
         if measured is None and not self.results.any_marked:
             yield
             return
-        from pytest_gpumem.device.collector import settings_kept
+        from pytest_gpumem.session.kept import process_kept
 
-        with settings_kept(), measured.calling() if measured else nullcontext():
+        with measured.calling() if measured else process_kept():
             yield
 
     def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
@@ -322,6 +322,7 @@ class GpumemSession:
     def _measured(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> MeasuredItem:
+        import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
         from pytest_gpumem.session.item import MeasuredItem
 
         predicted = self._predicted(item, expectation, device)

@@ -26,7 +26,9 @@ class SharedGPU(SimulatedGPU):
     beside: tuple[Memory, Workspaces]
     """What they have."""
 
-    @property  # type: ignore[override]  # of an attribute: it takes precedence over the instance's
+    # Properties take precedence over the instance's attributes.
+
+    @property
     def allocator(self) -> Memory:
         """The memory of the thread that asks."""
         own: Memory = vars(self)["allocator"]
@@ -36,7 +38,7 @@ class SharedGPU(SimulatedGPU):
     def allocator(self, memory: Memory) -> None:
         vars(self)["allocator"] = memory
 
-    @property  # type: ignore[override]
+    @property
     def workspaces(self) -> Workspaces:
         """The workspaces of the thread that asks."""
         own: Workspaces = vars(self)["workspaces"]

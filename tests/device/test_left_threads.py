@@ -37,7 +37,7 @@ def test_a_thread_that_outlives_its_test_is_named_for_as_long_as_it_runs(
     )
     stop.set()
     thread.join()
-    assert threads.notes == ()
+    assert not threads.notes
 
 
 def test_a_thread_of_a_shared_fixture_outlives_its_test_rightly(stop: threading.Event) -> None:

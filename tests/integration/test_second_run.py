@@ -333,3 +333,41 @@ def test_a_terminal_shows_what_takes_long(
     # The line is gone, and what follows stands behind the name of the module.
     assert ("\x1b[2K\x1b[A\x1b[15G" in written) is is_shown
     assert "1 passed" in written
+
+
+def test_an_interrupt_of_the_second_run_loses_no_report(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem
+        def test_first():
+            torch.empty(512, dtype=torch.uint8, device="cuda")
+
+        @pytest.mark.gpumem
+        def test_interrupted(tmp_path):
+            if torch.rand(10, device="cuda").sum() > 0:
+                raise KeyboardInterrupt
+        """
+    )
+
+    result = project.run_apart("--gpumem-report=json:report.json")
+
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert list(project.written_report()) == ["test_it.py::test_first"]
+
+
+def test_a_fixture_that_needs_values_leaves_tmp_path_usable(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.fixture
+        def model(tmp_path):
+            (tmp_path / "file").write_text("once")
+            assert len(list(tmp_path.iterdir())) == 1
+            return torch.ones(3, device="cuda") if torch.rand(1, device="cuda") >= 0 else None
+
+        @pytest.mark.gpumem
+        def test_it(model, tmp_path):
+            assert model.sum().item() == 3
+        """
+    )
+
+    project.run_apart().assert_outcomes(passed=1)

@@ -51,3 +51,24 @@ def test_a_capture_that_nobody_ended_fails_its_test_alone(project: Project, body
 
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(["*operation not permitted when stream is capturing*"])
+
+
+def test_what_a_module_keeps_to_the_end_of_the_process_is_silent(project: Project) -> None:
+    project.write(
+        test_it="""
+        KEPT = []
+
+        @pytest.mark.gpumem
+        def test_it():
+            x = torch.ones(10, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = x * 2
+            KEPT.extend([graph, y, torch.cuda.MemPool()])
+        """
+    )
+
+    result = project.run_apart()
+
+    result.assert_outcomes(passed=1)
+    result.stderr.no_fnmatch_line("*Exception ignored*")

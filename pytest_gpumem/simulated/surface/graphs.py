@@ -5,6 +5,7 @@ Sources: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -274,7 +275,9 @@ class SimulatedGraph:
         for generator in self._generators:
             self._simulation.random_state.register(self, (gpu.index, generator), gpu)
 
-    def __del__(self) -> None:
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if exiting():  # what this needs may be gone, and nobody will ask for the memory
+            return
         self.reset()
         self._simulation.random_state.unregister(self)
 

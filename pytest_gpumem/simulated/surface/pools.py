@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +56,9 @@ class SimulatedMemPool:
         """The pool's segments."""
         return self._memory.segments(self.id)
 
-    def __del__(self) -> None:
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         memory = getattr(self, "_memory", None)
-        if memory is not None:
+        if memory is not None and not exiting():  # what this needs may be gone by then
             memory.lend_pool(self.id, use_on_oom=False)
             memory.release_pool(self.id)
             memory.empty_cache(self.id)

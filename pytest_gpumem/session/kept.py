@@ -1,0 +1,79 @@
+"""What a test's body sets for the whole process ends with the body, where numbers depend on it.
+
+In any company a test's number has to be the same. What fixtures set stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from pytest_gpumem.device.collector import settings_kept
+
+_MEASURES_WITH = (
+    *("current_device", "device_count", "empty_cache", "get_device_properties", "is_available"),
+    *("is_initialized", "memory_allocated", "memory_reserved", "memory_snapshot", "memory_stats"),
+    *("max_memory_allocated", "reset_peak_memory_stats", "synchronize"),
+)
+"""Functions of torch.cuda that the next test's measurement needs as they were."""
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Put back what code inside sets: the collector, ``sys.path`` and torch's defaults."""
+    with ExitStack() as kept:
+        kept.enter_context(settings_kept())
+        kept.enter_context(_path_kept())
+        torch = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "set_default_device"):
+            kept.enter_context(_torch_kept(torch))
+        yield
+
+
+@contextmanager
+def _path_kept() -> Iterator[None]:
+    """Put back what code inside takes away from where modules are found; what it adds stands."""
+    path, before = sys.path, list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path = path
+        path += [entry for entry in before if entry not in path]
+
+
+@contextmanager
+def _torch_kept(torch: Any) -> Iterator[None]:
+    # Looked up before: the body may replace them.
+    set_grad_enabled, set_default_dtype = torch._C._set_grad_enabled, torch.set_default_dtype
+    set_default_device = torch.set_default_device
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    device = _default_device(torch)
+    autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")}
+    set_autocast_enabled, nesting = torch.set_autocast_enabled, torch.autocast_increment_nesting
+    depth = nesting() - 1
+    leave = torch.autocast_decrement_nesting
+    leave()
+    cuda, functions = torch.cuda, {name: getattr(torch.cuda, name) for name in _MEASURES_WITH}
+    try:
+        yield
+    finally:
+        vars(cuda).update(functions)
+        if _default_device(torch) != device:
+            set_default_device(device)
+        set_default_dtype(dtype)
+        set_grad_enabled(grad)
+        for kind, enabled in autocast.items():
+            set_autocast_enabled(kind, enabled)
+        nesting()
+        while leave() > depth:
+            pass
+        if not depth:
+            torch.clear_autocast_cache()
+
+
+def _default_device(torch: Any) -> Any:
+    """Return what ``set_default_device`` was given, ``None`` where nothing was; not contexts."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device

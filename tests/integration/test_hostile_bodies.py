@@ -1,0 +1,30 @@
+"""Nothing that code under test does may end pytest, or change another test's number."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.hostile_bodies import BODIES, UNMEASURED, project_source
+from tests.pytest_project import Project
+
+AFTER = 4096 + 4096 + 512
+"""``x``, ``x * 2`` and the sum, for which one block suffices: it is smaller than 512 B."""
+
+
+@pytest.mark.parametrize("arguments", [(), ("-n2", "-pxdist")], ids=["alone", "xdist"])
+def test_every_body_is_reported_and_no_other_test_notices(
+    project: Project, arguments: tuple[str, ...]
+) -> None:
+    project.write(test_it=project_source())
+
+    tests = project.report(*arguments, apart=True)
+
+    outcomes = {nodeid.partition("::test_")[2]: test["outcome"] for nodeid, test in tests.items()}
+    expected = {name: outcome for name, (outcome, _) in BODIES.items()}
+    assert {name: outcomes.get(name, UNMEASURED) for name in BODIES} == expected
+    after = {
+        name: tests[f"test_it.py::test_after_{name}"]["measurement"]["peak_allocated"]
+        for name in BODIES
+        if f"test_it.py::test_after_{name}" in tests
+    }
+    assert after == dict.fromkeys(BODIES, AFTER)
