@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -51,6 +51,8 @@ class GpumemSession:
         self.selector = config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
+        self._said: set[str] = set()
+        """Why there is no device, which holds for every test."""
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -89,7 +91,13 @@ class GpumemSession:
             and not self.selector.off
             and _runs_tests(self._config)
         ):
-            self._ambient = self._reported(None)
+            from pytest_gpumem.device.errors import DeviceError
+
+            values = self.settings.sim_values == "always"
+            try:
+                self._ambient = self.selector.select(None, real_values=values)
+            except DeviceError as error:
+                raise pytest.UsageError(str(error)) from None
             self._always_active.enter_context(self._ambient.active())
 
     def stop(self) -> None:
@@ -102,11 +110,9 @@ class GpumemSession:
         from pytest_gpumem.report.header import header_line
 
         root = self.settings.baselines
-        folders = (
-            sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
-            if root.is_dir()
-            else []
-        )
+        folders: list[str] = []
+        with suppress(OSError):  # a folder that cannot be read is said where a baseline is needed
+            folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
         shown = os.path.relpath(root, self._config.rootpath)
         return header_line(self.selector.description, _torch_release(), shown, folders)
 
@@ -273,6 +279,9 @@ class GpumemSession:
             return self.selector.select(model, real_values=real_values)
         except DeviceError as error:
             problem = str(error)
+        if problem in self._said:
+            pytest.fail("there is no device to measure on, as the first test says", pytrace=False)
+        self._said.add(problem)
         pytest.fail(problem, pytrace=False)
 
     def _measured(

@@ -13,8 +13,14 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
-from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
+from pytest_gpumem.device.environment import Environment, alloc_conf_of_process, alloc_conf_variable
+from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.allocator import (
+    Allocator,
+    AllocatorError,
+    AllocatorSettings,
+    OutOfMemory,
+)
 from pytest_gpumem.simulated.allocator.addresses import (
     DEVICE_ADDRESSES,
     FIRST_ADDRESS,
@@ -67,8 +73,17 @@ class SimulatedGPU:
             if cublas_workspace_config is None
             else cublas_workspace_config
         )
-        self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
-        self.allocator = self._empty_memory()
+        try:
+            self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
+            self.allocator = self._empty_memory()
+        except AllocatorError as error:
+            if alloc_conf is not None:
+                raise
+            name = alloc_conf_variable(self.version)
+            raise AllocatorError(
+                f"{name}={quoted(self.alloc_conf)} cannot be used: {error}; "
+                "write it as torch reads it, or unset it"
+            ) from error
         self.workspaces = Workspaces(
             self.allocator,
             self.version,
@@ -313,7 +328,7 @@ def _single(name: str) -> GpuModel:
     machine = find_machine(name)
     if machine.count > 1:
         raise GpuError(
-            f"{name!r} is a machine with {machine.count} GPUs and not one of them; write "
+            f"{quoted(name)} is a machine with {machine.count} GPUs and not one of them; write "
             f'"{machine.model.name}"'
         )
     return machine.model
@@ -321,11 +336,13 @@ def _single(name: str) -> GpuModel:
 
 def parse_version(text: str | None) -> Version:
     """``"2.6"`` or ``"2.11.0+cu130"`` -> ``(2, 6)``; ``None`` is the torch that runs."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__ if text is None else str(text))
+    found = re.match(
+        r"([0-9]{1,4})\.([0-9]{1,4})", torch.__version__ if text is None else str(text)
+    )
     version = (int(found[1]), int(found[2])) if found else None
     if version is None or version < OLDEST:
         raise ValueError(
-            f"torch_version={text!r} is not a release this simulation knows: "
+            f"torch_version={quoted(text)} is not a release this simulation knows: "
             f'write 2.6 or later, as in torch_version="2.11"'
         )
     return version

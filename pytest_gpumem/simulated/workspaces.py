@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.callsite import provenance
 
 Version = tuple[int, int]
@@ -62,7 +63,7 @@ def workspace_bytes(config: str | None, version: Version, capability: tuple[int,
     pairs = re.findall(r":([0-9]+):([0-9]+)", config)
     if not pairs:
         warnings.warn(
-            f"CUBLAS_WORKSPACE_CONFIG={config!r} has no :SIZE:COUNT pair; "
+            f"CUBLAS_WORKSPACE_CONFIG={quoted(config)} has no :SIZE:COUNT pair; "
             f"the default of {default:,} bytes is used",
             stacklevel=2,
         )
