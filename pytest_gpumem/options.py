@@ -364,9 +364,7 @@ def _device(value: str) -> DeviceChoice:
 def _report(value: str, folder: Path) -> ReportTarget:
     kind, _, path = value.partition(":")
     if kind == "json" and path:
-        if _usable(folder, path).is_dir():
-            raise ValueError(f"{quoted(value)} names a folder; write json:PATH with a file's path")
-        return ReportTarget("json", folder / path)
+        return ReportTarget("json", _usable(folder, path))
     if kind in ("html", "github"):
         raise ValueError(
             f"{quoted(value)} asks for a report that is not available in this version; "

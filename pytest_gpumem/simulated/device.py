@@ -43,7 +43,8 @@ class SimulatedGPU:
     """A CUDA device of ``model`` that computes shapes only.
 
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
-    CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment. ``torch_version`` (``"2.6"``) says
+    CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, the second where torch reads it: see
+    :mod:`~pytest_gpumem.simulated.workspace_settings`. ``torch_version`` (``"2.6"``) says
     whose rules the allocator and the workspaces follow; the default is the torch that runs.
     With ``real_values`` all values are computed on the CPU.
     Raises ``ValueError`` for an unknown model, version or setting.
@@ -88,7 +89,7 @@ class SimulatedGPU:
             self.allocator,
             self.version,
             self.model.compute_capability,
-            self.cublas_workspace_config,
+            cublas_workspace_config,
             lambda: torch._C._current_graph_task_id() != -1,
         )
         self._open_logs: list[SetupLog] = []
@@ -171,6 +172,7 @@ class SimulatedGPU:
         more. So what a test finds does not depend on the tests before it, to the last address.
         """
         self.workspaces.clear()
+        self.workspaces.settings.forget()
         memory = self._empty_memory()
         for log in logs:
             addresses: dict[int, int] = {}
