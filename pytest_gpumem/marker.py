@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.echo import MOST, printable, quoted
 from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_tolerance
 
 if TYPE_CHECKING:
@@ -88,14 +89,14 @@ def _keywords_of(mark: pytest.Mark) -> dict[str, Any]:
     given = dict(mark.kwargs)
     if len(mark.args) > 1:
         raise MarkerError(
-            f"gpumem marker: {len(mark.args)} positional arguments {mark.args!r}, "
+            f"gpumem marker: {len(mark.args)} positional arguments {quoted(mark.args)}, "
             "but only max= may be given without its keyword"
         )
     if mark.args:
         if "max" in given:
             raise MarkerError(
-                f"gpumem marker: {mark.args[0]!r} and max={given['max']!r} are both the peak "
-                "limit; give one of them"
+                f"gpumem marker: {quoted(mark.args[0])} and max={quoted(given['max'])} are both "
+                "the peak limit; give one of them"
             )
         given["max"] = mark.args[0]
     return {keyword: _parse_named(keyword, value) for keyword, value in given.items()}
@@ -104,7 +105,7 @@ def _keywords_of(mark: pytest.Mark) -> dict[str, Any]:
 def _parse_named(keyword: str, value: object) -> Any:
     if keyword not in _PARSERS:
         raise MarkerError(
-            f"gpumem marker: unknown keyword {keyword}={value!r}; "
+            f"gpumem marker: unknown keyword {printable(keyword, MOST)}={quoted(value)}; "
             f"{_suggestion(keyword)}accepted: {', '.join(_PARSERS)}"
         )
     try:
@@ -131,28 +132,34 @@ def _tolerance(value: object) -> Tolerance:
 
 def _phases(value: object) -> dict[str, int]:
     if not isinstance(value, Mapping):
-        raise MarkerError(f'{value!r} is not a dict of sizes by phase, like {{"forward": "1GB"}}')
+        raise MarkerError(
+            f'{quoted(value)} is not a dict of sizes by phase, like {{"forward": "1GB"}}'
+        )
     limits = {}
     for name, limit in value.items():
         if not isinstance(name, str) or not name:
-            raise MarkerError(f"{value!r} names a phase {name!r}; a name is a text, not empty")
+            raise MarkerError(
+                f"{quoted(value)} names a phase {quoted(name)}; a name is a text, not empty"
+            )
         try:
             limits[name] = _size(limit)
         except SizeError as error:
-            raise MarkerError(f"{value!r} limits {name!r} to {error}") from None
+            raise MarkerError(f"{quoted(value)} limits {quoted(name)} to {error}") from None
     return limits
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise MarkerError(f"{value!r} is neither True nor False")
+        raise MarkerError(f"{quoted(value)} is neither True nor False")
     return value
 
 
 def _count(least: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise MarkerError(f"{value!r} is not a number of runs; write an int from {least} up")
+            raise MarkerError(
+                f"{quoted(value)} is not a number of runs; write an int from {least} up"
+            )
         return value
 
     return parse
@@ -168,11 +175,13 @@ def _gpus(value: object) -> tuple[str, ...]:
         or not names
         or not all(isinstance(name, str) for name in names)
     ):
-        raise MarkerError(f'{value!r} is not a GPU model; write one like "A100-40GB", or a list')
+        raise MarkerError(
+            f'{quoted(value)} is not a GPU model; write one like "A100-40GB", or a list'
+        )
     models = tuple(find_machine(name).name for name in names)
     for model in models:
         if models.count(model) > 1:
-            raise GpuError(f"{value!r} names {model} twice; name each GPU model once")
+            raise GpuError(f"{quoted(value)} names {model} twice; name each GPU model once")
     return models
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import pytest
+
+from pytest_gpumem.echo import printable, quoted
 
 if TYPE_CHECKING:
     from pytest_gpumem.sizes import Tolerance
@@ -258,7 +261,7 @@ class _Reader:
 
     def path(self, name: str) -> Path | None:
         label, _ = self._given(name)
-        return self.one(name, lambda value: self._folder(label) / _not_empty(value))
+        return self.one(name, lambda value: _usable(self._folder(label), value))
 
     def reports(self) -> tuple[ReportTarget, ...]:
         label, values = self._given("gpumem_report")
@@ -291,7 +294,7 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
     try:
         return parse(value)
     except ValueError as error:
-        raise pytest.UsageError(f"{label}={error}") from None
+        raise pytest.UsageError(printable(f"{label}={error}")) from None
 
 
 def _marker_value(keyword: str, value: object) -> Any:
@@ -306,7 +309,8 @@ def _as_marker(keyword: str) -> Callable[[str], Any]:
 
 def _runs(keyword: str) -> Callable[[str], int]:
     def parse(value: str) -> int:
-        runs: int = _marker_value(keyword, int(value) if value.strip().isdecimal() else value)
+        number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
+        runs: int = _marker_value(keyword, int(number[1]) if number else value)
         return runs
 
     return parse
@@ -322,22 +326,31 @@ def _phases(lines: list[str]) -> dict[str, int]:
     for line in lines:
         name, equals, size = (part.strip() for part in line.partition("="))
         if not equals or not name or name in limits:
-            raise ValueError(f"{line!r} is not a phase and its limit, each once: forward = 1GB")
+            raise ValueError(
+                f"{quoted(line)} is not a phase and its limit, each once: forward = 1GB"
+            )
         limits[name] = size
     parsed: dict[str, int] = _marker_value("phases", limits)
     return parsed
 
 
-def _not_empty(value: str) -> str:
+def _usable(base: Path, value: str) -> Path:
     if not value:
-        raise ValueError(f"{value!r} is not a folder; write its path")
-    return value
+        raise ValueError(f"{quoted(value)} is not a folder; write its path")
+    try:
+        (base / value).lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, not to be entered, or with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{quoted(value)} cannot be used: {reason}; write another path") from None
+    return base / value
 
 
 def _choice(*choices: Any) -> Callable[[str], Any]:
     def parse(value: str) -> str:
         if value not in choices:
-            raise ValueError(f"{value!r} is not accepted; write {' or '.join(choices)}")
+            raise ValueError(f"{quoted(value)} is not accepted; write {' or '.join(choices)}")
         return value
 
     return parse
@@ -363,23 +376,23 @@ def _device(value: str) -> DeviceChoice:
     if value == "off":
         return DeviceChoice("off")
     kind, _, rest = value.partition(":")
-    if kind == "cuda" and rest.isascii() and rest.isdecimal():
+    if kind == "cuda" and re.fullmatch(r"[0-9]{1,4}", rest):
         return DeviceChoice("cuda", index=int(rest))
     if kind == "sim" and rest:
         try:
             return DeviceChoice("sim", models=_models(rest))
         except ValueError as error:
-            raise ValueError(f"{value!r}: {error}") from None
-    raise ValueError(f"{value!r} is not a device; write {_VALUES['gpumem_device'][0]}")
+            raise ValueError(f"{quoted(value)}: {error}") from None
+    raise ValueError(f"{quoted(value)} is not a device; write {_VALUES['gpumem_device'][0]}")
 
 
 def _report(value: str, folder: Path) -> ReportTarget:
     kind, _, path = value.partition(":")
     if kind == "json" and path:
-        return ReportTarget("json", folder / path)
+        return ReportTarget("json", _usable(folder, path))
     if kind in ("html", "github"):
         raise ValueError(
-            f"{value!r} asks for a report that is not available in this version; "
+            f"{quoted(value)} asks for a report that is not available in this version; "
             "json:PATH is accepted"
         )
-    raise ValueError(f"{value!r} is not a report; json:PATH is accepted")
+    raise ValueError(f"{quoted(value)} is not a report; json:PATH is accepted")

@@ -9,6 +9,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from pytest_gpumem.echo import quoted
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -39,6 +41,9 @@ _UNITS = {
     "tb": 1000**4,
 }
 
+_MOST = 1 << 128
+"""More bytes than any text here can stand for; Python writes no number of thousands of digits."""
+
 # The digits are bounded so that a mistyped value never runs into Python's own limit for int().
 # Texts, compiled at first use: every pytest run imports this module, few run into a size.
 _NUMBER = r"([0-9]{1,18})(?:\.([0-9]{1,18}))?"
@@ -57,14 +62,14 @@ def parse_size(value: int | str) -> int:
     bytes. Raises :class:`SizeError` for anything else: negative numbers, bools, floats, other
     units.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST:
         return int(value)
     if isinstance(value, str) and (match := re.fullmatch(_SIZE, value)):
         whole, fraction, unit = match.groups(default="")
         if (factor := _UNITS.get(unit.lower())) is not None:
             scale: int = 10 ** len(fraction)
             return int(whole + fraction) * factor // scale
-    raise SizeError(f"{value!r} is not a size; write {SIZE_FORM}")
+    raise SizeError(f"{quoted(value)} is not a size; write {SIZE_FORM}")
 
 
 def format_size(n: int) -> str:
@@ -150,7 +155,7 @@ def parse_tolerance(value: int | str) -> Tolerance:
             return Tolerance(percent, parse_size(sizes[0]) if sizes else 0)
     except SizeError:
         pass
-    raise SizeError(f"{value!r} is not a tolerance; write {TOLERANCE_FORM}") from None
+    raise SizeError(f"{quoted(value)} is not a tolerance; write {TOLERANCE_FORM}") from None
 
 
 def _plain(number: float) -> str:

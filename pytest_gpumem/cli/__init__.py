@@ -6,11 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import NoReturn
 
 from pytest_gpumem.cli import compare, layers, lines, predict, replay
+from pytest_gpumem.echo import printable
 
 BAD_INPUT = 2
+
+MOST_SAID = 2000
+"""Characters of a sentence on stderr."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for command in (compare, layers, lines, predict, replay):
         command.add_command(commands)
+    _show_all_letters()
     try:
         arguments = parser.parse_args(argv)
         code: int = arguments.run(arguments)
@@ -39,7 +45,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BAD_INPUT
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return _refused("this command runs code on torch, which is not installed: install torch")
     except (ValueError, OSError) as error:
-        print(f"gpumem: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _refused(str(error))
     return code
+
+
+def _refused(sentence: str) -> int:
+    print(f"gpumem: {printable(sentence, MOST_SAID)}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _show_all_letters() -> None:
+    """Print letters that the terminal's encoding lacks as escapes instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from pytest_gpumem.echo import printable
 
 GAP = "  "
 UNLIMITED = 1 << 20
@@ -14,6 +16,12 @@ UNLIMITED = 1 << 20
 def terminal_width() -> int:
     """Return the columns of the terminal; what is written to a file is never cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print ``lines``; what a name has of control characters is shown and not obeyed."""
+    for line in lines:
+        print(printable(line.rstrip()))
 
 
 def table(
@@ -27,6 +35,7 @@ def table(
 
     In a terminal too narrow, the columns ``given_up`` are left out, first to last, as needed.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     kept = set(range(len(widths)))
     for index in given_up:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.store import read_folder, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.cli.columns import say
+from pytest_gpumem.echo import printable
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
 
@@ -59,7 +61,8 @@ class Row:
         if self.a is not None and self.b is not None:
             change = _signed(self.b - self.a)
             percent = format_percent(self.b - self.a, self.a) if self.a > 0 else ""
-        return (self.nodeid, self.phase, *sizes, change, percent.removesuffix(" %"), self.status)
+        names = printable(self.nodeid), printable(self.phase)
+        return (*names, *sizes, change, percent.removesuffix(" %"), self.status)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -94,11 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [row for pair in pairs for row in compare_environments(a, b, *pair, tolerance)]
     if not rows:
         raise ValueError(f"neither {a.path} nor {b.path} holds a measured test; nothing to compare")
-    for line in _header(a, b, pairs, tolerance):
-        print(line)
-    for line in _table(rows):
-        print(line)
-    print(_totals(rows))
+    say([*_header(a, b, pairs, tolerance), *_table(rows), _totals(rows)])
     return REGRESSION if any(row.status == "regression" for row in rows) else 0
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, say, table, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         writer.writerow(HEADER)
         writer.writerows(_values(layer) for layer in shown)
     else:
-        for line in lines(arguments.target, shown, terminal_width()):
-            print(line)
+        say(lines(arguments.target, shown, terminal_width()))
     return 0
 
 
@@ -97,7 +96,7 @@ def layers_of_target(text: str, gpu: str) -> list[Layer]:
         return layers_of(target.call, gpu)
     except (SimulationError, ValueError) as error:
         raise TargetError(f"{text}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, say, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.sizes import format_size
 
@@ -57,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([line.to_dict() for line in found], indent=2))
     else:
-        for line in text_lines(found, terminal_width()):
-            print(line.rstrip())
+        say(text_lines(found, terminal_width()))
     return 0
 
 
@@ -77,7 +76,7 @@ def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]
         return lines_of(target.call, [_plain(text, target.call), *followed], gpu)
     except (SimulationError, ValueError) as error:
         raise TargetError(f"{text}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
@@ -108,7 +107,9 @@ def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
     for line in lines:
         place = f"{shown(line.path)}, {line.function}()"
         if place != heading:
-            yield ("\n" if heading else "") + place
+            if heading:
+                yield ""
+            yield place
             heading = place
         text = line.source if len(line.source) <= source else f"{line.source[: source - 1]}…"
         times = f"  {line.times} times" if line.times > 1 else ""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, say, table, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, find_target
 from pytest_gpumem.sizes import format_size
 
@@ -51,8 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [prediction.to_dict() for prediction in predictions]
         print(json.dumps({"target": arguments.target, "gpus": rows}, indent=2))
     else:
-        for line in lines(arguments.target, predictions, terminal_width()):
-            print(line)
+        say(lines(arguments.target, predictions, terminal_width()))
     return 0 if all(prediction.fits for prediction in predictions) else DOES_NOT_FIT
 
 
@@ -71,7 +70,7 @@ def predictions_of(text: str, gpus: Sequence[str]) -> list[Prediction]:
         return [predict(target.call, gpu) for gpu in gpus]
     except SimulationError as error:
         raise PredictionError(f"{text}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
 
 

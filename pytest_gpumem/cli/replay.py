@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.cli.columns import say
+from pytest_gpumem.echo import MOST, printable, quoted
 from pytest_gpumem.sizes import SizeError, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -79,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(to_dict(result, arguments.snapshot), indent=2))
     else:
-        for line in lines(result, arguments.snapshot, elsewhere):
-            print(line.rstrip())
+        say(lines(result, arguments.snapshot, elsewhere))
     return 0 if result.exact and result.out_of_memory is None else DISAGREEMENT
 
 
@@ -245,7 +246,11 @@ def _shortage(shortage: Shortage, asks: str) -> str:
 
 
 def _conf(conf: str) -> str:
-    return f"PYTORCH_CUDA_ALLOC_CONF={conf}" if conf else "the allocator's default settings"
+    return (
+        f"PYTORCH_CUDA_ALLOC_CONF={printable(conf, MOST)}"
+        if conf
+        else "the allocator's default settings"
+    )
 
 
 def _dotted(result: ReplayResult) -> str:
@@ -255,9 +260,9 @@ def _dotted(result: ReplayResult) -> str:
 def _release(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    found = re.match(r"(\d+)\.(\d+)", text)
+    found = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", text)
     if found is None:
-        raise ValueError(f"--torch: {text!r} is not a release; write one like 2.6")
+        raise ValueError(f"--torch: {quoted(text)} is not a release; write one like 2.6")
     return int(found[1]), int(found[2])
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pytest_gpumem.echo import quoted
+
 FORMS = "write module:function, path.py:function or path.py::test"
 
 
@@ -49,7 +51,7 @@ def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget |
         return TestTarget(text)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
-        raise TargetError(f"{text!r} is no target; {FORMS}")
+        raise TargetError(f"{quoted(text)} is no target; {FORMS}")
     function = _function(text, _module(text, place), name)
     if not takes_arguments:
         _check_callable_alone(text, name, function)
@@ -69,7 +71,9 @@ def _module(text: str, place: str) -> ModuleType:
         sys.path.insert(0, folder)
     try:
         return _from_file(Path(place)) if is_path else importlib.import_module(place)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() or pytest.skip() in a module is no Exception
         raise TargetError(
             f"{text}: importing {place} raised {type(error).__name__}: {error}"
         ) from error

@@ -16,10 +16,15 @@ def alloc_conf_of_process(version: tuple[int, int]) -> str:
 
     Source: c10/core/AllocatorConfig.cpp; up to 2.9 CUDAAllocatorConfig.cpp read the first alone.
     """
+    return os.environ.get(alloc_conf_variable(version), "")
+
+
+def alloc_conf_variable(version: tuple[int, int]) -> str:
+    """Return the name of the variable that :func:`alloc_conf_of_process` reads."""
     names = ["PYTORCH_CUDA_ALLOC_CONF"]
     if version >= (2, 10):
         names += ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-    return next((os.environ[name] for name in names if name in os.environ), "")
+    return next((name for name in names if name in os.environ), names[0])
 
 
 @dataclass(frozen=True)

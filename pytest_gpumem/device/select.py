@@ -52,7 +52,8 @@ class DeviceSelector:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
         One with ``real_values`` is another device: it computes on the CPU what it simulates.
-        Raises ``DeviceError`` where the options ask for a CUDA device that is not there.
+        Raises ``DeviceError`` where the options ask for a CUDA device that is not there, or the
+        environment has allocator settings that no device takes.
         """
         return self.real() or self._simulate(model or self._choice.models[0], real_values)
 
@@ -91,9 +92,14 @@ class DeviceSelector:
     def _simulate(self, model: str, real_values: bool) -> Device:
         key = model, real_values
         if key not in self._simulated:
+            from pytest_gpumem.device.errors import DeviceError
             from pytest_gpumem.device.simulated import SimulatedDevice
+            from pytest_gpumem.simulated.allocator import AllocatorError
 
-            self._simulated[key] = SimulatedDevice(model, real_values=real_values)
+            try:
+                self._simulated[key] = SimulatedDevice(model, real_values=real_values)
+            except AllocatorError as error:
+                raise DeviceError(str(error)) from error
         return self._simulated[key]
 
 

@@ -84,6 +84,8 @@ class SimulatedDevice:
             gpu.estimates.clear()
             # Also where nothing is held: a test may have changed settings, or the memory fraction.
             gpu.renew([each.logs[position] for each in earlier])
+            for each in earlier:
+                gpu.workspaces.settings.chosen.update(each.workspace_sizes)
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
     @contextmanager
@@ -109,13 +111,16 @@ class SimulatedDevice:
     def setting_up(self, fixture: object) -> Iterator[None]:
         """Log what the set-up of ``fixture``, which goes on inside, allocates."""
         before = self._simulation.current_index
+        sizes = self._gpus[0].workspaces.settings.chosen
+        earlier = dict(sizes)
         with ExitStack() as logging:
             if is_shared(fixture):
                 logging.enter_context(self._simulation.threads.owned_by(None))
             logs = [logging.enter_context(gpu.logging()) for gpu in self._gpus]
             yield
         after = self._simulation.current_index
-        self._set_up[fixture] = _SetUp(logs, after if after != before else None)
+        chosen = {} if sizes == earlier else dict(sizes)
+        self._set_up[fixture] = _SetUp(logs, after if after != before else None, chosen)
 
     def forget(self, fixture: object) -> None:
         """Drop the log of a fixture that has been torn down."""
@@ -161,3 +166,5 @@ class _SetUp:
     """One of each GPU."""
     current_index: int | None
     """The device that it made the current one."""
+    workspace_sizes: dict[str, int]
+    """Bytes by library, where it set a workspace's size; see ``WorkspaceSettings.chosen``."""

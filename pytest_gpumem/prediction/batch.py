@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.echo import quoted
 from pytest_gpumem.sizes import format_size
 
 MOST_STEPS = 40
@@ -64,7 +65,7 @@ def fit_batch(
     ordered = sorted(set(sizes))
     if len(ordered) < 2 or ordered[0] < 1:
         raise ValueError(
-            f"sizes={list(sizes)!r}: give at least two different batch sizes from 1 up"
+            f"sizes={quoted(list(sizes))}: give at least two different batch sizes from 1 up"
         )
     if gpu is None:
         context: Any = nullcontext()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
 from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.jsonfile import replace_file, schema_problem
 from pytest_gpumem.report.record import TestRecord
 
@@ -44,16 +46,19 @@ def write_report(path: Path, records: Sequence[TestRecord]) -> Path:
     if problem := schema_problem("pytest_gpumem.report", report):
         raise ReportError(f"report {path} was not written: {problem}")
     content = f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode("ascii")
-    target = path.resolve()
     try:
-        if target.exists() and not target.is_file() and not target.is_dir():
+        target = path.resolve()
+        if target.is_dir():
+            raise IsADirectoryError(EISDIR, "Is a directory")
+        if target.exists() and not target.is_file():
             # A pipe or a device such as /dev/stdout is written to, not replaced by a file.
             target.write_bytes(content)
         else:
             replace_file(target, content)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a path with a NUL is a ValueError
+        reason = getattr(error, "strerror", None) or error
         raise ReportError(
-            f"report {path} cannot be written: {error.strerror or error}; "
+            f"report {printable(str(path), MOST)} cannot be written: {reason}; "
             "give --gpumem-report json:PATH a file that can be written"
         ) from error
     return target

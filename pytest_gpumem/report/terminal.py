@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.verdict import explanation_lines, update_command
 from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.table import STATUS_STYLE, table, test_status
 from pytest_gpumem.report.text import Line, Span, Writer, pack, shorten, wrap, write_lines
@@ -39,9 +40,10 @@ def describe(environment: Environment) -> str:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
         facts += [f"driver {environment.driver}"] if environment.driver else []
     facts += [environment.partition] if environment.partition else []
-    facts += [environment.alloc_conf] if environment.alloc_conf else []
+    facts += [printable(environment.alloc_conf, MOST)] if environment.alloc_conf else []
     if environment.cublas_workspace_config:
-        facts.append(f"CUBLAS_WORKSPACE_CONFIG={environment.cublas_workspace_config}")
+        config = printable(environment.cublas_workspace_config, MOST)
+        facts.append(f"CUBLAS_WORKSPACE_CONFIG={config}")
     return f"{kind}{environment.gpu} ({', '.join(facts)})"
 
 

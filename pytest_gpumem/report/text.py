@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
+from pytest_gpumem.echo import printable
+
 ELLIPSIS = "…"
 
 # What pytest's TerminalWriter calls the styles used here.
@@ -59,7 +61,10 @@ def write_lines(writer: Writer, lines: Iterable[Line]) -> None:
     """Write ``lines`` in their styles; the writer leaves colours out where there are none."""
     for line in lines:
         for span in line.spans:
-            writer.write(span.text, **{MARKUP.get(word, word): True for word in span.style.split()})
+            writer.write(
+                printable(span.text),
+                **{MARKUP.get(word, word): True for word in span.style.split()},
+            )
         writer.line()
 
 
@@ -79,8 +84,10 @@ def _cell(char: str) -> int:
 def shorten(text: str, width: int) -> str:
     """Return ``text`` in at most ``width`` columns, with an ellipsis for what falls out.
 
-    It falls out of the middle: a test's name differs from its neighbour's at the ends.
+    It falls out of the middle: a test's name differs from its neighbour's at the ends. Control
+    characters are shown.
     """
+    text = printable(text)
     if cells(text) <= width:
         return text
     if width < 1:
@@ -104,8 +111,9 @@ def wrap(text: str, width: int, *, first: str = "", rest: str = "") -> list[str]
     """Return ``text`` in lines of ``width`` columns, broken between words, never inside one.
 
     A number stays with its unit. The first line begins with ``first``, the others with ``rest``.
+    Control characters are shown.
     """
-    words = re.split(r"(?<!\d)\s+|\s+(?!(?:[KMGT]i)?B\b|%)", text.strip())
+    words = re.split(r"(?<!\d)\s+|\s+(?!(?:[KMGT]i)?B\b|%)", printable(text.strip()))
     return pack(filter(None, words), width, gap=" ", first=first, rest=rest)
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.echo import printable, quoted
+
 if TYPE_CHECKING:
     import torch
 
@@ -55,9 +57,11 @@ class Gpumem:
         import torch
 
         if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"gpumem.watch(model={model!r}): give a torch.nn.Module")
+            raise TypeError(f"gpumem.watch(model={quoted(model)}): give a torch.nn.Module")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"gpumem.watch(optimizer={optimizer!r}): give a torch.optim.Optimizer")
+            raise TypeError(
+                f"gpumem.watch(optimizer={quoted(optimizer)}): give a torch.optim.Optimizer"
+            )
         self._measured.watch(model)
         if optimizer is not None:
             self._measured.watch(optimizer)
@@ -107,15 +111,17 @@ class IdleGpumem:
 
 class _Phases(dict[str, "PhaseRecord"]):
     def __missing__(self, name: str) -> PhaseRecord:
-        known = ", ".join(self) or "none"
-        raise KeyError(f"{name!r} is no phase that has been left; there are: {known}")
+        known = printable(", ".join(self)) or "none"
+        raise KeyError(f"{quoted(name)} is no phase that has been left; there are: {known}")
 
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"gpumem.phase({name!r}): a phase's name is a text that is not empty")
+        raise ValueError(
+            f"gpumem.phase({quoted(name)}): a phase's name is a text that is not empty"
+        )
     if name in ("setup", "call"):
         raise ValueError(
-            f"gpumem.phase({name!r}): pytest-gpumem keeps this name for pytest's own phase; "
+            f"gpumem.phase({quoted(name)}): pytest-gpumem keeps this name for pytest's own phase; "
             "choose another"
         )

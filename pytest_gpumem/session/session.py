@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -56,6 +56,8 @@ class GpumemSession:
         )
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
+        self._said: set[str] = set()
+        """Why there is no device, which holds for every test."""
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -96,8 +98,12 @@ class GpumemSession:
         ):
             early = self._early()
             if early is None:
-                self._reported(None)
-                early = begin(self._config, self.settings, self.selector)
+                from pytest_gpumem.device.errors import DeviceError
+
+                try:
+                    early = begin(self._config, self.settings, self.selector)
+                except DeviceError as error:
+                    raise pytest.UsageError(str(error)) from None
             self.selector, self._ambient = early.selector, early.device
 
     def _early(self) -> Ambient | None:
@@ -120,11 +126,9 @@ class GpumemSession:
         from pytest_gpumem.report.header import header_line
 
         root = self.settings.baselines
-        folders = (
-            sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
-            if root.is_dir()
-            else []
-        )
+        folders: list[str] = []
+        with suppress(OSError):  # a folder that cannot be read is said where a baseline is needed
+            folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
         shown = os.path.relpath(root, self._config.rootpath)
         return header_line(self.selector.description, _torch_release(), shown, folders)
 
@@ -317,6 +321,9 @@ class GpumemSession:
             return self.selector.select(model, real_values=real_values)
         except DeviceError as error:
             problem = str(error)
+        if problem in self._said:
+            pytest.fail("there is no device to measure on, as the first test says", pytrace=False)
+        self._said.add(problem)
         pytest.fail(problem, pytrace=False)
 
     def _measured(

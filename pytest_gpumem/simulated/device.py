@@ -14,8 +14,14 @@ from typing import Any
 import torch
 
 from pytest_gpumem.device.collector import GROWTH, Collector
-from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
-from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
+from pytest_gpumem.device.environment import Environment, alloc_conf_of_process, alloc_conf_variable
+from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.allocator import (
+    Allocator,
+    AllocatorError,
+    AllocatorSettings,
+    OutOfMemory,
+)
 from pytest_gpumem.simulated.allocator.addresses import (
     DEVICE_ADDRESSES,
     FIRST_ADDRESS,
@@ -39,7 +45,8 @@ class SimulatedGPU:
     """A CUDA device of ``model`` that computes shapes only.
 
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
-    CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment. ``torch_version`` (``"2.6"``) says
+    CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, the second where torch reads it: see
+    :mod:`~pytest_gpumem.simulated.workspace_settings`. ``torch_version`` (``"2.6"``) says
     whose rules the allocator and the workspaces follow; the default is the torch that runs.
     With ``real_values`` all values are computed on the CPU.
     Raises ``ValueError`` for an unknown model, version or setting.
@@ -64,13 +71,24 @@ class SimulatedGPU:
         self.uncached = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1"
         self.torch_device = torch.device("cuda", index)
         self.alloc_conf = alloc_conf_of_process(self.version) if alloc_conf is None else alloc_conf
+        self._workspace_config = cublas_workspace_config
+        """``None`` where the environment says it, which code under test may change."""
         self.cublas_workspace_config = (
             os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
             if cublas_workspace_config is None
             else cublas_workspace_config
         )
-        self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
-        self.allocator = self._empty_memory()
+        try:
+            self._settings = AllocatorSettings.parse(self.alloc_conf, version=self.version)
+            self.allocator = self._empty_memory()
+        except AllocatorError as error:
+            if alloc_conf is not None:
+                raise
+            name = alloc_conf_variable(self.version)
+            raise AllocatorError(
+                f"{name}={quoted(self.alloc_conf)} cannot be used: {error}; "
+                "write it as torch reads it, or unset it"
+            ) from error
         self.workspaces = self.workspaces_in(self.allocator)
         self._open_logs: list[SetupLog] = []
         self._collector: Collector | None = None
@@ -153,6 +171,7 @@ class SimulatedGPU:
         more. So what a test finds does not depend on the tests before it, to the last address.
         """
         self.workspaces.clear()
+        self.workspaces.settings.forget()
         memory = self._empty_memory()
         for log in logs:
             addresses: dict[int, int] = {}
@@ -197,7 +216,7 @@ class SimulatedGPU:
             memory,
             self.version,
             self.model.compute_capability,
-            self.cublas_workspace_config,
+            self._workspace_config,
             lambda: torch._C._current_graph_task_id() != -1,
         )
 
@@ -374,7 +393,7 @@ def _single(name: str) -> GpuModel:
     machine = find_machine(name)
     if machine.count > 1:
         raise GpuError(
-            f"{name!r} is a machine with {machine.count} GPUs and not one of them; write "
+            f"{quoted(name)} is a machine with {machine.count} GPUs and not one of them; write "
             f'"{machine.model.name}"'
         )
     return machine.model
@@ -382,11 +401,13 @@ def _single(name: str) -> GpuModel:
 
 def parse_version(text: str | None) -> Version:
     """``"2.6"`` or ``"2.11.0+cu130"`` -> ``(2, 6)``; ``None`` is the torch that runs."""
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__ if text is None else str(text))
+    found = re.match(
+        r"([0-9]{1,4})\.([0-9]{1,4})", torch.__version__ if text is None else str(text)
+    )
     version = (int(found[1]), int(found[2])) if found else None
     if version is None or version < OLDEST:
         raise ValueError(
-            f"torch_version={text!r} is not a release this simulation knows: "
+            f"torch_version={quoted(text)} is not a release this simulation knows: "
             f'write 2.6 or later, as in torch_version="2.11"'
         )
     return version

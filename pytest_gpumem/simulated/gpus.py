@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import KIB, MIB
 
 
@@ -106,7 +107,7 @@ def find_machine(name: str | GpuModel | Machine) -> Machine:
     if isinstance(name, GpuModel):
         return Machine(name, 1)
     if not isinstance(name, str):
-        raise GpuError(f'{name!r} is not a simulated GPU; write a name like "A100-40GB"')
+        raise GpuError(f'{quoted(name)} is not a simulated GPU; write a name like "A100-40GB"')
     model, star, number = name.partition("*")
     number = number.strip()
     if not star:
@@ -114,8 +115,8 @@ def find_machine(name: str | GpuModel | Machine) -> Machine:
     if number.isascii() and number.isdecimal() and 1 <= int(number) <= MOST_GPUS:
         return Machine(find_gpu(model), int(number))
     raise GpuError(
-        f"{name!r} does not say how many GPUs; write a number from 1 to {MOST_GPUS} behind the "
-        f'star, as in "{model.strip() or "A100-80GB"}*2"'
+        f"{quoted(name)} does not say how many GPUs; write a number from 1 to {MOST_GPUS} behind "
+        f'the star, as in "{printable(model.strip(), 40) or "A100-80GB"}*2"'
     )
 
 
@@ -127,7 +128,9 @@ def find_gpu(name: str) -> GpuModel:
     by_folded_name = {known.casefold(): gpu for known, gpu in GPUS.items()}
     if (gpu := by_folded_name.get(name.strip().casefold())) is not None:
         return gpu
-    raise GpuError(f"{name!r} is not a simulated GPU; {_suggestion(name)}known: {', '.join(GPUS)}")
+    raise GpuError(
+        f"{quoted(name)} is not a simulated GPU; {_suggestion(name)}known: {', '.join(GPUS)}"
+    )
 
 
 def _suggestion(name: str) -> str:

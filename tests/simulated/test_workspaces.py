@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from pytest_gpumem import simulate
 from pytest_gpumem.simulated.workspaces import (
     Workspaces,
     default_workspace_bytes,
@@ -172,18 +174,160 @@ def test_2_8_unified_workspace_is_a_switch(monkeypatch: pytest.MonkeyPatch) -> N
     assert memory.events == [("alloc", SMALL)]
 
 
-def test_workspace_off_allocates_nothing_but_lt_grows_it_since_2_13() -> None:
+@pytest.mark.parametrize("version", [(2, 12), (2, 13), (2, 14)])
+def test_a_workspace_that_is_off_is_off_for_lt_that_shares_it(version: tuple[int, int]) -> None:
     memory = Memory()
-    live = workspaces(memory, (2, 13), config=":0:0")
+    live = workspaces(memory, version, config=":0:0")
     live.gemm()
-    assert memory.events == []
     live.gemm_lt()
-    assert memory.events == [("alloc", MIB)]
+    assert memory.events == []
 
 
-def test_config_is_read_from_the_environment_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("version", "second"), [((2, 6), 32_768), ((2, 12), 32_768), ((2, 13), 16_384)]
+)
+def test_config_is_read_at_every_use_up_to_2_12_and_once_since(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], second: int
+) -> None:
     memory = Memory()
-    live = workspaces(memory, (2, 6), config=None)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    live = workspaces(memory, version, config=None)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:1")
+    live.gemm(stream=1)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:2")
+    live.gemm(stream=2)
+    assert memory.events == [("alloc", 16_384), ("alloc", second)]
+
+
+@pytest.mark.parametrize(
+    ("version", "second"), [((2, 7), MIB), ((2, 8), 2 * MIB), ((2, 11), 2 * MIB), ((2, 15), MIB)]
+)
+def test_lts_size_is_read_once_up_to_2_7_and_since_2_13(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], second: int
+) -> None:
+    memory = Memory()
+    live = workspaces(memory, version)
+    live.gemm_lt(stream=1)
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
+    live.gemm_lt(stream=2)
+    lt = [size for kind, size in memory.events if kind == "alloc" and size != SMALL]
+    assert lt == [MIB, second]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [(" 2048 KiB", 2 * MIB), ("+16", 16_384), ("x", MIB), ("9" * 12, MIB)]
+)
+def test_lts_size_is_read_as_stoi_reads(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: int
+) -> None:
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", text)
+    assert lt_workspace_bytes((2, 6), SMALL) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "flag", "expected"),
+    [
+        ((2, 7), "1", [MIB, SMALL]),
+        ((2, 9), "1", [SMALL]),
+        ((2, 11), "0", [SMALL, MIB]),
+        ((2, 12), "0", [MIB]),
+        ((2, 14), "0", [MIB]),
+        ((2, 14), "yes", [SMALL]),
+        ((2, 15), "1", [MIB]),
+    ],
+)
+def test_the_switch_that_unifies_workspaces_by_release(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], flag: str, expected: list[int]
+) -> None:
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", flag)
+    memory = Memory()
+    workspaces(memory, version).gemm_lt()
+    assert [size for kind, size in memory.events if kind == "alloc"] == expected
+
+
+def test_2_11_bounds_lts_own_workspace_by_the_one_that_it_does_not_share() -> None:
+    for version, expected in (((2, 10), MIB), ((2, 11), 16_384)):
+        memory = Memory()
+        workspaces(memory, version, config=":16:1").gemm_lt()
+        assert memory.events == [("alloc", 16_384), ("alloc", expected)]
+
+
+def test_a_larger_workspace_takes_the_place_of_the_smaller_once_it_is_there() -> None:
+    """setWorkspaceForHandle since 2.13: the new one is allocated before the old one goes."""
+    memory = Memory()
+    live = workspaces(memory, (2, 13), config=":16:1")
     live.gemm()
-    assert memory.events == [("alloc", 16 * 1024 * 8)]
+    live.settings.chosen["cublas"] = 32_768
+    live.gemm()
+    live.settings.chosen["cublas"] = 512
+    live.gemm()
+    assert memory.events == [("alloc", 16_384), ("alloc", 32_768), ("free", 16_384)]
+
+
+def allocated_by_a_product() -> int:
+    x = torch.ones(8, 8, device="cuda")
+    before = torch.cuda.memory_allocated()
+    y = x @ x
+    return torch.cuda.memory_allocated() - before - 512 * (y is not None)
+
+
+def test_a_config_that_is_set_while_the_simulation_runs_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """test_cublas_workspace_explicit_allocation of PyTorch 2.6."""
+    with simulate("T4", torch_version="2.6"):
+        assert allocated_by_a_product() == SMALL
+        for config, expected in {":4096:8": 33_554_432, ":16:1": 16_384, "": SMALL}.items():
+            monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+            torch._C._cuda_clearCublasWorkspaces()
+            assert allocated_by_a_product() == expected
+
+
+def test_a_simulation_that_was_told_the_config_does_not_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with simulate("T4", torch_version="2.6", cublas_workspace_config=":16:2"):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:1")
+        assert allocated_by_a_product() == 32_768
+
+
+needs_setters = pytest.mark.skipif(
+    not hasattr(torch.backends.cuda, "cublas_workspace_size"), reason="came with torch 2.13"
+)
+
+
+@needs_setters
+def test_sizes_are_asked_for_and_set_through_torch() -> None:
+    cuda = torch.backends.cuda
+    with simulate("T4*2", torch_version="2.13"):
+        assert (cuda.cublas_workspace_size(), cuda.cublaslt_workspace_size()) == (SMALL, MIB)
+        assert cuda.cublas_workspace_size(65_536) == 65_536
+        # Lt may share it, so it is told no more than there is.
+        assert cuda.cublaslt_workspace_size() == 65_536
+        assert allocated_by_a_product() == 65_536
+        torch.cuda.set_device(1)
+        assert cuda.blas_workspace_size(backend="cublas") == 65_536
+        assert cuda.cublaslt_workspace_size(512) == 512
+        torch._C._cuda_resetCublasWorkspaceSize()
+        torch._C._cuda_resetCublasLtWorkspaceSize()
+        assert (cuda.cublas_workspace_size(), cuda.cublaslt_workspace_size()) == (SMALL, MIB)
+        with pytest.raises(TypeError, match="a workspace of -1 bytes"):
+            cuda.cublas_workspace_size(-1)
+    with simulate("H100", torch_version="2.13"):
+        assert cuda.cublas_workspace_size() == LARGE
+
+
+@needs_setters
+def test_a_size_that_was_set_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:1")
+    with simulate("T4", torch_version="2.13"):
+        assert torch.backends.cuda.cublas_workspace_size() == 16_384
+        torch.backends.cuda.cublas_workspace_size(0)
+        assert allocated_by_a_product() == 0
+
+
+def test_since_2_15_the_handle_alone_takes_nothing() -> None:
+    """The public handle uses the library's own workspace unless ATen's are cached."""
+    for version, expected in (("2.14", SMALL), ("2.15", 0)):
+        with simulate("T4", torch_version=version) as gpu:
+            torch.cuda.current_blas_handle()
+            assert gpu.peak_allocated == expected

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from pytest_gpumem.echo import MOST, printable, quoted
 from pytest_gpumem.simulated.allocator.constants import LARGE_SEGMENT, MIN_LARGE_ALLOC
 from pytest_gpumem.simulated.allocator.messages import GIB, MIB, AllocatorError
 from pytest_gpumem.simulated.allocator.rounding import DIVISION_SLOTS
@@ -28,6 +29,9 @@ GENERIC_CONFIG: Version = (2, 10)
 
 class SettingsError(AllocatorError):
     """An allocator configuration string that torch rejects, with torch's message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, MOST))
 
     settings: AllocatorSettings | None = None
     """What had been read when the error was found: torch keeps that much."""
@@ -174,7 +178,7 @@ class _Parser:
     def _next(self) -> str:
         if self.index >= len(self.tokens):
             raise SettingsError(
-                f"The allocator settings {self.result.conf!r} end where a value is expected."
+                f"The allocator settings {quoted(self.result.conf)} end where a value is expected."
             )
         self.index += 1
         return self.tokens[self.index - 1]
@@ -203,14 +207,14 @@ class _Parser:
 
     def _integer(self) -> int:
         """As std::stoull: what follows the digits is ignored."""
-        digits = re.match(r"[+-]?\d+", self._next())
-        if digits is None:
+        digits = re.match(r"[+-]?[0-9]{1,20}(?![0-9])", self._next())
+        if digits is None:  # or, as for std::out_of_range, too many of them
             raise SettingsError("stoull" if self.generic else "stoi")
         return int(digits.group())
 
     def _number(self) -> float:
         """As std::stod: what follows the number is ignored."""
-        pattern = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)"
+        pattern = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|nan)"
         number = re.match(pattern, self._next(), re.IGNORECASE)
         if number is None:
             raise SettingsError("stod")
@@ -364,10 +368,10 @@ class _Parser:
 
 def _reserve(text: str) -> Reserve | None:
     """``parseReserveSpec`` of c10/cuda/CUDAAllocatorConfig.cpp."""
-    found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)([Gg]?)", text)
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)([Gg]?)", text)
     if found is None or float(found[1]) <= 0:
         warnings.warn(
-            f"Ignoring invalid expandable-segment reserve value '{text}' in"
+            f"Ignoring invalid expandable-segment reserve value '{printable(text, MOST)}' in"
             " PYTORCH_CUDA_ALLOC_CONF (expected a positive, finite fraction like 0.5 or an"
             " absolute size like 40G); using default.",
             stacklevel=2,

@@ -8,7 +8,9 @@ import torch
 import torch.backends.cuda
 import torch.backends.cudnn
 
+from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.operators.attention import usable_kernels
+from pytest_gpumem.simulated.workspace_settings import STATIC_SIZE
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -48,6 +50,40 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch._C, "_cuda_get_cudnn_benchmark_limit", limit.get)
     patches.plan(torch._C, "_cuda_set_cudnn_benchmark_limit", limit.set)
     patches.plan(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
+    if version >= STATIC_SIZE:
+        for name, library in {"Cublas": "cublas", "CublasLt": "cublaslt"}.items():
+            sizes = _WorkspaceSize(simulation, library)
+            patches.plan(torch._C, f"_cuda_get{name}WorkspaceSize", sizes.get)
+            patches.plan(torch._C, f"_cuda_set{name}WorkspaceSize", sizes.set)
+            patches.plan(torch._C, f"_cuda_reset{name}WorkspaceSize", sizes.reset)
+
+
+class _WorkspaceSize:
+    """The functions of one library since 2.13, below ``torch.backends.cuda.cublas_workspace_size``.
+
+    Source: ``cublas_workspace_override`` of aten/src/ATen/cuda/CublasHandlePool.cpp, which goes
+    before the environment for all devices of the process.
+    """
+
+    def __init__(self, simulation: Simulation, library: str) -> None:
+        self._simulation = simulation
+        self._library = library
+
+    def get(self) -> int:
+        settings = self._simulation.current.workspaces.settings
+        return settings.cublas_bytes if self._library == "cublas" else settings.lt_bytes
+
+    def set(self, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise TypeError(
+                f"a workspace of {quoted(size)} bytes: the size is an int that is not negative"
+            )
+        for gpu in self._simulation.gpus:
+            gpu.workspaces.settings.chosen[self._library] = size
+
+    def reset(self) -> None:
+        for gpu in self._simulation.gpus:
+            gpu.workspaces.settings.chosen.pop(self._library, None)
 
 
 def _asking(simulation: Simulation, kernel: str) -> Any:

@@ -214,7 +214,7 @@ class _Api:
 
     def _cuda_getCurrentBlasHandle(self) -> int:
         gpu = self._simulation.current
-        gpu.workspaces.gemm(gpu.stream)
+        gpu.workspaces.handle(gpu.stream)
         return 1
 
     def _cuda_getCurrentSolverHandle(self) -> int:

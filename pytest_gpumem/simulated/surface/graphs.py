@@ -31,8 +31,12 @@ RNG_BYTES = 8
 """A seed, and an offset: one int64 each."""
 CLEARS_WORKSPACES = (2, 12)
 """From this release on a graph that is given up frees the cuBLAS workspaces of its stream."""
-LAZY_RNG = (2, 13)
+RNG_PER_CAPTURE = (2, 12)
+"""From this release on a capture has them of its own, on the default stream."""
+LAZY_RNG = (2, 14)
 """From this release on a capture allocates them at its first random operator."""
+DEFAULT_GENERATOR = "default"
+"""Stands for the generator that random operators use where none is given."""
 
 
 class PoolIds:
@@ -86,9 +90,26 @@ class Capture:
 class RandomState:
     """Where graphs find the seed and offset of random operators: two small tensors.
 
-    Up to 2.12 a generator has them from the first graph that it is registered with to the last,
-    allocated on the stream of that capture; since 2.13 a capture has its own, from the first random
-    operator in it, on the default stream.
+    ======== ==================================== ========================= ==============
+    torch    allocated                            on the stream             freed
+    ======== ==================================== ========================= ==============
+    2.6-2.11 for the first graph of a generator,  of the capture            with the last
+             by capture_begin or                                            of its graphs
+             register_generator_state
+    2.12-13  for each capture and registered      the default one           by reset of
+             generator, by capture_begin                                    the graph
+    2.14-15  for each capture and generator, by   the default one           by reset of
+             the first random operator                                      the graph
+    ======== ==================================== ========================= ==============
+
+    Sources: ``CUDAGeneratorState::register_graph`` of 2.6 (CUDAGeneratorImpl.cpp);
+    ``init_capture_state``, which ``CUDAGraph::capture_begin`` calls for every registered generator
+    once the capture is under way, in the headers of the wheels of 2.12.1 and 2.13.0 (PyTorch
+    #176752), whose test_graph_memory_stats_and_use_result_after_destroy_graph finds three blocks
+    of a graph without random operators; ``get_capture_state(id, create_if_not_found)`` in those of
+    2.14.1 and 2.15.0, where registering is left to the operator (#176753).
+
+    This class is the first line of the table; the captures hold what is theirs.
     """
 
     def __init__(self) -> None:
@@ -107,6 +128,11 @@ class RandomState:
             graphs.discard(id(graph))
             if not graphs:
                 _free(memory, addresses)
+
+
+def _generator_key(generator: object) -> object:
+    known = (None, *torch.cuda.default_generators)
+    return DEFAULT_GENERATOR if any(generator is each for each in known) else generator
 
 
 def _tensors(gpu: SimulatedGPU, stream: int) -> list[int]:
@@ -128,8 +154,9 @@ class SimulatedGraph:
         self._capture: Capture | None = None
         self._captured: Capture | None = None
         self._memory: Memory | None = None
-        self._random: list[int] = []
-        self._generators: list[object] = ["default"]
+        self._random: dict[object, list[int]] = {}
+        """Seed and offset of the capture, by generator; empty up to 2.11."""
+        self._generators: list[object] = [DEFAULT_GENERATOR]
 
     def capture_begin(
         self,
@@ -146,7 +173,7 @@ class SimulatedGraph:
                 "create a new instance."
             )
         if gpu.version < LAZY_RNG:
-            self._register(gpu)
+            self._register(gpu, self._generators)
         if gpu.stream == 0:
             raise RuntimeError(
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, "
@@ -170,6 +197,9 @@ class SimulatedGraph:
         simulation.execution.watch(_noting_nodes(simulation))
         simulation.values.recording = self._recording
         self._capture, self._memory = capture, gpu.allocator
+        if RNG_PER_CAPTURE <= gpu.version < LAZY_RNG:
+            for generator in self._generators:
+                self._random[generator] = _tensors(gpu, 0)
 
     def _recording(self) -> Recording | None:
         simulation = self._simulation
@@ -218,12 +248,20 @@ class SimulatedGraph:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             self._captured.recording.replay()
+        gpu = self._captured.gpu
+        if gpu.version >= LAZY_RNG:
+            # CUDAGeneratorCaptureState::setup_for_replay: a replay reads them on its own stream.
+            for addresses in self._random.values():
+                for address in addresses:
+                    self._captured.memory.record_stream(address, gpu.stream)
 
     def reset(self) -> None:
         """Give the graph up: its memory can be released once no tensor needs it."""
         captured, self._captured = self._captured, None
         if self._memory is not None:
-            _free(self._memory, self._random)
+            for addresses in self._random.values():
+                _free(self._memory, addresses)
+            self._random.clear()
         if captured is not None:
             if captured.gpu.version >= CLEARS_WORKSPACES:
                 captured.gpu.workspaces.clear_stream(captured.stream)
@@ -236,10 +274,12 @@ class SimulatedGraph:
         return self._captured.pool
 
     def register_generator_state(self, generator: Any) -> None:
-        """Let random operators of another generator be captured."""
-        if self._simulation.current.version < LAZY_RNG:
-            self._generators.append(generator)
-            self._simulation.random_state.register(self, generator, self._simulation.current)
+        """Let random operators of another generator be captured; since 2.14 any may be."""
+        gpu, key = self._simulation.current, _generator_key(generator)
+        if gpu.version >= LAZY_RNG or key in self._generators:
+            return
+        self._register(gpu, [key])
+        self._generators.append(key)
 
     def enable_debug_mode(self) -> None:
         """Keep what ``debug_dump`` needs: nothing here."""
@@ -260,20 +300,22 @@ class SimulatedGraph:
         """The nodes of the graph: there are none."""
         raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
 
-    def use_random_operator(self, gpu: SimulatedGPU) -> None:
-        """A random operator is captured: from 2.13 on it needs the capture's own state."""
-        if gpu.version >= LAZY_RNG and not self._random:
-            self._random = _tensors(gpu, 0)
+    def use_random_operator(self, gpu: SimulatedGPU, generator: object) -> None:
+        """A random operator is captured: from 2.14 on it asks for the capture's own state."""
+        if gpu.version >= LAZY_RNG and (key := _generator_key(generator)) not in self._random:
+            self._random[key] = _tensors(gpu, 0)
 
-    def _register(self, gpu: SimulatedGPU) -> None:
+    def _register(self, gpu: SimulatedGPU, generators: list[object]) -> None:
+        """``register_graph`` of each generator, up to 2.13."""
         if self._simulation.streams.is_capturing(gpu.index):
             raise RuntimeError(
                 "Cannot register the state during capturing stage. during CUDA graph capture. If "
                 "you need this call to be captured, please file an issue. Current "
                 "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
             )
-        for generator in self._generators:
-            self._simulation.random_state.register(self, (gpu.index, generator), gpu)
+        if gpu.version < RNG_PER_CAPTURE:
+            for generator in generators:
+                self._simulation.random_state.register(self, (gpu.index, generator), gpu)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting():  # what this needs may be gone, and nobody will ask for the memory
@@ -297,7 +339,7 @@ def noting_randomness(simulation: Simulation, handler: Handler) -> Handler:
             gpu = simulation.current
             capture = streams.captures.get((gpu.index, gpu.stream))
             if capture is not None and capture.graph is not None:
-                capture.graph.use_random_operator(gpu)
+                capture.graph.use_random_operator(gpu, kwargs.get("generator"))
         return handler(args, kwargs)
 
     return handle

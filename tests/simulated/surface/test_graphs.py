@@ -14,8 +14,9 @@ from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperato
 
 MIB = 1 << 20
 
+
 pytestmark = pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-NO_RANDOM_STATE = "2.13"
+NO_RANDOM_STATE = "2.14"
 """A release whose captures allocate nothing but what is captured."""
 
 
@@ -303,8 +304,10 @@ class TestValues:
 class TestRandomState:
     """Seed and offset of random operators live in two small tensors."""
 
-    @pytest.mark.parametrize("version", ["2.6", "2.12"])
-    def test_up_to_2_12_every_capture_has_them_on_its_stream(self, version: str) -> None:
+    @pytest.mark.parametrize("version", ["2.6", "2.11"])
+    def test_up_to_2_11_all_captures_share_them_on_the_stream_of_the_first(
+        self, version: str
+    ) -> None:
         with simulate("T4", torch_version=version):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -322,8 +325,58 @@ class TestRandomState:
             del another
             assert torch.cuda.memory_allocated() == 0
 
-    def test_since_2_13_a_capture_has_them_at_its_first_random_operator(self) -> None:
-        with simulate("T4", torch_version="2.13"):
+    @pytest.mark.parametrize("version", ["2.12", "2.13"])
+    def test_in_2_12_and_2_13_every_capture_has_its_own_on_the_default_stream(
+        self, version: str
+    ) -> None:
+        """test_graph_memory_stats_and_use_result_after_destroy_graph of PyTorch 2.13."""
+        with simulate("T4", torch_version=version):
+            stream = torch.cuda.Stream()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                a = torch.ones(128, device="cuda")
+                before = torch.cuda.memory_stats()
+                graph.capture_begin()
+                b = a.clone()
+                for _ in range(5):
+                    b = b.clone() + 1
+                graph.capture_end()
+            after = torch.cuda.memory_stats()
+            # One block of "b", and two "from CUDAGraph's one-element rng seed and offset holders".
+            for name, more in {
+                "segment": 2,
+                "reserved_bytes": 4 * MIB,
+                "active": 3,
+                "active_bytes": 512 + 1024,
+            }.items():
+                stat = f"{name}.small_pool.current"
+                assert after[stat] - before[stat] == more, name
+            another = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(another):
+                pass
+            assert torch.cuda.memory_allocated() == 2 * 512 + 2 * 1024
+            del graph
+            assert torch.cuda.memory_allocated() == 2 * 512 + 1024
+            another.reset()
+            assert torch.cuda.memory_allocated() == 2 * 512
+
+    @pytest.mark.parametrize(
+        ("version", "bytes_of_two"), [("2.11", 2048), ("2.13", 2048), ("2.14", 0)]
+    )
+    def test_a_generator_that_is_registered_has_them_until_2_13(
+        self, version: str, bytes_of_two: int
+    ) -> None:
+        with simulate("T4", torch_version=version):
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(torch.Generator("cuda"))
+            graph.register_generator_state(torch.cuda.default_generators[0])
+            with torch.cuda.graph(graph):
+                pass
+            assert torch.cuda.memory_allocated() == bytes_of_two
+
+    @pytest.mark.parametrize("version", ["2.14", "2.15"])
+    def test_since_2_14_a_capture_has_them_at_its_first_random_operator(self, version: str) -> None:
+        with simulate("T4", torch_version=version):
             graph = torch.cuda.CUDAGraph()
             x = torch.ones(100, device="cuda")
             with torch.cuda.graph(graph):
@@ -338,6 +391,22 @@ class TestRandomState:
             del y, z
             graph.reset()
             assert torch.cuda.memory_allocated() == 512
+
+    def test_since_2_14_they_stay_active_until_a_replay_on_another_stream_is_over(self) -> None:
+        with simulate("T4", torch_version="2.14"):
+            graph = torch.cuda.CUDAGraph()
+            x = torch.ones(100, device="cuda")
+            with torch.cuda.graph(graph):
+                nn.functional.dropout(x)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph.replay()
+            graph.reset()
+            stats = torch.cuda.memory_stats()
+            assert stats["allocated_bytes.all.current"] == 512
+            assert stats["active_bytes.all.current"] == 512 + 1024
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_stats()["active_bytes.all.current"] == 512
 
     def test_outside_of_captures_there_are_none(self) -> None:
         with simulate("T4"):
@@ -418,8 +487,9 @@ class TestMisuse:
                     inner.capture_begin()
                 outer.capture_end()
 
-    def test_up_to_2_12_the_generator_is_what_complains(self) -> None:
-        with simulate("T4", torch_version="2.12"), torch.cuda.stream(torch.cuda.Stream()):
+    @pytest.mark.parametrize("version", ["2.11", "2.13"])
+    def test_up_to_2_13_the_generator_is_what_complains(self, version: str) -> None:
+        with simulate("T4", torch_version=version), torch.cuda.stream(torch.cuda.Stream()):
             outer = torch.cuda.CUDAGraph()
             outer.capture_begin()
             with pytest.raises(RuntimeError, match="Cannot register the state during capturing"):

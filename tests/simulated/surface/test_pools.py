@@ -119,7 +119,7 @@ class TestMemPool:
             torch.cuda.MemPool(**options)
 
     def test_a_graph_may_use_it(self) -> None:
-        with simulate("T4", torch_version="2.13"):
+        with simulate("T4", torch_version="2.14"):
             pool = torch.cuda.MemPool()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=cast("Any", pool.id)):
