@@ -26,6 +26,7 @@ from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
 from pytest_gpumem.simulated.surface import graphs
 from pytest_gpumem.simulated.values import CPU, OVERWRITES, Operator, covers
+from pytest_gpumem.simulated.words import said_by_aten
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -203,14 +204,15 @@ class ShapeExecution(TorchDispatchMode):
             raise UnsupportedOperatorError(_no_shapes(func)) from error
         except RuntimeError as error:
             text = str(error)
-            if text.startswith(_MISMATCH_OF_META):
-                raise RuntimeError(_size_mismatch(args, kwargs)) from None
             if "no fake impl" in text:
                 raise UnsupportedOperatorError(_no_shapes(func)) from error
             if "not linked with support for cuda" in text or "INTERNAL ASSERT" in text:
                 raise UnsupportedOperatorError(_no_shapes(func)) from error
             if "meta tensor" in text:
                 raise UnknownValueError(self._unknown(func)) from error
+            words = said_by_aten(func, args, kwargs, error)
+            if words is not None:
+                raise words from None
             raise
         finally:
             self.inside = False
@@ -667,27 +669,6 @@ _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )
-
-
-_MISMATCH_OF_META = "Attempting to broadcast a dimension of length"
-"""What _broadcast_shapes of torch/_refs says, where meta's kernel is written in Python."""
-
-
-def _size_mismatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What CUDA says of tensors that cannot be broadcast: infer_size of ATen's ExpandUtils.cpp."""
-    common: list[int] = []
-    for tensor in _tensors((args, kwargs)):
-        shape = list(tensor.shape)
-        dims = max(len(common), len(shape))
-        one, other = ([1] * (dims - len(sizes)) + sizes for sizes in (common, shape))
-        for at in reversed(range(dims)):
-            if one[at] != other[at] and 1 not in (one[at], other[at]):
-                return (
-                    f"The size of tensor a ({one[at]}) must match the size of tensor b "
-                    f"({other[at]}) at non-singleton dimension {at}"
-                )
-        common = [b if a == 1 else a for a, b in zip(one, other, strict=True)]
-    return f"the sizes of the tensors do not match (at {user_line()})"
 
 
 def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:

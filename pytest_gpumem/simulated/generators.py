@@ -21,6 +21,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
 
     class Generator(real):  # type: ignore[misc,valid-type]  # stays a class for isinstance()
         _cuda_device: torch.device | None = None
+        _source: torch.Generator
 
         def __new__(cls, device: Any = None) -> Any:
             target = torch.device("cuda", device) if isinstance(device, int) else device

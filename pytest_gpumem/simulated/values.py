@@ -207,7 +207,7 @@ class Values:
         """Know of ``result`` and of what was written what ``operator`` as a whole says of it."""
         if self._ignoring:
             return
-        if operator.written:
+        if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
             return
         given = {storage_key(tensor) for tensor in _collect((*args, *kwargs.values()), [])}
