@@ -28,6 +28,9 @@ MOST_FRAMES = 48
 FROM_HOST = "Tensor.to"
 """Stands for the operator where a tensor is copied from the host."""
 
+RELEASED = "free"
+"""Stands for the operator where memory is given back, which none does."""
+
 
 class Running:
     """What the process runs at the moment."""
@@ -107,7 +110,7 @@ class Provenance:
             names.append("at::cuda::getCUDABlasLtWorkspace()")
         if self.operator is None or self.operator is FROM_HOST:
             names.append("at::_ops::_to_copy::call()")
-        else:
+        elif self.operator is not RELEASED:
             names.append(f"at::_ops::{self.operator._schema.name.partition('::')[2]}::call()")
         if self.node is not None:
             names.append(f"torch::autograd::generated::{self.node}::apply()")

@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.messages import OutOfMemoryFields
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.allocator.trace import Contexts, Recording, TraceEntry
-from pytest_gpumem.simulated.callsite import Provenance, provenance
+from pytest_gpumem.simulated.callsite import RELEASED, Provenance, provenance
 from pytest_gpumem.simulated.estimates import Estimates
 from pytest_gpumem.simulated.gpus import GpuError, GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.simulation import Simulation
@@ -350,6 +350,7 @@ class Memory(Allocator):
 
     def _context_of_now(self) -> Provenance:
         context = provenance()
+        context.operator = RELEASED
         recording = self.trace.recording
         if recording is not None:
             context.record(recording)

@@ -32,6 +32,7 @@ from pytest_gpumem.simulated.shapes import META, NEW, Shapes
 from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.surface import graphs
 from pytest_gpumem.simulated.values import CPU, Operator
+from pytest_gpumem.simulated.words import said_by_aten
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.checks.given import Check
@@ -246,9 +247,7 @@ class ShapeExecution(TorchDispatchMode):
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             if unknown or kwargs.get("device") == META or self._is_ours(args, kwargs):
-                if str(error).startswith(_MISMATCH_OF_META):
-                    raise RuntimeError(_size_mismatch(args, kwargs)) from None
-                self._explain(error, func)
+                self._explain(error, func, args, kwargs)
             raise
         finally:
             self.inside = False
@@ -269,7 +268,9 @@ class ShapeExecution(TorchDispatchMode):
             return self._owner(args, kwargs) is not None
         return any(map(raw.is_meta, tensors_in((args, kwargs))))
 
-    def _explain(self, error: Exception, func: Any) -> None:
+    def _explain(
+        self, error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Raise what ``error``, of a kernel without values, means on a simulated GPU."""
         text = str(error)
         if isinstance(error, NotImplementedError):
@@ -280,6 +281,9 @@ class ShapeExecution(TorchDispatchMode):
             raise UnsupportedOperatorError(_no_shapes(func)) from error
         if "meta tensor" in text:
             raise UnknownValueError(self._unknown(func)) from error
+        words = said_by_aten(func, args, kwargs, error)
+        if words is not None:
+            raise words from None
 
     def _plain(self, func: Any) -> Handler:
         run = self._run
@@ -765,27 +769,6 @@ _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTE
 _READS = frozenset(
     {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
 )
-
-
-_MISMATCH_OF_META = "Attempting to broadcast a dimension of length"
-"""What _broadcast_shapes of torch/_refs says, where meta's kernel is written in Python."""
-
-
-def _size_mismatch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """What CUDA says of tensors that cannot be broadcast: infer_size of ATen's ExpandUtils.cpp."""
-    common: list[int] = []
-    for tensor in tensors_in((args, kwargs)):
-        shape = list(tensor.shape)
-        dims = max(len(common), len(shape))
-        one, other = ([1] * (dims - len(sizes)) + sizes for sizes in (common, shape))
-        for at in reversed(range(dims)):
-            if one[at] != other[at] and 1 not in (one[at], other[at]):
-                return (
-                    f"The size of tensor a ({one[at]}) must match the size of tensor b "
-                    f"({other[at]}) at non-singleton dimension {at}"
-                )
-        common = [b if a == 1 else a for a, b in zip(one, other, strict=True)]
-    return f"the sizes of the tensors do not match (at {user_line()})"
 
 
 def _shaped_by(shapes: operators.ShapesOf) -> _Execute:

@@ -25,6 +25,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
 
     class Generator(real, metaclass=Kind):  # type: ignore[misc,valid-type]  # as above
         _cuda_device: torch.device | None = None
+        _source: torch.Generator
 
         def __new__(cls, device: Any = None) -> Any:
             target = torch.device("cuda", device) if isinstance(device, int) else device

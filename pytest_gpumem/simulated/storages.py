@@ -39,6 +39,20 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     """Where ``address`` lies: not the device's present allocator once that has been renewed."""
 
 
+class _Nobodys:
+    """The allocator of memory that a storage only points to."""
+
+    def free(self, address: int, context: Any = None) -> None:
+        """Nothing: whoever owns the memory frees it."""
+
+    def block(self, address: int) -> int:
+        """No bytes: they are counted where they belong."""
+        return 0
+
+
+NOBODYS: Any = _Nobodys()
+
+
 class Storages:
     """The live storages of a simulation, by the address of their ``StorageImpl``."""
 
@@ -152,6 +166,19 @@ class Storages:
         record.nbytes = nbytes
         record.device = device
         self.by_key[key] = record
+
+    def refer(
+        self, storage: torch.UntypedStorage, address: int, device: SimulatedGPU
+    ) -> SimulatedStorage:
+        """Let ``storage`` stand for memory at ``address`` that is not its own to free."""
+        record = SimulatedStorage(storage, self._died)
+        record.key = storage._cdata
+        record.allocator = NOBODYS
+        record.address = address
+        record.nbytes = storage.nbytes()
+        record.device = device
+        self.by_key[record.key] = record
+        return record
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Reallocate after an operator resized ``tensor``'s storage in place."""

@@ -281,7 +281,7 @@ class Values:
         fact = None
         if self.facts.by_key or operator.fills:
             fact = self._fact(operator, args, kwargs)
-        if operator.written:
+        if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
             if fact is not None:
                 self._state(fact, operator, args, kwargs, result)

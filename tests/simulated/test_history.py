@@ -102,7 +102,7 @@ def test_cpp_frames_name_workspace_operator_and_node() -> None:
     assert not any(names_of("python"))
 
 
-RECORD = torch.cuda.memory._record_memory_history
+RECORD: Any = torch.cuda.memory._record_memory_history
 """Torch's own function; what it calls is replaced while a simulation is active."""
 
 
@@ -119,7 +119,7 @@ def recorded(context: str | None, enabled: str = "all") -> dict[str, Any]:
         RECORD(enabled, context=context, stacks="python")
         kept = the_alloc()
         the_free([the_alloc()])
-        snapshot = torch.cuda.memory._snapshot()
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
         RECORD(None)
     del kept
     return snapshot

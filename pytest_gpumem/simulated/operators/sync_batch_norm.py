@@ -103,7 +103,7 @@ def _backward_reduce(
         sums = torch.empty_like(mean), torch.empty_like(mean)
         gradients = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
         stage(gpu_of(input), input, _SUMS)
-        return *(sums if input_g else (None, None)), *gradients  # type: ignore[return-value]  # four
+        return *(sums if input_g else (None, None)), *gradients
     kept = _by_channel(input), _by_channel(grad_out)
     sum_dy = torch.empty_like(mean) if input_g else None
     sum_dy_xmu = torch.empty_like(mean) if input_g else None

@@ -48,7 +48,7 @@ class Leaves:
             return None
         if task != self._task:
             self._task, self._first = task, _first_uses(_roots())
-        return self._first.get(leaf._cdata)  # type: ignore[attr-defined]  # missing in the stub
+        return self._first.get(leaf._cdata)
 
 
 def _roots() -> list[Any]:

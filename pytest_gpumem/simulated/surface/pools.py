@@ -195,9 +195,6 @@ class _Api:
         index = device.index if isinstance(device, torch.device) else device
         return self._memory(index).memory_fraction
 
-    def _cuda_getCheckpointState(self, *_: Any) -> NoReturn:
-        raise _needs_a_driver("torch._C._cuda_getCheckpointState")
-
     # Page-locked host memory.
 
     def _cuda_hostMemoryStats(self) -> dict[str, Any]:

@@ -106,6 +106,15 @@ def test_values_are_those_of_a_batch_norm_over_all_samples() -> None:
         torch.testing.assert_close(var_of_all.cpu(), running_var)
 
 
+def test_statistics_are_gathered_without_running_ones() -> None:
+    with simulate("T4", real_values=True):
+        ones = torch.ones(2, 3, device="cuda")
+        x = torch.rand(1, 3, 3, 3, device="cuda")
+        mean, invstd = torch.batch_norm_gather_stats(x, ones, ones, None, None, 0.1, 1e-5, 2)
+        torch.testing.assert_close(mean.cpu(), torch.ones(3))
+        torch.testing.assert_close(invstd.cpu(), torch.ones(3))
+
+
 class TestConvolutionsByName:
     PLAIN = ((1, 1), (2, 2), (1, 1))
     """Padding, stride and dilation."""

@@ -7,7 +7,7 @@ import gc
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -205,7 +205,8 @@ def test_a_sensor_reads_zero_and_the_report_says_so(reading: str) -> None:
 
 def test_a_device_has_an_identity() -> None:
     with simulate("T4*2"):
-        first, second = (torch.cuda.get_device_properties(i).uuid for i in range(2))
+        uuids: list[Any] = [torch.cuda.get_device_properties(i).uuid for i in range(2)]
+        first, second = uuids
         assert len(first.bytes) == 16
         assert all(0 <= byte < 256 for byte in first.bytes)
         assert str(first).replace("-", "") == bytes(first.bytes).hex()
@@ -245,15 +246,39 @@ def test_generators_of_the_host_are_as_ever() -> None:
             torch.Generator("cuda").graphsafe_set_state(generator)
 
 
-def test_sizes_that_do_not_fit_are_refused_in_cudas_words() -> None:
-    with simulate("T4"):
-        x, y = torch.ones(4, 3, 1, device="cuda"), torch.ones(2, 1, device="cuda")
-        with pytest.raises(
-            RuntimeError,
-            match=r"size of tensor a \(3\) must match the size of tensor b \(2\) at non-singleton "
+def ones(*size: int) -> torch.Tensor:
+    return torch.ones(*size, device="cuda")
+
+
+# What ATen's structured kernels say (BinaryOps.cpp, LinearAlgebra.cpp, TensorShape.cpp), where
+# torch has kernels for ``meta`` in Python, which say something else.
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: ones(4, 3, 1) + ones(2, 1),
+            r"size of tensor a \(3\) must match the size of tensor b \(2\) at non-singleton "
             r"dimension 1",
-        ):
-            x + y
+        ),
+        (
+            lambda: ones(1, 4) @ ones(8, 8),
+            r"mat1 and mat2 shapes cannot be multiplied \(1x4 and 8x8\)",
+        ),
+        (
+            lambda: nn.functional.linear(ones(1, 4), ones(8, 8), ones(8)),
+            r"mat1 and mat2 shapes cannot be multiplied \(1x4 and 8x8\)",
+        ),
+        (
+            lambda: torch.cat([ones(2, 3), ones(2, 4)]),
+            r"Sizes of tensors must match except in dimension 0. Expected size 3 but got size 4",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_cudas_words(
+    call: Callable[[], object], words: str
+) -> None:
+    with simulate("T4"), pytest.raises(RuntimeError, match=words):
+        call()
 
 
 def test_assertions_on_the_device_look_at_what_is_known() -> None:

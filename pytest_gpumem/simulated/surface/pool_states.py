@@ -1,0 +1,83 @@
+"""Checkpoints of private pools, and storages that point to memory of others.
+
+Source: torch/csrc/cuda/Module.cpp (_cuda_setCheckpointPoolState, removeStorageDeleterFns,
+addStorageDeleterFns, _construct_storage_from_data_pointer), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.allocator import AllocatorError
+from pytest_gpumem.simulated.allocator.blocks import PoolId
+from pytest_gpumem.simulated.allocator.checkpoints import PoolState
+from pytest_gpumem.simulated.storages import NOBODYS
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+
+class _Surface:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def get(self, device: int, pool: PoolId) -> PoolState:
+        try:
+            return self._simulation.device(device).allocator.pool_state((pool[0], pool[1]))
+        except AllocatorError as error:
+            raise RuntimeError(str(error)) from None
+
+    def set(
+        self,
+        device: int,
+        state: PoolState,
+        stale_storages: Sequence[int],
+        storages_to_own: Sequence[int] = (),
+    ) -> None:
+        """Both lists are of the addresses of storages (``_cdata``)."""
+        memory = self._simulation.device(device).allocator
+        try:
+            freed, live = memory.set_pool_state(state)
+        except AllocatorError as error:
+            raise RuntimeError(str(error)) from None
+        if len(set(stale_storages)) < len(freed - live):
+            raise RuntimeError(
+                "Any stale tensors which are being manually freed must be passed to set checkpoint"
+            )
+        records = self._simulation.storages.by_key
+        for key in stale_storages:
+            if key in records and records[key].address in freed:
+                records[key].allocator = NOBODYS
+        for key in storages_to_own:
+            if key in records and records[key].address in live:
+                records[key].allocator = memory
+
+    def storage(self, pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
+        """A storage at ``pointer``, which frees nothing."""
+        storage = torch.UntypedStorage(nbytes, device="meta")
+        gpu = self._simulation.device(torch.device(device).index)
+        self._simulation.storages.refer(storage, pointer, gpu)
+        return storage
+
+    def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor on ``storage``."""
+        made = torch.empty(0, dtype=metadata["dtype"], device="cuda")
+        return made.set_(  # type: ignore[no-any-return,call-overload]  # torch's stub lacks it
+            storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
+        )
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace the functions of ``torch._C``."""
+    surface = _Surface(simulation)
+    for name, function in {
+        "_cuda_getCheckpointState": surface.get,
+        "_cuda_setCheckpointPoolState": surface.set,
+        "_construct_storage_from_data_pointer": surface.storage,
+        "_construct_CUDA_Tensor_From_Storage_And_Metadata": surface.tensor,
+    }.items():
+        patches.plan(torch._C, name, function)
