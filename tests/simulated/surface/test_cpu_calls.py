@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pytest_gpumem import simulate
@@ -196,6 +197,16 @@ def factory_calls(name: str) -> Iterator[tuple[str, Call]]:
 
 class Tagged(Tensor):
     """A subclass that changes nothing."""
+
+
+class Handling(Tensor):
+    """A subclass that handles operators itself."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError
 
 
 KINDS: dict[str, Callable[[], Tensor]] = {
@@ -531,6 +542,51 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: _pooled(int, "ff", base=16),
         lambda: _pooled(),  # type: ignore[call-arg]
     ],
+    "sparse_csr_tensor": [
+        lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1)).to_dense(),
+        lambda: torch.sparse_csr_tensor([0, 1], [0], values=[1.0], dtype=torch.float64).to_dense(),
+        lambda: torch.sparse_csr_tensor(),  # type: ignore[call-arg]
+    ],
+    "sparse_csc_tensor": [
+        lambda: torch.sparse_csc_tensor([0, 1], [0], [1.0], size=(1, 1)).to_dense()
+    ],
+    "sparse_bsr_tensor": [lambda: torch.sparse_bsr_tensor([0, 1], [0], [[[1.0]]]).to_dense()],
+    "sparse_bsc_tensor": [lambda: torch.sparse_bsc_tensor([0, 1], [0], [[[1.0]]]).to_dense()],
+    "sparse_compressed_tensor": [
+        lambda: torch.sparse_compressed_tensor(
+            [0, 1], [0], [1.0], (1, 1), layout=torch.sparse_csr
+        ).to_dense()
+    ],
+    "nested_tensor": [
+        lambda: torch.nested.nested_tensor([torch.ones(2)]).unbind(),
+        lambda: torch.nested.nested_tensor([torch.ones(2)], dtype=torch.half, device="cpu").dtype,
+        lambda: torch.nested.nested_tensor(),
+    ],
+    "as_nested_tensor": [
+        lambda: torch.nested.as_nested_tensor([torch.ones(2)]).unbind(),
+        lambda: torch.nested.as_nested_tensor(ts=[torch.ones(2)], layout=torch.jagged).unbind(),
+    ],
+    "from_dlpack": [
+        lambda: torch.from_dlpack(torch.ones(2)),
+        lambda: torch.from_dlpack(ext_tensor=torch.ones(2)),
+        lambda: torch.from_dlpack(np.ones(2)),
+        lambda: torch.from_dlpack(3),
+        lambda: torch.from_dlpack(),
+    ],
+    "init_gpu_context": [lambda: FakeTensorMode().from_tensor(torch.ones(2)).shape],
+    "_get_obj_state": [lambda: pickle.loads(pickle.dumps(Tagged([1.0])))],
+    "_make_subclass": [
+        lambda: Tensor._make_subclass(Tagged, torch.ones(2), True),
+        lambda: Tensor._make_subclass(cls=Tagged, data=torch.ones(2)),
+        lambda: Tensor._make_subclass(),
+    ],
+    "_make_wrapper_subclass": [
+        lambda: Tensor._make_wrapper_subclass(Tagged, (2,)),
+        lambda: Tensor._make_wrapper_subclass(Handling, (2,)).shape,
+        lambda: Tensor._make_wrapper_subclass(Handling, (2,), dtype=torch.half, device="cpu").dtype,
+        lambda: Tensor._make_wrapper_subclass(Handling, (2,), (3,), 1).stride(),
+        lambda: Tensor._make_wrapper_subclass(Handling, size=(2,), device="meta").device,
+    ],
     "get_fastpath_enabled": [
         lambda: torch.backends.mha.get_fastpath_enabled(),
         lambda: _encoded(),
@@ -626,6 +682,7 @@ NOT_OF_THE_CPU = frozenset(
         "emit_nvtx",
         "HigherOrderOperator.dispatch",
         "run",  # of Triton's kernels
+        "_JittedFunction.__call__",
     }
 )
 _OF_CUDA = ("torch.cuda", "torch.backends.cud", "torch.version", "graph")
