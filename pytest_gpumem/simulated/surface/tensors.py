@@ -224,7 +224,8 @@ class _Tensors:
         if device.type == "cuda":
             self._simulation.device(device.index)
         elif device.type == "meta" and not is_wrapper(tensor):
-            return making_real_meta(self._simulation, _to, (tensor, *args), kwargs)
+            made: torch.Tensor = making_real_meta(self._simulation, _to, (tensor, *args), kwargs)
+            return made
         elif not raw.is_meta(tensor):
             return _to(tensor, *args, **kwargs)
         if is_wrapper(tensor):
