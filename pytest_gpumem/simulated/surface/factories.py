@@ -160,7 +160,7 @@ def _as_it_is(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _range(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
+        device: Any = kwargs.get("device")
         if not _is_cuda(device):
             return factory(*args, **kwargs)
         # In C++ it looks for the device before any dispatch mode sees the operator.

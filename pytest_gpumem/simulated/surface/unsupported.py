@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,6 +13,7 @@ import torch.cuda.jiterator
 import torch.distributed
 import torch.export
 import torch.multiprocessing
+import torch.nested
 import torch.utils.dlpack
 from torch import nn
 from torch._ops import HigherOrderOperator
@@ -23,6 +25,9 @@ from pytest_gpumem.simulated.errors import UnsupportedOperatorError
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
+
+MOST_LOOKED_AT = 8
+"""Items of a list that are asked where they are: all of them are on one device."""
 
 _FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
 _NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"
@@ -63,11 +68,16 @@ def plan(simulation: Simulation, patches: Patches) -> None:
             "init_process_group",
             _without_nccl(torch.distributed.init_process_group),
         )
-    patches.plan(torch.Tensor, "__dlpack__", _of_gpu("__dlpack__", torch.Tensor.__dlpack__))
-    to_dlpack = vars(torch.utils.dlpack)["to_dlpack"]
-    patches.plan(torch.utils.dlpack, "to_dlpack", _of_gpu("to_dlpack", to_dlpack))
+    _plan_layouts(patches)
+    dlpack = torch.utils.dlpack
+    exported = _of_gpu(simulation, "__dlpack__", torch.Tensor.__dlpack__)
+    patches.plan(torch.Tensor, "__dlpack__", exported)
+    to_dlpack = vars(dlpack)["to_dlpack"]
+    patches.plan(dlpack, "to_dlpack", _of_gpu(simulation, "to_dlpack", to_dlpack))
+    for owner in (torch, dlpack):
+        patches.plan(owner, "from_dlpack", _from_dlpack(dlpack.from_dlpack))
     interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
-    described = _of_gpu("__cuda_array_interface__", interface.__get__)
+    described = _of_gpu(simulation, "__cuda_array_interface__", interface.__get__)
     patches.plan(torch.Tensor, "__cuda_array_interface__", property(described))
     # Called for gradients only: it traces the score function with a mode that has a device.
     with_gradients = _refusing(
@@ -118,11 +128,61 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _of_gpu(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _plan_layouts(patches: Patches) -> None:
+    """Layouts that C++ makes on the device out of sight."""
+    for name in ("csr", "csc", "bsr", "bsc", "compressed"):
+        name = f"sparse_{name}_tensor"
+        why = "makes indices in C++ that a simulated GPU does not see: use sparse_coo_tensor"
+        patches.plan(torch, name, _elsewhere(name, why, getattr(torch, name)))
+    why = "is strided, which no simulated GPU is: use layout=torch.jagged"
+    for name in ("nested_tensor", "as_nested_tensor"):
+        make = _elsewhere(f"nested.{name}", why, getattr(torch.nested, name))
+        patches.plan(torch.nested, name, make)
+
+
+def _elsewhere(name: str, why: str, make: Callable[..., Any]) -> Callable[..., Any]:
+    refuse = _refusing(f"torch.{name}", f"on a GPU {why}")
+
+    @functools.wraps(make)
+    def call(*args: Any, **options: Any) -> Any:
+        if options.get("layout") is not torch.jagged and _is_on_gpu((args, options)):
+            refuse()
+        return make(*args, **options)
+
+    return call
+
+
+def _is_on_gpu(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.is_cuda
+    if isinstance(value, dict):
+        device = value.get("device")
+        return _is_on_gpu(list(value.values())) or str(device).startswith("cuda")
+    return isinstance(value, (list, tuple)) and any(map(_is_on_gpu, value[:MOST_LOOKED_AT]))
+
+
+def _from_dlpack(convert: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(convert)
+    def call(*args: Any, **options: Any) -> Any:
+        given = args[0] if args else None
+        if not isinstance(given, torch.Tensor) or not given.is_cuda:
+            return convert(*args, **options)
+        if given.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        # Between tensors of torch it is another name for the same memory.
+        return given.detach()
+
+    return call
+
+
+def _of_gpu(simulation: Simulation, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
+    is_on_host = simulation.storages.is_on_host
 
     def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
-        return refuse() if tensor.is_cuda else method(tensor, *args, **options)
+        if tensor.is_cuda or is_on_host(tensor):
+            refuse()
+        return method(tensor, *args, **options)
 
     return call
 

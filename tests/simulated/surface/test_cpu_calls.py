@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pytest_gpumem import simulate
@@ -21,6 +22,8 @@ from pytest_gpumem.simulated.device import SimulatedGPU
 from pytest_gpumem.simulated.errors import SimulationError
 
 Call = Callable[[], Any]
+untyped: Any = torch
+"""What is called wrongly on purpose."""
 
 
 class Signature(NamedTuple):
@@ -198,6 +201,16 @@ class Tagged(Tensor):
     """A subclass that changes nothing."""
 
 
+class Handling(Tensor):
+    """A subclass that handles operators itself."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError
+
+
 KINDS: dict[str, Callable[[], Tensor]] = {
     "plain": lambda: torch.arange(6.0).view(2, 3),
     "integers": lambda: torch.arange(6).view(2, 3),
@@ -232,7 +245,7 @@ def _stored(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-METHODS: dict[str, list[Callable[[Tensor], Any]]] = {
+METHODS: dict[str, list[Callable[[Any], Any]]] = {
     "device": [lambda x: x.device, lambda x: _assign(x, "device", "cpu")],
     "is_cuda": [lambda x: x.is_cuda],
     "is_cpu": [lambda x: x.is_cpu],
@@ -387,12 +400,12 @@ METHODS: dict[str, list[Callable[[Tensor], Any]]] = {
         lambda x: x.copy_(torch.ones(3), True),
         lambda x: x.copy_(other=torch.ones(3)),
         lambda x: x.copy_(torch.ones(7)),
-        lambda x: x.copy_(3.0),  # type: ignore[arg-type]  # an error
+        lambda x: x.copy_(3.0),
     ],
     "_reduce_ex_internal": [lambda x: pickle.loads(pickle.dumps(x))],
     "__dlpack__": [
         lambda x: np.from_dlpack(x),
-        lambda x: torch.from_dlpack(x),
+        lambda x: untyped.from_dlpack(x),
         lambda x: np.from_dlpack(x.detach()),
         lambda x: torch.utils.dlpack.from_dlpack(x.detach().__dlpack__(stream=None)),
     ],
@@ -412,12 +425,12 @@ METHODS: dict[str, list[Callable[[Tensor], Any]]] = {
         lambda x: F.one_hot(x.long()),
         lambda x: F.one_hot(tensor=x.long(), num_classes=7),
         lambda x: F.one_hot(x.long(), 2),
-        lambda x: torch._C._nn.one_hot(x.long(), num_classes=9),  # type: ignore[attr-defined]
+        lambda x: untyped._C._nn.one_hot(x.long(), num_classes=9),
     ],
     "pad_sequence": [
         lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], batch_first=True),
         lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], padding_value=3.0),
-        lambda x: torch._C._nn.pad_sequence(sequences=[x], padding_side="left"),  # type: ignore[attr-defined]
+        lambda x: untyped._C._nn.pad_sequence(sequences=[x], padding_side="left"),
     ],
     "storage": [
         lambda x: _stored(x).device,
@@ -442,11 +455,11 @@ METHODS: dict[str, list[Callable[[Tensor], Any]]] = {
         lambda x: nn.Linear(2, 2).to(torch.float64).weight.dtype,
         lambda x: nn.Linear(2, 2).to("cpu", torch.float64, non_blocking=True).weight.dtype,
         lambda x: nn.Linear(2, 2).to(x).weight.dtype,
-        lambda x: nn.Linear(2, 2).to(tensor=x).weight.dtype,
+        lambda x: untyped.nn.Linear(2, 2).to(tensor=x).weight.dtype,
         lambda x: nn.Linear(2, 2).to(device="cpu", dtype=torch.float16).weight.dtype,
         lambda x: nn.Linear(2, 2).to(torch.int32),
-        lambda x: nn.Linear(2, 2).to(memory_format=torch.channels_last).weight.dtype,
-        lambda x: nn.Linear(2, 2).to(),
+        lambda x: untyped.nn.Linear(2, 2).to(memory_format=torch.channels_last).weight.dtype,
+        lambda x: untyped.nn.Linear(2, 2).to(),
         lambda x: nn.Linear(2, 2).to("meta").weight.device,
     ],
     "_group_tensors_by_device_and_dtype": [
@@ -468,71 +481,122 @@ _TAKES_META_FOR_CUDA = frozenset({"one_hot", "pad_sequence", "storage"})
 
 FUNCTIONS: dict[str, list[Call]] = {
     "device": [
-        lambda: torch.device("cpu"),
-        lambda: torch.device("cpu", 0),
-        lambda: torch.device(type="cpu"),
-        lambda: torch.device(type="cpu", index=0),
-        lambda: torch.device(torch.device("cpu")),
-        lambda: torch.device(device="cpu"),
-        lambda: torch.device("nowhere"),
-        lambda: torch.device(),
-        lambda: isinstance(torch.device("cpu"), torch.device),
-        lambda: isinstance("cpu", torch.device),
-        lambda: torch.device.__name__,
-        lambda: pickle.loads(pickle.dumps(torch.device("cpu", 1))),
-        lambda: _inside(torch.device("cpu"), lambda: torch.ones(2)),
+        lambda: untyped.device("cpu"),
+        lambda: untyped.device("cpu", 0),
+        lambda: untyped.device(type="cpu"),
+        lambda: untyped.device(type="cpu", index=0),
+        lambda: untyped.device(untyped.device("cpu")),
+        lambda: untyped.device(device="cpu"),
+        lambda: untyped.device("nowhere"),
+        lambda: untyped.device(),
+        lambda: isinstance(untyped.device("cpu"), untyped.device),
+        lambda: isinstance("cpu", untyped.device),
+        lambda: untyped.device.__name__,
+        lambda: pickle.loads(pickle.dumps(untyped.device("cpu", 1))),
+        lambda: _inside(untyped.device("cpu"), lambda: untyped.ones(2)),
     ],
     "Generator": [
-        lambda: torch.Generator().device,
-        lambda: torch.Generator("cpu").manual_seed(7).initial_seed(),
-        lambda: torch.Generator(device="cpu").manual_seed(7).get_state(),
-        lambda: _restored(torch.Generator()),
-        lambda: torch.Generator("meta").device,
-        lambda: torch.Generator("nowhere"),
-        lambda: pickle.loads(pickle.dumps(torch.Generator().manual_seed(3))).initial_seed(),
-        lambda: torch.Generator().manual_seed(3).clone_state().initial_seed(),
-        lambda: isinstance(torch.default_generator, torch.Generator),
+        lambda: untyped.Generator().device,
+        lambda: untyped.Generator("cpu").manual_seed(7).initial_seed(),
+        lambda: untyped.Generator(device="cpu").manual_seed(7).get_state(),
+        lambda: _restored(untyped.Generator()),
+        lambda: untyped.Generator("meta").device,
+        lambda: untyped.Generator("nowhere"),
+        lambda: pickle.loads(pickle.dumps(untyped.Generator().manual_seed(3))).initial_seed(),
+        lambda: untyped.Generator().manual_seed(3).clone_state().initial_seed(),
+        lambda: isinstance(untyped.default_generator, untyped.Generator),
     ],
     "set_default_tensor_type": [
-        lambda: _defaults(lambda: torch.set_default_tensor_type(torch.DoubleTensor)),
-        lambda: _defaults(lambda: torch.set_default_tensor_type("torch.DoubleTensor")),
-        lambda: _defaults(lambda: torch.set_default_tensor_type(t="torch.HalfTensor")),  # type: ignore[call-arg]
-        lambda: _defaults(lambda: torch.set_default_tensor_type("torch.IntTensor")),
-        lambda: _defaults(lambda: torch.set_default_tensor_type("nonsense")),
+        lambda: _defaults(lambda: untyped.set_default_tensor_type(untyped.DoubleTensor)),
+        lambda: _defaults(lambda: untyped.set_default_tensor_type("untyped.DoubleTensor")),
+        lambda: _defaults(lambda: untyped.set_default_tensor_type(t="untyped.HalfTensor")),
+        lambda: _defaults(lambda: untyped.set_default_tensor_type("untyped.IntTensor")),
+        lambda: _defaults(lambda: untyped.set_default_tensor_type("nonsense")),
     ],
     "set_autocast_enabled": [
-        lambda: _inside(torch.autocast("cpu"), lambda: torch.ones(2, 2) @ torch.ones(2, 2)),
-        lambda: _inside(torch.autocast("cpu", torch.float16), torch.get_autocast_cpu_dtype),
-        lambda: torch.set_autocast_enabled(),  # type: ignore[call-overload]
-        lambda: torch.set_autocast_enabled("cpu", False),
-        lambda: torch.set_autocast_enabled("nowhere", True),
+        lambda: _inside(untyped.autocast("cpu"), lambda: untyped.ones(2, 2) @ untyped.ones(2, 2)),
+        lambda: _inside(untyped.autocast("cpu", untyped.float16), untyped.get_autocast_cpu_dtype),
+        lambda: untyped.set_autocast_enabled(),
+        lambda: untyped.set_autocast_enabled("cpu", False),
+        lambda: untyped.set_autocast_enabled("nowhere", True),
     ],
-    "clear_autocast_cache": [lambda: torch.clear_autocast_cache()],
+    "clear_autocast_cache": [lambda: untyped.clear_autocast_cache()],
     "__torch_function__": [
-        lambda: _inside(torch.device("cpu"), lambda: torch.as_tensor([1.0])),
-        lambda: _inside(torch.device("meta"), lambda: torch.as_tensor([1.0]).shape),
-        lambda: _inside(torch.device("meta"), lambda: torch.zeros(3).device),
-        lambda: _inside(torch.device("meta"), lambda: torch.zeros(3, device="cpu")),
-        lambda: _inside(torch.device("meta"), lambda: nn.Linear(3, 3).weight.device),
+        lambda: _inside(untyped.device("cpu"), lambda: untyped.as_tensor([1.0])),
+        lambda: _inside(untyped.device("meta"), lambda: untyped.as_tensor([1.0]).shape),
+        lambda: _inside(untyped.device("meta"), lambda: untyped.zeros(3).device),
+        lambda: _inside(untyped.device("meta"), lambda: untyped.zeros(3, device="cpu")),
+        lambda: _inside(untyped.device("meta"), lambda: nn.Linear(3, 3).weight.device),
     ],
-    "_find_builtin": [lambda: torch.jit.script(_scripted)(torch.ones(2))],
+    "_find_builtin": [lambda: untyped.jit.script(_scripted)(untyped.ones(2))],
     "load": [lambda: _reloaded("cpu"), lambda: _reloaded(None)],
     "save_on_cpu": [
-        lambda: _inside(torch.autograd.graph.save_on_cpu(), lambda: _gradient(torch.ones(3))),
-        lambda: torch.autograd.graph.save_on_cpu(False, "cpu") is not None,
-        lambda: torch.autograd.graph.save_on_cpu(unheard_of=1),  # type: ignore[call-arg]
+        lambda: _inside(untyped.autograd.graph.save_on_cpu(), lambda: _gradient(untyped.ones(3))),
+        lambda: untyped.autograd.graph.save_on_cpu(False, "cpu") is not None,
+        lambda: untyped.autograd.graph.save_on_cpu(unheard_of=1),
     ],
-    "comm": [lambda: nn.parallel.comm.reduce_add([torch.ones(2)])],
+    "comm": [lambda: nn.parallel.comm.reduce_add([untyped.ones(2)])],
     "threads": [
-        lambda: _threaded(lambda: torch.ones(2) * 2),
+        lambda: _threaded(lambda: untyped.ones(2) * 2),
         lambda: threading.Thread().start(),
         lambda: threading.Thread(target=None).join(),
         lambda: _pooled(pow, 2, 3),
         lambda: _pooled(int, "ff", base=16),
-        lambda: _pooled(),  # type: ignore[call-arg]
+        lambda: _pooled(),
+    ],
+    "sparse_csr_tensor": [
+        lambda: untyped.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1)).to_dense(),
+        lambda: untyped.sparse_csr_tensor(
+            [0, 1], [0], values=[1.0], dtype=untyped.float64
+        ).to_dense(),
+        lambda: untyped.sparse_csr_tensor(),
+    ],
+    "sparse_csc_tensor": [
+        lambda: untyped.sparse_csc_tensor([0, 1], [0], [1.0], size=(1, 1)).to_dense()
+    ],
+    "sparse_bsr_tensor": [lambda: untyped.sparse_bsr_tensor([0, 1], [0], [[[1.0]]]).to_dense()],
+    "sparse_bsc_tensor": [lambda: untyped.sparse_bsc_tensor([0, 1], [0], [[[1.0]]]).to_dense()],
+    "sparse_compressed_tensor": [
+        lambda: untyped.sparse_compressed_tensor(
+            [0, 1], [0], [1.0], (1, 1), layout=untyped.sparse_csr
+        ).to_dense()
+    ],
+    "nested_tensor": [
+        lambda: untyped.nested.nested_tensor([untyped.ones(2)]).unbind(),
+        lambda: untyped.nested.nested_tensor([torch.ones(2)], dtype=torch.half).dtype,
+        lambda: untyped.nested.nested_tensor(),
+    ],
+    "as_nested_tensor": [
+        lambda: untyped.nested.as_nested_tensor([untyped.ones(2)]).unbind(),
+        lambda: untyped.nested.as_nested_tensor(ts=[torch.ones(2)], layout=torch.jagged).unbind(),
+    ],
+    "from_dlpack": [
+        lambda: untyped.from_dlpack(untyped.ones(2)),
+        lambda: untyped.from_dlpack(ext_tensor=untyped.ones(2)),
+        lambda: untyped.from_dlpack(np.ones(2)),
+        lambda: untyped.from_dlpack(3),
+        lambda: untyped.from_dlpack(),
+    ],
+    "init_gpu_context": [lambda: FakeTensorMode().from_tensor(untyped.ones(2)).shape],
+    "_get_obj_state": [lambda: pickle.loads(pickle.dumps(Tagged([1.0])))],
+    "_make_subclass": [
+        lambda: untyped.Tensor._make_subclass(Tagged, untyped.ones(2), True),
+        lambda: untyped.Tensor._make_subclass(cls=Tagged, data=untyped.ones(2)),
+        lambda: untyped.Tensor._make_subclass(),
+    ],
+    "_make_wrapper_subclass": [
+        lambda: untyped.Tensor._make_wrapper_subclass(Tagged, (2,)),
+        lambda: untyped.Tensor._make_wrapper_subclass(Handling, (2,)).shape,
+        lambda: (
+            untyped.Tensor._make_wrapper_subclass(
+                Handling, (2,), dtype=untyped.half, device="cpu"
+            ).dtype
+        ),
+        lambda: untyped.Tensor._make_wrapper_subclass(Handling, (2,), (3,), 1).stride(),
+        lambda: untyped.Tensor._make_wrapper_subclass(Handling, size=(2,), device="meta").device,
     ],
     "get_fastpath_enabled": [
-        lambda: torch.backends.mha.get_fastpath_enabled(),
+        lambda: untyped.backends.mha.get_fastpath_enabled(),
         lambda: _encoded(),
     ],
     "create_fw_bw_graph": [lambda: _flexible()],
@@ -626,6 +690,7 @@ NOT_OF_THE_CPU = frozenset(
         "emit_nvtx",
         "HigherOrderOperator.dispatch",
         "run",  # of Triton's kernels
+        "_JittedFunction.__call__",
     }
 )
 _OF_CUDA = ("torch.cuda", "torch.backends.cud", "torch.version", "graph")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -60,6 +61,9 @@ def test_storages_are_made_on_the_device_as_torch_load_does(tmp_path: Path) -> N
         lambda x: x.__dlpack__(),
         lambda x: vars(torch.utils.dlpack)["to_dlpack"](x),
         lambda x: x.__cuda_array_interface__,
+        lambda x: vars(torch)["from_dlpack"](x.cpu()),
+        lambda x: vars(torch.utils.dlpack)["to_dlpack"](x.cpu()),
+        lambda x: np.from_dlpack(x),
     ],
 )
 def test_memory_that_is_not_there_is_not_handed_over(hand_over: Any) -> None:
@@ -73,6 +77,43 @@ def test_cpu_tensors_are_handed_over_as_ever() -> None:
         assert torch.utils.dlpack.from_dlpack(x).tolist() == [0.0, 1.0, 2.0]
         assert x.untyped_storage()[0] == 0
         assert not hasattr(x, "__cuda_array_interface__")
+
+
+def test_dlpack_between_tensors_of_torch_is_another_name_for_the_same_memory() -> None:
+    with simulate("T4") as gpu:
+        x = torch.arange(256.0, device="cuda")
+        for convert in (vars(owner)["from_dlpack"] for owner in (torch, torch.utils.dlpack)):
+            same = convert(x)
+            assert (same.data_ptr(), same.is_cuda, gpu.allocated) == (x.data_ptr(), True, 1024)
+        with pytest.raises(BufferError, match="Can't export tensors that require gradient"):
+            convert(x.requires_grad_())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1), device="cuda"),
+            r"torch\.sparse_csr_tensor at .* use sparse_coo_tensor$",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(3)], device="cuda"),
+            r"torch\.nested\.nested_tensor at .* use layout=torch\.jagged$",
+        ),
+        (
+            lambda: torch.nested.as_nested_tensor([torch.ones(3, device="cuda")]),
+            r"torch\.nested\.as_nested_tensor at .* use layout=torch\.jagged$",
+        ),
+        (
+            lambda: torch.eye(3).to_sparse().cuda() @ torch.ones(3, 3, device="cuda"),
+            r"aten\.mm\.default at .* has no shape-only implementation",
+        ),
+    ],
+)
+def test_layouts_without_shapes_are_refused_by_name(make: Any, sentence: str) -> None:
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError, match=sentence):
+        make()
 
 
 class Tagged(torch.Tensor):

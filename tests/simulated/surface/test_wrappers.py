@@ -82,7 +82,7 @@ class Quantised(Tensor):
 class Silent(Quantised):
     """One whose functions are torch's own: only operators are its business."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's way to say it
 
 
 def _module(weight: Tensor) -> nn.Module:
@@ -153,7 +153,7 @@ def test_wrappers_go_every_way_that_plain_tensors_go(kind: type[Quantised], way:
     with simulate("A100-40GB") as gpu:
         weight = kind.zeros(ELEMENTS, "cuda")
         assert gpu.allocated == 1024 + 512
-        result = go(weight)
+        result: Any = go(weight)
         assert (result.device.type, result.is_cuda, result.is_cpu) == ("cuda", True, False)
         assert isinstance(result, Quantised) is stays_wrapped
         assert result.numel() == ELEMENTS or way == "product"
@@ -165,7 +165,7 @@ def test_a_wrapper_takes_what_it_holds_and_goes_to_the_host_and_back() -> None:
     with simulate("A100-40GB") as gpu:
         weight = Quantised.zeros(64 * ELEMENTS, "cuda")
         assert gpu.allocated == 64 * (CODES + SCALES)
-        on_host = weight.cpu()
+        on_host: Any = weight.cpu()
         assert (on_host.device.type, on_host.is_cuda) == ("cpu", False)
         assert on_host.codes.device.type == "cpu"
         del weight
