@@ -277,6 +277,8 @@ class Memory(Allocator):
     growth = 0
     """Blocks made since then less those freed, but never below zero, as CPython counts."""
 
+    _recording: Recording | None = None
+    """What ``_record_memory_history`` was told last."""
     _collects_frees = False
     """Whether frees remember theirs, too: ``_record_memory_history(context="all")``."""
 
@@ -295,8 +297,8 @@ class Memory(Allocator):
             self.collector.grown()
         if context is None and self.history:
             context = provenance()
-        if self.trace.recording is not None and isinstance(context, Provenance):
-            context.record(self.trace.recording)
+        if self._recording is not None and isinstance(context, Provenance):
+            context.record(self._recording)
         self._busy = True
         try:
             address = Allocator.malloc(self, size, stream, context)
@@ -340,6 +342,7 @@ class Memory(Allocator):
     def record_history(self, recording: Recording, *, clear: bool = False) -> None:
         """Do what ``torch.cuda.memory._record_memory_history`` does."""
         self.trace.record(recording, clear=clear)
+        self._recording = recording
         self._collects_frees = recording.on and recording.contexts is Contexts.ALL
 
     def _tell_observers(self, fields: OutOfMemoryFields) -> None:
@@ -351,9 +354,8 @@ class Memory(Allocator):
     def _context_of_now(self) -> Provenance:
         context = provenance()
         context.operator = RELEASED
-        recording = self.trace.recording
-        if recording is not None:
-            context.record(recording)
+        if self._recording is not None:
+            context.record(self._recording)
         return context
 
     def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:

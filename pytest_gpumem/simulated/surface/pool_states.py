@@ -66,9 +66,7 @@ class _Surface:
     def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor on ``storage``."""
         made = torch.empty(0, dtype=metadata["dtype"], device="cuda")
-        return made.set_(  # type: ignore[no-any-return,call-overload]  # torch's stub lacks it
-            storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
-        )
+        return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:

@@ -171,8 +171,8 @@ def test_live_blocks_of_a_pool_are_compared() -> None:
             x, y = mebibytes(1), mebibytes(1)
 
         def check(*tensors: torch.Tensor) -> bool:
-            check: Any = torch._C._cuda_checkPoolLiveAllocations  # type: ignore[attr-defined]
-            return bool(check(0, pool, {tensor.data_ptr() for tensor in tensors}))
+            live = {tensor.data_ptr() for tensor in tensors}
+            return bool(torch._C._cuda_checkPoolLiveAllocations(0, pool, live))
 
         assert check(x, y)
         assert not check(x)
@@ -181,7 +181,7 @@ def test_live_blocks_of_a_pool_are_compared() -> None:
         other = mebibytes(1)
         assert not check(x, other)
         with pytest.raises(RuntimeError, match="Could not find pool of id"):
-            torch._C._cuda_checkPoolLiveAllocations(0, (0, 99), set())  # type: ignore[attr-defined]
+            torch._C._cuda_checkPoolLiveAllocations(0, (0, 99), set())
 
 
 class TestCheckpoints:
