@@ -128,8 +128,8 @@ def main() -> int:
             for test, numbers in peaks(folder, *run).items():
                 seen[test].add(numbers)
     different = {test: numbers for test, numbers in seen.items() if len(numbers) > 1}
-    for test, numbers in different.items():
-        print(f"{test}: {sorted(numbers)}")
+    for test, found in different.items():
+        print(f"{test}: {sorted(found)}")
     print(f"{len(seen)} tests in {len(runs)} runs: {len(different)} with more than one number")
     return int(bool(different))
 

@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_gpumem.device.collector import paused
-from pytest_gpumem.simulated.workspaces import LARGE_BYTES, lt_workspace_bytes, workspace_bytes
+from pytest_gpumem.simulated.workspace_settings import (
+    LARGE_BYTES,
+    lt_workspace_bytes,
+    workspace_bytes,
+)
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement.statistics import Block, Statistics
