@@ -40,7 +40,13 @@ def possible_sizes(device: int) -> frozenset[int] | None:
     if torch.version.hip is not None:
         return None
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    return _sizes(config, torch.cuda.get_device_capability(device))
+    return _sizes(config, torch.cuda.get_device_capability(device)) | _set_by_code()
+
+
+def _set_by_code() -> set[int]:
+    """The sizes that 2.13 and later tell, and that code may set (torch.backends.cuda)."""
+    names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
+    return {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
 
 
 @cache
