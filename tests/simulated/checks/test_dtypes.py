@@ -152,6 +152,15 @@ def test_operators_that_combine_types_say_which(operation: Operation, text: str)
     assert str(refusal(operation)) == text
 
 
+def test_logaddexp_takes_complex_numbers_after_2_6() -> None:
+    def add(x: torch.Tensor) -> Any:
+        return torch.logaddexp(x, x.to(torch.complex64))
+
+    assert str(refusal(add, "2.6")) == "\"logaddexp_cuda\" not implemented for 'ComplexFloat'"
+    with simulate("T4", torch_version="2.13"):
+        assert add(torch.ones(4, 4, device="cuda")).is_complex()
+
+
 def test_32_bit_indices_are_taken_since_2_8() -> None:
     def gather(x: torch.Tensor) -> Any:
         return torch.ops.aten.gather(x, 0, x.int())
