@@ -6,7 +6,7 @@ There suites decide for good: ``torch_device = "cuda" if torch.cuda.is_available
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,19 +52,20 @@ def begin_early(config: pytest.Config) -> None:
     options = config.known_args_namespace
     if not _will_run_tests(config, options):
         return
-    from pytest_gpumem.device.errors import DeviceError
-
     try:
         settings = settings_from(config, options)
-        asked = settings.sim_scope == "session" or SELECTOR in config.stash
-        if not asked or settings.device.kind == "off":
-            return
-        selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
+    except pytest.UsageError:
+        return
+    asked = settings.sim_scope == "session" or SELECTOR in config.stash
+    if not asked or settings.device.kind == "off":
+        return
+    from pytest_gpumem.device.errors import DeviceError
+
+    selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
+    with suppress(DeviceError):
         # A real device is there anyway: that it is the current one can wait for the conftests.
         if selector.real() is None:
             begin(config, settings, selector)
-    except (pytest.UsageError, DeviceError):
-        return
 
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:

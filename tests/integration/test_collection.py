@@ -290,7 +290,7 @@ def pytest_unconfigure(config):
 
     rooms = (
         "device device.select options plugin report report.header"
-        " session session.results session.session"
+        " session session.early session.results session.session"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

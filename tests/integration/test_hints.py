@@ -67,7 +67,10 @@ def test_a_module_that_skips_itself_at_import_is_pointed_out(project: Project) -
             pytest.skip("not here", allow_module_level=True)
     """
         + tests,
-        test_other='pytest.importorskip("no_such_library")\n' + tests,
+        test_other="""
+        pytest.importorskip("no_such_library")
+    """
+        + tests,
     )
 
     result = project.run()
