@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 def plan(simulation: Simulation, patches: Patches) -> None:
     """Keep out what is not followed: ``torch.compile``, some fast paths of transformer encoders."""
 
+    original = torch.compile
+    # A library's own, which does something with the arguments: what it returns runs eagerly too.
+    is_wrapped = hasattr(original, "__wrapped__")
+
     def compile(model: Any = None, **options: Any) -> Any:
         simulation.note(
             f"torch.compile at {user_line()} runs eagerly on a simulated GPU: compiled code "
             f"allocates less"
         )
+        if is_wrapped:
+            return original(**options) if model is None else original(model, **options)
         return _wrapped if model is None else _wrapped(model)
+
+    vars(compile).update(vars(original))
 
     enabled = torch.backends.mha.get_fastpath_enabled
 

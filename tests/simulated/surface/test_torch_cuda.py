@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -380,6 +381,29 @@ def test_compiled_modules_have_torchs_own_wrapper() -> None:
         torch.compiler.cudagraph_mark_step_begin()
         torch.compiler.reset()
         assert any("torch.compile at " in note for note in gpu.notes)
+
+
+# Of Inductor, which is imported.
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning does, to know the arguments that modules were compiled with."""
+    own = torch.compile
+
+    @functools.wraps(own)
+    def capture(model: Any, **options: Any) -> Any:
+        compiled: Any = own(model, **options)
+        compiled._options = options
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", capture)
+    with simulate("T4"):
+        model = torch.compile(nn.Linear(4, 4).cuda(), dynamic=False)
+        assert model._options == {"dynamic": False}
+        assert torch.compile.__wrapped__ is own  # type: ignore[attr-defined]  # of a wrapper
+        before = torch.cuda.memory_allocated()
+        y = model(torch.ones(2, 4, device="cuda"))
+        assert y.device == torch.device("cuda:0")
+        assert torch.cuda.memory_allocated() > before
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
