@@ -7,24 +7,18 @@ behind when it is killed is void: the next one that looks finds that it is gone.
 
 from __future__ import annotations
 
-import os
-import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy
+from pytest_gpumem.sharing.database import Database
 from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 
-FOLDER_VARIABLE = "GPUMEM_SHARE_DIR"
 FILE_NAME = "ledger.sqlite3"
 KEPT = 86_400.0
 """Seconds for which the log is kept."""
-BUSY = 30.0
-"""Seconds after which a writer that does not get its turn gives up: each needs milliseconds."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS worker (
@@ -51,10 +45,6 @@ CREATE TABLE IF NOT EXISTS log (
 
 Clock = Callable[[], float]
 """Seconds since the epoch: one clock of the host."""
-
-
-class LedgerError(Exception):
-    """The ledger cannot be used; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -103,39 +93,15 @@ class Answer:
     """As it was when the answer was found."""
 
 
-def default_folder() -> Path:
-    """Where all runs of this user on this host meet: ``GPUMEM_SHARE_DIR``, or a folder of its own.
-
-    Not in the home directory, which several hosts may share.
-    """
-    if given := os.environ.get(FOLDER_VARIABLE):
-        return Path(given)
-    user = str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    return Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
-
-
 class Ledger:
     """One process's door to the ledger in ``folder``.
 
-    Every call is one transaction. Raises :class:`LedgerError` where the folder or the file cannot
-    be used.
+    Every call is one transaction. Raises ``SharingError`` where the file cannot be used.
     """
 
     def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
-        self.path = folder / FILE_NAME
+        self._database = Database(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._database = sqlite3.connect(self.path, timeout=BUSY, isolation_level=None)
-            # What a crash of the host would lose is void after it anyway.
-            for pragma in ("journal_mode = WAL", "synchronous = OFF", "foreign_keys = ON"):
-                self._database.execute(f"PRAGMA {pragma}")
-            self._database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise LedgerError(
-                f"the ledger of shared GPUs {self.path} cannot be opened: {error}; remove it, or "
-                f"set {FOLDER_VARIABLE} to a folder of this host that can be written"
-            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -144,7 +110,7 @@ class Ledger:
     def join(self, run: str, name: str, process: Process | None = None) -> int:
         """Enter a worker, which is this process unless another is given; return its number."""
         process = process or this_process()
-        with self._transaction():
+        with self._database.transaction():
             self._void_dead()
             self._database.execute("DELETE FROM log WHERE time < ?", (self._clock() - KEPT,))
             entered = self._database.execute(
@@ -156,12 +122,12 @@ class Ledger:
 
     def leave(self, worker: int) -> None:
         """Take a worker out, with all that it holds and waits for."""
-        with self._transaction():
+        with self._database.transaction():
             self._take_out(worker)
 
     def hold(self, worker: int, device: str, *, context: int, fixtures: int) -> None:
         """Say what ``worker`` holds of ``device`` between its tests; bytes."""
-        with self._transaction():
+        with self._database.transaction():
             self._database.execute(
                 "INSERT OR REPLACE INTO held VALUES (?, ?, ?, ?)",
                 (worker, device, context, fixtures),
@@ -179,7 +145,7 @@ class Ledger:
         guaranteed: bool = True,
     ) -> int:
         """Put a test into the queue; return the number under which it waits."""
-        with self._transaction():
+        with self._database.transaction():
             asked = self._database.execute(
                 "INSERT INTO test (worker, nodeid, since, duration, exclusive, priority, "
                 "guaranteed) VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -191,7 +157,7 @@ class Ledger:
 
     def ask_anew(self, test: int, needs: Mapping[str, int]) -> None:
         """Change what a test that waits needs; it keeps its place."""
-        with self._transaction():
+        with self._database.transaction():
             self._database.execute("DELETE FROM need WHERE test = ?", (test,))
             self._need(test, needs)
 
@@ -200,7 +166,7 @@ class Ledger:
 
         ``devices`` say how much there is; what workers hold of them is known here.
         """
-        with self._transaction():
+        with self._database.transaction():
             self._void_dead()
             state = self._state(devices)
             now = self._clock()
@@ -217,7 +183,7 @@ class Ledger:
 
     def release(self, test: int) -> None:
         """Take a test out, whether it runs or waits."""
-        with self._transaction():
+        with self._database.transaction():
             for lease in self._leases():
                 if lease.request.id == test:
                     self._log("released" if lease.is_running else "withdrawn", lease)
@@ -225,13 +191,13 @@ class Ledger:
 
     def state(self, devices: Mapping[str, Device]) -> State:
         """Return who holds and who waits for what now."""
-        with self._transaction():
+        with self._database.transaction():
             self._void_dead()
             return self._state(devices)
 
     def owners(self) -> dict[int, Process]:
         """Return the processes of all workers that live, by the worker's number."""
-        with self._transaction():
+        with self._database.transaction():
             self._void_dead()
             return self._processes()
 
@@ -239,21 +205,6 @@ class Ledger:
         """Return what was granted and released, in order."""
         rows = self._database.execute("SELECT * FROM log WHERE time >= ? ORDER BY rowid", (since,))
         return [Entry(*row) for row in rows]
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        try:
-            self._database.execute("BEGIN IMMEDIATE")
-        except sqlite3.Error as error:
-            raise LedgerError(
-                f"the ledger of shared GPUs {self.path} cannot be written: {error}"
-            ) from error
-        try:
-            yield
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
 
     def _need(self, test: int, needs: Mapping[str, int]) -> None:
         self._database.executemany(
