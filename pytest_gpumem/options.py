@@ -26,11 +26,15 @@ MARKER = (
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
+SHARE_TIMEOUT = 1800.0
+"""Seconds that a test waits for memory on a shared device."""
+
 DEFAULT_GPU = "A100-40GB"
 """The catalogue name that is simulated where none is given."""
 
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
+    "gpumem_share": "let tests of several workers and runs pass where there is memory for them",
     "gpumem_prune_baselines": "delete baselines of tests that no longer exist",
     "gpumem_require_baselines": (
         "fail every marked test that has no baseline, not only those that say baseline=True (for "
@@ -62,6 +66,10 @@ _VALUES = {
         "failed|always|never",
         "on a GPU, record where memory is allocated in a second run of a failing test, or in every "
         "test (default: failed; a simulated GPU always does)",
+    ),
+    "gpumem_share_timeout": (
+        "SECONDS",
+        "how long a test waits for memory on a shared GPU before it fails (default: 1800)",
     ),
     "gpumem_baselines": ("DIR", "folder of the stored baselines (default: baselines)"),
     "gpumem_tolerance": ("TOLERANCE", 'how far a baseline may be exceeded, like "1%% + 1MiB"'),
@@ -106,6 +114,10 @@ class Settings:
     sim_scope: Literal["test", "session"]
     sim_values: Literal["auto", "always", "never"]
     all: bool
+    share: bool
+    """Whether tests wait for memory beside those of other processes."""
+    share_timeout: float
+    """Seconds."""
     baselines: Path
     update: Literal["all", "new"] | None
     prune: bool
@@ -173,6 +185,8 @@ def settings_from(config: pytest.Config) -> Settings:
         sim_scope=reader.one("gpumem_sim_scope", _choice("test", "session")) or "test",
         sim_values=reader.one("gpumem_sim_values", _choice("auto", "always", "never")) or "auto",
         all=bool(reader.flag("gpumem_all")),
+        share=bool(reader.flag("gpumem_share")),
+        share_timeout=reader.one("gpumem_share_timeout", _seconds) or SHARE_TIMEOUT,
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
         update=reader.one("gpumem_update_baselines", _choice("all", "new")),
         prune=bool(reader.flag("gpumem_prune_baselines")),
@@ -317,6 +331,16 @@ def _not_empty(value: str) -> str:
     if not value:
         raise ValueError(f"{value!r} is not a folder; write its path")
     return value
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{value!r} is not a number of seconds above 0")
+    return seconds
 
 
 def _choice(*choices: Any) -> Callable[[str], Any]:

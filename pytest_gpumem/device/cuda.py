@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpus import GPUS, GpuModel, Machine
 
 
@@ -116,6 +118,23 @@ class CudaDevice:
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` as it is."""
         return measurement
+
+    def share(self, folder: Path) -> Sequence[NvmlDevice]:
+        """Return the device as NVML sees it; raises ``SharingError`` where it does not."""
+        return [NvmlDevice.find(self.index)]
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Return the bytes of the CUDA context, as NVML tells or estimated, and those reserved."""
+        if not torch.cuda.is_initialized():
+            return CONTEXT, 0
+        reserved: int = torch.cuda.memory_reserved(self.index)
+        used = NvmlDevice.find(self.index).taken().get(os.getpid())
+        return CONTEXT if used is None else max(used - reserved, 0), reserved
+
+    def empty_cache(self) -> None:
+        """Give unused segments back to the driver."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def nvml(self) -> Mapping[str, Any]:
         """Return what NVML says of the device now, or why it says nothing."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 from pytest_gpumem.simulated.gpus import Machine
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
@@ -26,6 +28,8 @@ class SimulatedDevice:
         self._simulation = self._gpus[0].simulation
         self._set_up: dict[object, _SetUp] = {}
         self._stray: dict[str, int] = {}
+        self._shared: dict[str, SimulatedGPU] = {}
+        """By name: the GPUs whose memory other processes take from, too."""
 
     @property
     def index(self) -> int:
@@ -116,6 +120,26 @@ class SimulatedDevice:
     def note(self, sentence: str) -> None:
         """Say ``sentence`` with the numbers of the present test."""
         self._simulation.note(sentence)
+
+    def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
+        """Take memory from the devices of the same name that other processes simulate too."""
+        shared = []
+        for gpu in self._gpus:
+            name = f"simulated {gpu.model.name} cuda:{gpu.index}"
+            shared.append(SharedSimulatedDevice(folder, name, gpu.model.total_memory))
+            gpu.share(shared[-1])
+            self._shared[name] = gpu
+        return shared
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Return the bytes that stand for a context, none, and those that are reserved."""
+        return 0, self._shared[name].allocator.reserved
+
+    def empty_cache(self) -> None:
+        """Give unused segments back."""
+        for gpu in self._gpus:
+            gpu.workspaces.clear()
+            gpu.allocator.empty_cache()
 
     def nvml(self) -> None:
         """Return nothing: there is no device to read."""

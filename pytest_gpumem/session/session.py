@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.judge import Judge
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.second_run import SecondRun
+    from pytest_gpumem.session.sharing import Sharing
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
@@ -76,6 +77,13 @@ class GpumemSession:
         return Predictions(self._config)
 
     @cached_property
+    def sharing(self) -> Sharing:
+        """Lets tests pass, one beside the other."""
+        from pytest_gpumem.session.sharing import Sharing
+
+        return Sharing(self._config, self.settings)
+
+    @cached_property
     def judge(self) -> Judge:
         """Compares with limits and baselines."""
         from pytest_gpumem.session.judge import Judge
@@ -96,6 +104,8 @@ class GpumemSession:
         """Give the process back as it was, also where a test was interrupted."""
         self.end()
         self._always_active.close()
+        if "sharing" in vars(self):
+            self.sharing.close()
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
@@ -144,6 +154,22 @@ class GpumemSession:
             report.longrepr = "\n".join(errors)
             report.result = []
 
+    def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
+        """Return the context in which ``item`` may run beside the tests of other processes."""
+        if not self.settings.share or self.selector.off or item.get_closest_marker("skip"):
+            return nullcontext()
+        expectation, problem = self._read(item)
+        if problem or not (expectation or self._measures_unmarked(_fixture_names(item))):
+            return nullcontext()
+        from pytest_gpumem.device.errors import DeviceError
+
+        models = self.selector.models(expectation)
+        try:
+            device = self.selector.select(_parameter(item) or (models[0] if models else None))
+        except DeviceError:
+            return nullcontext()  # said where the test begins
+        return self.sharing.admitted(item, expectation, device)
+
     def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
 
@@ -152,6 +178,8 @@ class GpumemSession:
         self.current = None
         if self.selector.off or item.get_closest_marker("skip"):
             return
+        if refusal := "sharing" in vars(self) and self.sharing.refusal:
+            pytest.fail(refusal, pytrace=False)
         if problem := self._error(item):  # of a marker that was added after collection
             pytest.fail(problem, pytrace=False)
         expectation = self._expectation(item)

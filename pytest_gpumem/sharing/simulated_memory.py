@@ -22,21 +22,21 @@ CREATE TABLE IF NOT EXISTS taken (
 
 
 class SharedSimulatedDevice:
-    """This process's account with the simulated device ``name``, which has ``total`` bytes.
+    """This process's account with the simulated device ``name``, which has ``capacity`` bytes.
 
     Raises ``SharingError`` where the folder or the file cannot be used.
     """
 
-    def __init__(self, folder: Path, name: str, total: int) -> None:
+    def __init__(self, folder: Path, name: str, capacity: int) -> None:
         self.name = name
-        self.total = total
+        self.capacity = capacity
         self._process = this_process()
         self._database = Database(folder / FILE_NAME, _SCHEMA)
 
     def take(self, size: int) -> bool:
         """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
         with self._database.transaction():
-            if sum(self._living().values()) + size > self.total:
+            if sum(self._living().values()) + size > self.capacity:
                 return False
             self._add(size)
             return True

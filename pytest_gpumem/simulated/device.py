@@ -21,6 +21,7 @@ from pytest_gpumem.simulated.allocator.addresses import (
     DriverAddresses,
 )
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.device_memory import SharedDevice
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.callsite import Provenance, provenance
@@ -77,6 +78,8 @@ class SimulatedGPU:
             lambda: torch._C._current_graph_task_id() != -1,
         )
         self._open_logs: list[SetupLog] = []
+        self.shared: SharedDevice | None = None
+        """What other processes take from too; ``None`` for a device of this process alone."""
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: they do without from then on."""
@@ -156,7 +159,9 @@ class SimulatedGPU:
         more. So what a test finds does not depend on the tests before it, to the last address.
         """
         self.workspaces.clear()
+        self.share(self.shared)
         memory = self._empty_memory()
+        memory.share(self.shared)
         for log in logs:
             addresses: dict[int, int] = {}
             for event in log.events:
@@ -177,6 +182,13 @@ class SimulatedGPU:
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans.clear()
+
+    def share(self, shared: SharedDevice | None) -> None:
+        """Take memory from ``shared`` from now on; what is held now counts no more."""
+        self.allocator.share(None)
+        if shared is not None:
+            shared.give_all()
+        self.shared = shared
 
     @property
     def left_behind(self) -> int:

@@ -22,6 +22,9 @@ class SharedDevice(Protocol):
     def give(self, size: int) -> None:
         """Give ``size`` bytes back."""
 
+    def give_all(self) -> None:
+        """Give back whatever this process has taken."""
+
     def others(self) -> Mapping[int, int]:
         """Return the bytes that each other process has taken, by its number."""
 
