@@ -52,6 +52,8 @@ class GpumemSession:
         self.selector = config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
+        self.run_id = ""
+        """What workers of pytest-xdist call this run; known when they start."""
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -123,6 +125,20 @@ class GpumemSession:
         marked = any(item.get_closest_marker(MARKER_NAME) for item in items)
         self.results.collected([item.nodeid for item in items], marked=marked)
 
+    def selected(self, items: Sequence[pytest.Item]) -> None:
+        """Say what the tests of this worker need, so that they come in a good order."""
+        if self.settings.share and hasattr(self._config, "workerinput"):
+            sharing = [(item, found) for item in items if (found := self._shares(item))]
+            self.sharing.plan((item, *found) for item, found in sharing)
+
+    def scheduler(self, config: pytest.Config, log: Any) -> object | None:
+        """Return what hands tests out to workers, ``None`` where pytest-xdist's own does."""
+        if not self.settings.share or config.getoption("dist", "no") != "load":
+            return None
+        from pytest_gpumem.session.sharing import scheduler
+
+        return scheduler(config, log, lambda: self.run_id)
+
     def finish(self, session: pytest.Session) -> None:
         """Write baselines and reports, in the process that has all results."""
         if hasattr(self._config, "workeroutput"):
@@ -156,19 +172,24 @@ class GpumemSession:
 
     def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return the context in which ``item`` may run beside the tests of other processes."""
-        if not self.settings.share or self.selector.off or item.get_closest_marker("skip"):
-            return nullcontext()
+        found = self._shares(item) if self.settings.share else None
+        return nullcontext() if found is None else self.sharing.admitted(item, *found)
+
+    def _shares(self, item: pytest.Item) -> tuple[Expectation | None, Device] | None:
+        """Return what ``item`` expects and where it runs, ``None`` if it is not measured."""
+        if self.selector.off or item.get_closest_marker("skip"):
+            return None
         expectation, problem = self._read(item)
         if problem or not (expectation or self._measures_unmarked(_fixture_names(item))):
-            return nullcontext()
+            return None
         from pytest_gpumem.device.errors import DeviceError
 
         models = self.selector.models(expectation)
         try:
             device = self.selector.select(_parameter(item) or (models[0] if models else None))
         except DeviceError:
-            return nullcontext()  # said where the test begins
-        return self.sharing.admitted(item, expectation, device)
+            return None  # said where the test begins
+        return expectation, device
 
     def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.gate import Admission, Gate, Need, NotAdmittedError, TooLargeError
+from pytest_gpumem.sharing.gate import Admission, Gate, NotAdmittedError, TooLargeError
 from pytest_gpumem.sharing.ledger import Ledger
+from pytest_gpumem.sharing.need import Need
 
 if TYPE_CHECKING:
     import pytest
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
+    from pytest_gpumem.sharing.order import MemoryScheduling
 
 MARGIN = 1.1
 """Of what a limit or a baseline says is allocated, for what is reserved beside it."""
@@ -53,6 +55,17 @@ class Sharing:
             except (SharingError, TooLargeError, NotAdmittedError) as error:
                 self.refusal = str(error)
             yield
+
+    def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
+        """Let the process that hands out the tests know what each of them needs."""
+        needs = {}
+        capacity = 0
+        for item, expectation, device in tests:
+            gate = self._gate(item, device)
+            capacity = max(capacity, gate.capacity)
+            needs[item.nodeid] = self._need(item, expectation, device)
+        if self._ledger is not None:
+            self._ledger.plan(_worker(self._config)[0], needs, capacity)
 
     def close(self) -> None:
         """Leave the ledger."""
@@ -102,3 +115,17 @@ def _worker(config: Any) -> tuple[str, str]:
     """The run's name and this worker's in it."""
     given: Mapping[str, str] = getattr(config, "workerinput", {})
     return given.get("testrunuid", f"{os.getpid()}"), given.get("workerid", "main")
+
+
+def scheduler(config: pytest.Config, log: Any, run: Callable[[], str]) -> MemoryScheduling:
+    """Return what hands out the tests of this run to its workers."""
+    from pytest_gpumem.sharing.order import MemoryScheduling
+
+    def plan() -> tuple[Mapping[str, Need], int]:
+        ledger = Ledger(default_folder())
+        try:
+            return ledger.planned(run())
+        finally:
+            ledger.close()
+
+    return MemoryScheduling(config, log, plan)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.ledger import Answer, Ledger, State
+from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
@@ -30,20 +31,6 @@ class HostDevice(Protocol):
 
     def taken(self) -> Mapping[int, int]:
         """Return the bytes that each process holds, by its number."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a test will take, as far as anybody knows."""
-
-    bytes: int | None
-    """Of its device, what its fixtures hold with it; ``None``: nobody knows, so it runs alone."""
-    source: str
-    """Who says so: ``max``, ``baseline``, ``prediction``, ``earlier run`` or ``nobody``."""
-    duration: float | None = None
-    exclusive: bool = False
-    priority: int = 0
-    guaranteed: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,6 +86,11 @@ class Gate:
         self._patience = patience
         self._clock = clock
         self._sleep = sleep
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that tests may have of the first device, all together."""
+        return next(iter(self._devices.values())).capacity
 
     def declare(self) -> None:
         """Tell the ledger what this process holds now, between two tests."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy
 from pytest_gpumem.sharing.database import Database
+from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
@@ -37,6 +38,10 @@ CREATE TABLE IF NOT EXISTS test (
 CREATE TABLE IF NOT EXISTS need (
     test INTEGER NOT NULL REFERENCES test ON DELETE CASCADE,
     device TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (test, device));
+CREATE TABLE IF NOT EXISTS plan (
+    run TEXT NOT NULL, nodeid TEXT NOT NULL, bytes INTEGER, source TEXT NOT NULL, duration REAL,
+    exclusive INTEGER NOT NULL, priority INTEGER NOT NULL, guaranteed INTEGER NOT NULL,
+    capacity INTEGER NOT NULL, time REAL NOT NULL, PRIMARY KEY (run, nodeid));
 CREATE TABLE IF NOT EXISTS log (
     time REAL NOT NULL, event TEXT NOT NULL, run TEXT NOT NULL, worker TEXT NOT NULL,
     pid INTEGER NOT NULL, nodeid TEXT NOT NULL, device TEXT NOT NULL, bytes INTEGER NOT NULL);
@@ -112,7 +117,9 @@ class Ledger:
         process = process or this_process()
         with self._database.transaction():
             self._void_dead()
-            self._database.execute("DELETE FROM log WHERE time < ?", (self._clock() - KEPT,))
+            for table in ("log", "plan"):
+                outdated = (self._clock() - KEPT,)
+                self._database.execute(f"DELETE FROM {table} WHERE time < ?", outdated)
             entered = self._database.execute(
                 "INSERT INTO worker (pid, started, run, name) VALUES (?, ?, ?, ?)",
                 (*process, run, name),
@@ -194,6 +201,24 @@ class Ledger:
         with self._database.transaction():
             self._void_dead()
             return self._state(devices)
+
+    def plan(self, run: str, needs: Mapping[str, Need], capacity: int) -> None:
+        """Say what the tests of ``run`` will need, by id, of a device of ``capacity`` bytes."""
+        now = self._clock()
+        with self._database.transaction():
+            self._database.executemany(
+                "INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(run, nodeid, *astuple(need), capacity, now) for nodeid, need in needs.items()],
+            )
+
+    def planned(self, run: str) -> tuple[dict[str, Need], int]:
+        """Return what :meth:`plan` was told of ``run``; nothing and 0 where nobody did."""
+        rows = self._database.execute("SELECT * FROM plan WHERE run = ?", (run,)).fetchall()
+        needs = {
+            nodeid: Need(size, source, duration, bool(exclusive), priority, bool(guaranteed))
+            for _, nodeid, size, source, duration, exclusive, priority, guaranteed, *_ in rows
+        }
+        return needs, max((row[-2] for row in rows), default=0)
 
     def owners(self) -> dict[int, Process]:
         """Return the processes of all workers that live, by the worker's number."""
