@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pytest_gpumem.cli import compare, layers, lines, predict, replay
+from pytest_gpumem.cli import compare, gpus, layers, lines, predict, replay
 
 BAD_INPUT = 2
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    for command in (compare, layers, lines, predict, replay):
+    for command in (compare, gpus, layers, lines, predict, replay):
         command.add_command(commands)
     try:
         arguments = parser.parse_args(argv)

@@ -15,6 +15,7 @@ from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 FILE_NAME = "simulated.sqlite3"
 
 _SCHEMA = """
+CREATE TABLE IF NOT EXISTS device (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS taken (
     device TEXT NOT NULL, pid INTEGER NOT NULL, started REAL NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (device, pid, started)) WITHOUT ROWID;
@@ -32,6 +33,8 @@ class SharedSimulatedDevice:
         self.capacity = capacity
         self._process = this_process()
         self._database = Database(folder / FILE_NAME, _SCHEMA)
+        with self._database.transaction():
+            self._database.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
 
     def take(self, size: int) -> bool:
         """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
@@ -89,3 +92,13 @@ class SharedSimulatedDevice:
             "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?",
             (self.name, *process),
         )
+
+
+def simulated_devices(folder: Path) -> list[SharedSimulatedDevice]:
+    """Return the simulated devices that processes which meet in ``folder`` have shared."""
+    if not (folder / FILE_NAME).exists():
+        return []
+    database = Database(folder / FILE_NAME, _SCHEMA)
+    found = database.execute("SELECT name, capacity FROM device ORDER BY name").fetchall()
+    database.close()
+    return [SharedSimulatedDevice(folder, name, capacity) for name, capacity in found]
