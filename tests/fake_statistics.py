@@ -62,6 +62,9 @@ class FakeStatistics:
     def synchronize(self) -> None:
         pass
 
+    def possible_workspaces(self) -> frozenset[Block]:
+        return frozenset(block for block in self.live_blocks() if block.address in self._workspaces)
+
     def clear_workspaces(self) -> None:
         for address in self._workspaces & self._blocks.keys():
             self.free(address)

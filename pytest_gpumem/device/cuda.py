@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
@@ -98,12 +99,24 @@ class CudaDevice:
         """Nothing is recorded."""
         return None
 
+    @property
+    def workspaces(self) -> None:
+        """Nothing: torch does not tell them from other blocks."""
+
     def active(self) -> AbstractContextManager[object]:
         """Make the device the current one, if it was named: else CUDA's own choice stands."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
     def begin_test(self, shared: Iterable[object]) -> None:
         """Do nothing: the memory of a real device cannot be arranged anew."""
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing: without the collector a body may not fit."""
+        return nullcontext()
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector's young generations be empty."""
+        collect_young()
 
     def end_body(self) -> None:
         """Do nothing: a real device runs everything."""

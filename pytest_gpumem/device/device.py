@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.gate import HostDevice
 
 
@@ -32,11 +33,21 @@ class Device(Protocol):
     def recorder(self) -> Recorder | None:
         """What remembers every block, ``None`` where nothing is recorded."""
 
+    @property
+    def workspaces(self) -> Callable[[], frozenset[Block]] | None:
+        """What returns the live workspaces of cuBLAS and cuBLASLt; ``None``: it cannot be told."""
+
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""
 
     def begin_test(self, shared: Iterable[object]) -> None:
         """Forget earlier tests, but for the ``shared`` fixtures that they have set up."""
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Let Python's garbage collector run as befits measured numbers inside."""
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector know nothing of what has run so far."""
 
     def end_body(self) -> None:
         """Raise what threads that a test's body has left to themselves could not run."""

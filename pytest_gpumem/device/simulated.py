@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 from pytest_gpumem.simulated.gpus import Machine
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
+from pytest_gpumem.simulated.run import workspaces_of
 
 
 class SimulatedDevice:
@@ -30,6 +33,7 @@ class SimulatedDevice:
         self._stray: dict[str, int] = {}
         self._shared: dict[str, SimulatedGPU] = {}
         """By name: the GPUs whose memory other processes take from, too."""
+        self._collector = Collector()
 
     @property
     def index(self) -> int:
@@ -50,6 +54,10 @@ class SimulatedDevice:
     def recorder(self) -> Recorder:
         """What remembers every block: a simulated device always does."""
         return SimulatedRecorder(self._simulation)
+
+    def workspaces(self) -> frozenset[Block]:
+        """Return the live workspaces of cuBLAS and cuBLASLt on every GPU."""
+        return frozenset(block for gpu in self._gpus for block in workspaces_of(gpu))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,6 +87,16 @@ class SimulatedDevice:
             # Also where nothing is held: a test may have changed settings, or the memory fraction.
             gpu.renew([each.logs[position] for each in earlier])
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
+
+    def measuring(self) -> AbstractContextManager[object]:
+        """Let the garbage collector run at moments that the GPUs' blocks decide."""
+        return self._collector.in_charge()
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector begin anew."""
+        self._collector.restart()
+        for gpu in self._gpus:
+            gpu.restart_collector(self._collector)
 
     def end_body(self) -> None:
         """Raise what a thread that nobody joined could not run: :class:`SimulationError`."""
@@ -114,8 +132,8 @@ class SimulatedDevice:
 
     @property
     def made_up(self) -> bool:
-        """Whether the present test has read a value that nobody computed."""
-        return bool(self._simulation.neutral_reads)
+        """Whether the present test has gone by a value that nobody computed."""
+        return self._simulation.granted or bool(self._simulation.neutral_reads)
 
     def note(self, sentence: str) -> None:
         """Say ``sentence`` with the numbers of the present test."""

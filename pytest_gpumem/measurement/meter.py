@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
+from pytest_gpumem.device.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
@@ -62,11 +62,12 @@ class Meter:
                 yield nested
             return
         # The body asked for it. Another test may have set it up before, so neither its set-up nor
-        # the moment of it may count; and what the body uses by now, workspaces too, is left alone.
-        _collect_garbage()
+        # the moment of it may count; and what the body uses by now, workspaces and its own garbage
+        # too, is left alone.
         with (
+            garbage_kept(),
             self.tracker.aside(lambda: self._ledger.held([fixture])),
-            self._ledger.metering(fixture, self._statistics, _collect_garbage) as nested,
+            self._ledger.metering(fixture, self._statistics, collect_garbage) as nested,
         ):
             yield nested
         self._charged.append(fixture)
@@ -187,7 +188,7 @@ class Meter:
         self._statistics.synchronize()
         self._statistics.clear_workspaces()
         if not self._ledger.explains(self._statistics.harvest()):
-            gc.collect()
+            collect_garbage()
             self._ledger.garbage_collected(self._statistics.harvest())
         self._statistics.empty_cache()
         self._statistics.forget_peaks()
@@ -206,7 +207,7 @@ class Meter:
         left = leaked_blocks(before, after, roots)
         if not left:
             return left
-        gc.collect()
+        collect_garbage()
         return left & self._statistics.live_blocks()
 
     def _charge(self, fixtures: Iterable[FixtureKey]) -> None:
@@ -240,7 +241,3 @@ def _setup_phase(extent: Extent) -> PhaseRecord:
 def values_of(fixtures: Iterable[FixtureKey]) -> list[Any]:
     """Return the values of those ``fixtures`` that are set up."""
     return [fixture.cached_result[0] for fixture in fixtures if fixture.cached_result]
-
-
-def _collect_garbage() -> None:
-    gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import RLock
+from threading import RLock, get_ident
 
 from pytest_gpumem.measurement.record import CALL, SETUP, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Statistics
@@ -63,6 +63,10 @@ class Extent:
         self.allocated_after += amount.allocated
 
 
+class NestingError(ValueError):
+    """A phase was left while another one that began inside it was open."""
+
+
 @dataclass(eq=False)
 class Phase:
     """All windows of one name."""
@@ -71,6 +75,10 @@ class Phase:
     parent: str | None
     entered: int = 0
     open: bool = False
+    thread: int = 0
+    """That which entered it last."""
+    in_window: bool = False
+    """Whether a ``with`` has entered it, which will leave it."""
     extents: dict[int, Extent] = field(default_factory=dict)
     blocks: frozenset[Block] = frozenset()
     """What was live when the phase was last left and looked at."""
@@ -91,6 +99,7 @@ class Phase:
         """Open a window at the present values."""
         self.entered += 1
         self.open = True
+        self.thread = get_ident()
         for device, now in readings.items():
             extent = self.extents.setdefault(device, Extent(allocated_before=now.allocated))
             extent.reach(now.at_rest)
@@ -139,13 +148,27 @@ class PhaseTracker:
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Be in the phase ``name``; inside a phase of the same name nothing new begins."""
+        """Be in the phase ``name``; inside a phase of the same name nothing new begins.
+
+        Raises :class:`NestingError` where another window that began inside is left later. What the
+        test itself leaves open ends with it.
+        """
         phase = self.enter(name)
+        if phase is None:
+            yield
+            return
+        phase.in_window = True
+        within: list[Phase] = []
         try:
             yield
         finally:
-            if phase is not None:
-                self.leave(phase)
+            within = self.leave(phase)
+        crossed = [one.name for one in within if one.in_window]
+        if crossed and name != CALL:
+            raise NestingError(
+                f"the phase {name!r} was left while {crossed[0]!r}, which began inside it, was still "
+                f"open: phases nest, so leave {crossed[0]!r} first"
+            )
 
     def enter(self, name: str) -> Phase | None:
         """Begin the phase ``name``; ``None`` where it is open already."""
@@ -159,17 +182,28 @@ class PhaseTracker:
                 phase.parent = None
             phase.begin(readings)
             phase.opened = self._positions()
+            phase.in_window = False
             self._open.append(phase)
             return phase
 
-    def leave(self, phase: Phase) -> None:
-        """End a phase that :meth:`enter` began, and whatever is still open inside it."""
+    def leave(self, phase: Phase) -> list[Phase]:
+        """End a phase that :meth:`enter` began, and what its thread has left open inside it.
+
+        Returns the latter, outermost first. Phases of other threads go on, but for the body's end.
+        """
         with self._lock:
-            if not phase.open:
-                return
+            if phase not in self._open:  # ended with another one, or of a run before this one
+                return []
             self._statistics.harvest()
-            while phase.open:
-                self._close(self._open.pop())
+            later = self._open[self._open.index(phase) + 1 :]
+            within = [one for one in later if phase.name == CALL or one.thread == phase.thread]
+            for one in later:
+                if one not in within and one.parent == phase.name:
+                    one.parent = None
+            for one in (*reversed(within), phase):
+                self._open.remove(one)
+                self._close(one)
+            return within
 
     def is_open(self, name: str) -> bool:
         """Whether a window of this name is open."""

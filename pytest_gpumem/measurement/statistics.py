@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
+from pytest_gpumem.measurement.workspace import possible_sizes
+
 Path = tuple[str, ...]
 
 
@@ -63,6 +65,9 @@ class Statistics(Protocol):
     def live_blocks(self) -> frozenset[Block]:
         """Return every block in use."""
 
+    def possible_workspaces(self) -> frozenset[Block]:
+        """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
+
     def synchronize(self) -> None:
         """Wait for the work queued on every device in use."""
 
@@ -80,10 +85,12 @@ class CudaStatistics:
     """``torch.cuda``'s statistics of every visible device, real or simulated.
 
     Nothing here initialises CUDA: before the test does so itself, every reading is empty. Must be
-    created, and used, while the device is active.
+    created, and used, while the device is active. ``workspaces`` returns those that are live, where
+    somebody knows; else their sizes tell.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workspaces: Callable[[], frozenset[Block]] | None = None) -> None:
+        self._workspaces = workspaces
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._remembered: dict[int, dict[Path, int]] = {}
@@ -106,13 +113,17 @@ class CudaStatistics:
 
         They are "active" until the allocator is next asked for memory: nobody leaks them.
         """
-        if not _initialized():
-            return frozenset()
+        return frozenset(block for block, _ in self._requested())
+
+    def possible_workspaces(self) -> frozenset[Block]:
+        """Return the blocks in use that can be workspaces of cuBLAS and cuBLASLt."""
+        if self._workspaces is not None:
+            return self._workspaces()
+        sizes = {device: possible_sizes(device) for device in self._devices()}
         return frozenset(
-            Block(segment["device"], block["address"], block["size"])
-            for segment in torch.cuda.memory_snapshot(**self._snapshot_options)
-            for block in segment["blocks"]
-            if block["state"] == "active_allocated"
+            block
+            for block, requested in self._requested()
+            if (known := sizes[block.device]) is None or requested in known
         )
 
     def synchronize(self) -> None:
@@ -163,6 +174,16 @@ class CudaStatistics:
         remembered = self._remembered.setdefault(device, {})
         for path, value in _peaks(stats):
             remembered[path] = max(remembered.get(path, 0), value)
+
+    def _requested(self) -> Iterator[tuple[Block, int]]:
+        """Yield each block in use and the bytes that were asked for."""
+        if not _initialized():
+            return
+        for segment in torch.cuda.memory_snapshot(**self._snapshot_options):
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    where = Block(segment["device"], block["address"], block["size"])
+                    yield where, block["requested_size"]
 
     def _devices(self) -> range:
         return range(self._device_count) if _initialized() else range(0)

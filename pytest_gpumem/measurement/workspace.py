@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from pytest_gpumem.measurement.statistics import Block, Statistics
+import os
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_gpumem.device.collector import paused
+from pytest_gpumem.simulated.workspaces import LARGE_BYTES, lt_workspace_bytes, workspace_bytes
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measurement.statistics import Block, Statistics
 
 
 def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozenset[Block]]:
     """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
 
-    torch does not say which of its blocks are workspaces; those that vanish by clearing them are.
+    torch does not say which of its blocks are workspaces: those that can be and that vanish by
+    clearing them are. Garbage does not vanish meanwhile.
     """
-    before = statistics.live_blocks()
-    statistics.clear_workspaces()
-    after = statistics.live_blocks()
-    return before - after, after
+    with paused():
+        candidates = statistics.possible_workspaces()
+        statistics.clear_workspaces()
+        after = statistics.live_blocks()
+    return candidates - after, after
+
+
+def possible_sizes(device: int) -> frozenset[int] | None:
+    """Return the bytes that torch asks for a workspace on ``device``; ``None``: not known.
+
+    See :mod:`pytest_gpumem.simulated.workspaces`, which has the sources; not for ROCm.
+    """
+    if torch.version.hip is not None:
+        return None
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    return _sizes(config, torch.cuda.get_device_capability(device))
+
+
+@cache
+def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    ours = workspace_bytes(config, (major, minor), capability)
+    # 2.14 knows more GPUs that have the large one than earlier releases: a size too many here
+    # costs nothing, one too few would let a workspace pass for something else.
+    return frozenset({ours, lt_workspace_bytes((major, minor), ours), LARGE_BYTES})

@@ -39,7 +39,7 @@ class Gpumem:
         """Return a context manager: what goes on inside is the phase ``name``.
 
         Inside a phase of the same name nothing new begins. Raises ``ValueError`` for a name that
-        is empty or kept by the plugin.
+        is empty or kept by the plugin, and where it is left before a phase that began inside it.
         """
         _check_name(name)
         return self._measured.phase(name)

@@ -80,7 +80,8 @@ class MeasuredItem:
         """What is shown below the failure."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
-            statistics = CudaStatistics()
+            starting.enter_context(device.measuring())
+            statistics = CudaStatistics(device.workspaces)
             starting.enter_context(statistics.screened())
             recorder = device.recorder
             if recorder is None and (settings.history or settings.explain == "always"):
@@ -103,6 +104,8 @@ class MeasuredItem:
     ) -> Iterator[None]:
         """Meter the set-up of one fixture."""
         found = set(_active_fixtures(request).values())
+        if not self._in_body:
+            self.device.restart_collector()
         with self._meter.setting_up(fixture) as nested:
             try:
                 yield
@@ -249,6 +252,7 @@ class MeasuredItem:
             self._expected = Expected(self._expected_before)
             try:
                 with self._meter.watching():
+                    self.device.restart_collector()
                     yield
                 self.device.end_body()
             finally:

@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -238,9 +238,17 @@ class GpumemSession:
 
         return second_run(self, item, error)
 
-    def calling(self) -> AbstractContextManager[None]:
-        """Return the context in which pytest calls the current test."""
-        return self.current.calling() if self.current else nullcontext()
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Let pytest call the present test inside."""
+        measured = self.current
+        if measured is None and not self.results.any_marked:
+            yield
+            return
+        from pytest_gpumem.device.collector import settings_kept
+
+        with settings_kept(), measured.calling() if measured else nullcontext():
+            yield
 
     def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
         """Note a marked test that a condition skipped when its module was imported."""

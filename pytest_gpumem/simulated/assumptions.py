@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.simulated import finite
+
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
 
@@ -80,6 +82,7 @@ def _is_special_token(answer: bool) -> Assumption:
     def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> None:
         if args[0].dtype.is_floating_point or not _called_by_transformers():
             return
+        simulation.granted = True
         simulation.note(GENERATION)
         simulation.values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
@@ -105,6 +108,19 @@ def _no_infinity(simulation: Simulation, args: tuple[Any, ...], result: Any) -> 
     return found
 
 
+def _also(func: Any, other: Assumption | None) -> Assumption:
+    """Take unknown numbers for finite where ``func`` asks that, else do what ``other`` does."""
+
+    def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+        answer = finite.answer(simulation.values, func, args)
+        if answer is not None:
+            simulation.values.assume(result, answer)
+            return None
+        return None if other is None else other(simulation, args, result)
+
+    return assume
+
+
 _aten = torch.ops.aten
 
 ASSUMPTIONS: dict[Any, Assumption] = {
@@ -117,6 +133,7 @@ ASSUMPTIONS: dict[Any, Assumption] = {
     _aten.lt.Scalar: _is_special_token(False),
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
 }
+ASSUMPTIONS.update({func: _also(func, ASSUMPTIONS.get(func)) for func in finite.QUESTIONS})
 """By overload.
 
 Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._C._profiler import gather_traceback, symbolize_tracebacks
+
+from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -54,6 +57,8 @@ class Provenance:
         "nbytes",
         "node",
         "operator",
+        "recording",
+        "script_frames",
         "sequence",
         "shape",
     )
@@ -73,6 +78,16 @@ class Provenance:
         """The library whose workspace this is: ``cuBLAS``."""
         self.shape: Any = None
         self.dtype: Any = None
+        self.recording: Recording | None = None
+        """What ``_record_memory_history`` had been told by then."""
+        self.script_frames: Sequence[dict[str, Any]] = ()
+        """Frames of TorchScript, which stand before Python's."""
+
+    def record(self, recording: Recording) -> None:
+        """Note what was to be recorded; where that is stacks, look up TorchScript's."""
+        self.recording = recording
+        if recording.on and recording.contexts is not Contexts.NEVER:
+            self.script_frames = _script_frames()
 
     @property
     def frames(self) -> list[dict[str, Any]]:
@@ -139,6 +154,12 @@ def provenance() -> Provenance:
         if node is not None:
             found.node, found.sequence = node.name(), node._sequence_nr()
     return found
+
+
+def _script_frames() -> Sequence[dict[str, Any]]:
+    """The frames of TorchScript's interpreter, which has none in Python."""
+    (frames,) = symbolize_tracebacks([gather_traceback(False, True, False)])
+    return cast(list[dict[str, Any]], frames)
 
 
 def user_line() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.device.collector import GROWTH, Collector
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.simulated.allocator import Allocator, AllocatorSettings, OutOfMemory
 from pytest_gpumem.simulated.allocator.addresses import (
@@ -22,8 +23,9 @@ from pytest_gpumem.simulated.allocator.addresses import (
 )
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.device_memory import SharedDevice
+from pytest_gpumem.simulated.allocator.messages import OutOfMemoryFields
 from pytest_gpumem.simulated.allocator.timeline import Timeline
-from pytest_gpumem.simulated.allocator.trace import TraceEntry
+from pytest_gpumem.simulated.allocator.trace import Contexts, Recording, TraceEntry
 from pytest_gpumem.simulated.callsite import Provenance, provenance
 from pytest_gpumem.simulated.estimates import Estimates
 from pytest_gpumem.simulated.gpus import GpuError, GpuModel, Machine, find_machine
@@ -80,6 +82,7 @@ class SimulatedGPU:
         self._open_logs: list[SetupLog] = []
         self.shared: SharedDevice | None = None
         """What other processes take from too; ``None`` for a device of this process alone."""
+        self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
         """Calls of cuDNN whose workspace once did not fit: they do without from then on."""
@@ -179,6 +182,8 @@ class SimulatedGPU:
             memory.empty_cache()
         memory.trace.clear()
         memory.reset_peak_stats()
+        memory.collector = self._collector
+        memory.observers = self.allocator.observers
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans.clear()
@@ -189,6 +194,11 @@ class SimulatedGPU:
         if shared is not None:
             shared.give_all()
         self.shared = shared
+
+    def restart_collector(self, collector: Collector) -> None:
+        """Let ``collector`` run when there are so many blocks more than now."""
+        self._collector = self.allocator.collector = collector
+        self.allocator.growth = 0
 
     @property
     def left_behind(self) -> int:
@@ -246,16 +256,31 @@ class Memory(Allocator):
 
     history = True
     """Whether allocations remember where in the code they were made."""
+    collector: Collector | None = None
+    """What is told when there are many blocks more; ``None`` where CPython itself sees to it."""
+    growth = 0
+    """Blocks made since then less those freed, but never below zero, as CPython counts."""
+
+    _collects_frees = False
+    """Whether frees remember theirs, too: ``_record_memory_history(context="all")``."""
 
     def __init__(self, total_memory: int, **options: Any) -> None:
         self._busy = False
+        self.observers: list[Callable[[int, int, int, int], object]] = []
+        """Called with device, bytes of the segment, allowed and free bytes, when memory is out."""
         self._freed_meanwhile: deque[tuple[int, Any]] = deque()
         super().__init__(total_memory, **options)
 
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes; raises ``torch.OutOfMemoryError``."""
+        self.growth += 1
+        if self.growth > GROWTH and self.collector is not None:
+            self.growth = 0
+            self.collector.grown()
         if context is None and self.history:
             context = provenance()
+        if self.trace.recording is not None and isinstance(context, Provenance):
+            context.record(self.trace.recording)
         self._busy = True
         try:
             address = Allocator.malloc(self, size, stream, context)
@@ -263,6 +288,9 @@ class Memory(Allocator):
                 context.nbytes = self.block(address)
             return address
         except OutOfMemory as error:
+            if error.tried_everything and self.observers:
+                self._busy = False
+                self._tell_observers(error.fields)
             raise torch.OutOfMemoryError(str(error)) from None
         finally:
             self._busy = False
@@ -271,6 +299,10 @@ class Memory(Allocator):
 
     def free(self, address: int, context: Any = None) -> None:
         """Give a block back, after the operation that is under way."""
+        if self.growth:
+            self.growth -= 1
+        if context is None and self._collects_frees:
+            context = self._context_of_now()
         if self._busy:
             self._freed_meanwhile.append((address, context))
             return
@@ -282,10 +314,30 @@ class Memory(Allocator):
             if self._freed_meanwhile:
                 self._free_late()
 
-    def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
+    def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
         """Return every segment without a live block to the device."""
+        if context is None and self._collects_frees:
+            context = self._context_of_now()
         with self._undisturbed():
-            super().empty_cache(pool)
+            super().empty_cache(pool, context)
+
+    def record_history(self, recording: Recording, *, clear: bool = False) -> None:
+        """Do what ``torch.cuda.memory._record_memory_history`` does."""
+        self.trace.record(recording, clear=clear)
+        self._collects_frees = recording.on and recording.contexts is Contexts.ALL
+
+    def _tell_observers(self, fields: OutOfMemoryFields) -> None:
+        """``oom_observers_`` of c10/cuda/CUDACachingAllocator.cpp, before the error is raised."""
+        allowed = fields.total if fields.limit is None else fields.limit
+        for observer in tuple(self.observers):
+            observer(self.device, fields.segment, allowed, fields.free)
+
+    def _context_of_now(self) -> Provenance:
+        context = provenance()
+        recording = self.trace.recording
+        if recording is not None:
+            context.record(recording)
+        return context
 
     def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
         """Describe the segments and their blocks, by address."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,10 @@ import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pytest_gpumem.simulated import operators, raw
+from pytest_gpumem.simulated import finite, operators, raw
 from pytest_gpumem.simulated.callsite import FROM_HOST, running, user_line
+from pytest_gpumem.simulated.checks import devices
+from pytest_gpumem.simulated.checks.devices import NO_DATA
 from pytest_gpumem.simulated.described import (
     DESCRIPTIONS,
     checked_outputs,
@@ -21,11 +22,14 @@ from pytest_gpumem.simulated.described import (
     on_gpu,
 )
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.nesting import tensors_in
+from pytest_gpumem.simulated.on_host import OnHost
 from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, Shapes
+from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.surface import graphs
-from pytest_gpumem.simulated.values import CPU, OVERWRITES, Operator, covers
+from pytest_gpumem.simulated.values import CPU, Operator
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -36,6 +40,10 @@ _Execute = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _empty_strided = torch.empty_strided
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+class _NoneOnGPUError(Exception):
+    """No tensor of an operator is on a GPU."""
 
 
 class ShapeExecution(TorchDispatchMode):
@@ -56,7 +64,8 @@ class ShapeExecution(TorchDispatchMode):
         self._storages = simulation.storages
         self._values = simulation.values
         self._handlers: dict[Any, Handler] = {}
-        self._shapes = Shapes()
+        self._shapes = Shapes(simulation.storages, self._place)
+        self._on_host = OnHost(self._storages, self._run, self._unknown)
         self.inside = False
         """True while a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
@@ -160,30 +169,29 @@ class ShapeExecution(TorchDispatchMode):
     # One handler per kind of operator.
 
     def _run_checked(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not func._schema.name.startswith(_MIXES_DEVICES):
-            self._refuse_mixed_devices(args, kwargs)
+        self._check(func, args, kwargs)
         if kwargs.get("generator") is not None and raw.is_meta(args[0]):
             kwargs = {**kwargs, "generator": None}
-        return self._run(func, args, kwargs)
+        return self._run(func, *self._concealed(args, kwargs))
+
+    def _concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._on_host.concealed((args, kwargs)) if self._storages.on_host else (args, kwargs)
 
     def _shaped_by(self, shapes: operators.ShapesOf) -> _Execute:
         def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._refuse_mixed_devices(args, kwargs)
+            self._check(func, args, kwargs)
             return shapes(args, kwargs)
 
         return execute
 
-    def _refuse_mixed_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Meta kernels do not look; on CUDA only a CPU scalar may stand beside CUDA tensors.
-        large = [t for t in _tensors((args, kwargs)) if t.dim() or raw.is_meta(t)]
-        on_cpu = [not raw.is_meta(t) or self._storages.is_on_host(t) for t in large]
-        if any(on_cpu) and not all(on_cpu):
-            records = filter(None, map(self._storages.of, large))
-            device = next((record.device for record in records), self._simulation.current)
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, "
-                f"{device.torch_device} and cpu! (at {user_line()})"
-            )
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise what a GPU raises on these arguments; meta kernels do not look."""
+        tensors = devices.placed(func, args, kwargs, self._place)
+        if all(each.device in ("meta", "cpu") for each in tensors) and any(
+            each.device == "meta" for each in tensors
+        ):
+            raise _NoneOnGPUError
+        devices.refuse_mixed(func, tensors, self._simulation.current.version)
 
     def _unknown(self, func: Any) -> str:
         return self._values.refusal(f"{func} at {user_line()} reads")
@@ -205,6 +213,14 @@ class ShapeExecution(TorchDispatchMode):
             if "meta tensor" in text:
                 raise UnknownValueError(self._unknown(func)) from error
             raise
+        finally:
+            self.inside = False
+
+    def _run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that no CUDA tensor has part in, with torch's own errors."""
+        self.inside = True
+        try:
+            return func(*args, **kwargs)
         finally:
             self.inside = False
 
@@ -300,23 +316,31 @@ class ShapeExecution(TorchDispatchMode):
             if simulation.has_real_meta or storages.on_host or rule is not None:
                 owner = self._owner(args, kwargs)
                 if owner is None:
-                    return run(func, args, kwargs)
+                    return self._run_elsewhere(func, args, kwargs)
                 if owner == HOST:
-                    return self._on_host(func, args, kwargs)
+                    return self._run_on_host(operator, args, kwargs)
             scratch = None
             if rule is not None and rule.before is not None:
                 scratch = rule.before(device, args, kwargs)
             if resizes:
-                result = run(func, args, kwargs)
+                if "out" in func._schema.overload_name:
+                    self._check(func, args, kwargs)
+                result = run(func, *self._concealed(args, kwargs))
             else:
-                result = shapes.run(func, args, kwargs, execute_once)
+                try:
+                    result = shapes.run(func, args, kwargs, execute_once)
+                except _NoneOnGPUError:
+                    # Made before the simulation began.
+                    simulation.has_real_meta = True
+                    return self._run_elsewhere(func, args, kwargs)
             if fresh or resizes:
                 if placed is None:
                     adopt(result, device)
                 else:
                     adopt(list(placed(device, args, kwargs, result)), device)
+                    storages.adopt_numbers(tensors_in(result))
             if resizes:
-                for tensor in _tensors((args, kwargs)):
+                for tensor in tensors_in((args, kwargs)):
                     storages.resized(tensor)
             if rule is not None and rule.after is not None:
                 rule.after(device, args, kwargs, result)
@@ -355,7 +379,7 @@ class ShapeExecution(TorchDispatchMode):
                 rule.after(device, args, kwargs, result)
             if scratch is not None:
                 scratch.free()
-            for tensor, values in zip(_tensors(result), _tensors(computed), strict=True):
+            for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
                 self._values.keep(tensor, values)
             return result
 
@@ -436,30 +460,38 @@ class ShapeExecution(TorchDispatchMode):
             owner = self._owner(args, kwargs)
             if target is None:
                 if owner is None:
-                    return self._run(func, args, kwargs)
-                kind = "cpu" if owner == HOST else "meta"
+                    return self._run_elsewhere(func, args, kwargs)
+                where = CPU if owner == HOST else None
             else:
-                where = simulation.here.destination or target
-                kind = where.type
+                where = self._asked_for(target)
+            if where is not None and where.type not in ("cpu", "cuda"):
+                simulation.here.on_meta = where.type == "meta"
+                return self._run_elsewhere(func, args, kwargs)
+            to_host = where is not None and where.type == "cpu"
             if copies and args[0].layout is not torch.strided:
-                _refuse_crossing(to_host=kind == "cpu", from_host=owner in (None, HOST))
-            if kind == "cpu":
+                _refuse_crossing(to_host=to_host, from_host=owner in (None, HOST))
+            if to_host:
                 if owner is None:
-                    return self._run(func, args, kwargs)
+                    return self._run_elsewhere(func, args, kwargs)
                 record = self._storages.of(args[0]) if copies else None
                 if record is not None and record.nbytes:
                     transfers.stage_move(record.device, args[0], kwargs)
-                computed = self._values.computed(operator, args, {**kwargs, "device": CPU})
-                if computed is not None:
-                    return computed
-                return self._on_host(func, args, {**kwargs, "device": META})
-            if kind == "cuda":
+                moved = self._values.on_host(operator, args, {**kwargs, "device": CPU})
+                if moved is None:
+                    moved = self._run_on_host(operator, args, {**kwargs, "device": META})
+                if record is not None and kwargs.get("non_blocking"):
+                    # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
+                    simulation.pinned.add(moved)
+                    simulation.pinned.used_by(moved, record.device.index)
+                return moved
+            if where is not None:
                 device = simulation.device(where.index)
                 kwargs = {**kwargs, "device": META}
-            elif kind == "meta" and not simulation.here.making_real_meta:
-                device = simulation.current if placement is None else place(args, kwargs)
             else:
-                return self._run(func, args, kwargs)
+                device = simulation.current if placement is None else place(args, kwargs)
+            if copies and self._is_users_own(args[0]):
+                raise NotImplementedError(NO_DATA)
+            simulation.here.on_meta = False
             shapes_only = kwargs
             if kwargs.get("generator") is not None:
                 shapes_only = {**kwargs, "generator": None}
@@ -470,12 +502,21 @@ class ShapeExecution(TorchDispatchMode):
             if copies and self._storages.of(args[0]) is None:
                 non_blocking = bool(kwargs.get("non_blocking"))
                 transfers.stage_upload(device, result, args[0], non_blocking)
+                if non_blocking:
+                    simulation.pinned.used_by(args[0], device.index)
             if after is not None:
                 after(device, args, kwargs, result)
             self._values.make(operator, args, kwargs, result)
             return result
 
         return handle
+
+    def _asked_for(self, target: torch.device) -> torch.device | None:
+        """Where the caller wants a tensor; ``None`` where a CUDA tensor's own options say it."""
+        if target.type != "meta":
+            return target
+        here = self._simulation.here
+        return here.destination or (META if here.on_meta else None)
 
     def _scalar(self, func: Any) -> Handler:
         factory = self._factory(func)
@@ -487,6 +528,7 @@ class ShapeExecution(TorchDispatchMode):
                 # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
                 # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
                 result = self._run(func, args, kwargs)
+                self._storages.adopt_numbers([result])
                 self._values.make(operator, args, kwargs, result)
                 return result
             return factory(args, kwargs)
@@ -498,14 +540,18 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             target, source = args[0], args[1]
+            if self._storages.of(target) is None and self._is_users_own(target):
+                return self._run_elsewhere(func, args, kwargs)
+            if self._storages.of(source) is None and self._is_users_own(source):
+                raise NotImplementedError(NO_DATA)
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 self._stage(target, source, args, kwargs)
                 if self._values.computed(operator, args, kwargs) is None:
-                    self._lose(func, target)
+                    self._on_host.lose(func, target)
                 return target
             if self._storages.on_host and self._owner(args, kwargs) == HOST:
-                return self._on_host(func, args, kwargs)
-            if not raw.is_meta(source) or self._storages.is_on_host(source):
+                return self._run_on_host(operator, args, kwargs)
+            if not raw.is_meta(source):
                 self._stage(target, source, args, kwargs)
             result = self._run(func, args, kwargs)
             self._values.follow(operator, args, kwargs, result)
@@ -519,6 +565,10 @@ class ShapeExecution(TorchDispatchMode):
         """What ``copy_`` between the host and a GPU allocates for the time of the call."""
         non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
         to, of = self._storages.of(target), self._storages.of(source)
+        if non_blocking and (of or to):
+            for tensor, record in ((target, of), (source, to)):
+                if record is not None:
+                    self._simulation.pinned.used_by(tensor, record.device.index)
         if to is not None and of is None:
             transfers.stage_upload(to.device, target, source, non_blocking)
         elif of is not None and to is None:
@@ -527,7 +577,7 @@ class ShapeExecution(TorchDispatchMode):
     def _quantize(self, func: Any) -> Handler:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._owner(args, kwargs) is None:
-                return self._run(func, args, kwargs)
+                return self._run_elsewhere(func, args, kwargs)
             # The meta kernel returns an ordinary tensor of the input's type.
             raise UnsupportedOperatorError(_no_shapes(func))
 
@@ -539,7 +589,7 @@ class ShapeExecution(TorchDispatchMode):
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self._owner(args, kwargs) is None:
-                return self._run(func, args, kwargs)
+                return self._run_elsewhere(func, args, kwargs)
             simulation.streams.host_waits(simulation.current_index)
             value = self._values.computed(operator, args, kwargs)
             if value is None and func in _NEUTRAL:
@@ -558,68 +608,51 @@ class ShapeExecution(TorchDispatchMode):
             for item in result:
                 self._adopt(item, device)
 
-    def _on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func._schema.is_mutable:
-            if any(not raw.is_meta(tensor) for tensor in _tensors(kwargs.get("out"))):
-                raise UnknownValueError(self._unknown(func))
-            if any(not raw.is_meta(tensor) for tensor in _tensors(args[0])):
-                return self._write_on_host(func, args, kwargs)
-        is_unknown = self._storages.is_on_host
-        result = self._run(func, _shapes_only(args, is_unknown), _shapes_only(kwargs, is_unknown))
-        for tensor in _tensors(result):
-            if raw.is_meta(tensor) and not self._storages.is_on_host(tensor):
-                self._storages.adopt_on_host(tensor)
+    def _run_on_host(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        func = operator.func
+        result = self._on_host.run(operator, args, kwargs)
+        if func in finite.QUESTIONS and self._storages.is_on_host(args[0]):
+            answer = finite.answer(self._values, func, args)
+            if answer is not None:
+                self._simulation.note_finite()
+                return torch.full(result.shape, answer, device=CPU)
+        self._values.follow_on_host(func, args, result)
         return result
-
-    def _write_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Write to CPU tensors, which have values, where some that are involved are unknown."""
-        storages = self._storages
-        read = list(_tensors((args[1:], kwargs)))
-        if any(map(storages.is_on_host, read)):
-            for target in _tensors(args[0]):
-                if not raw.is_meta(target):
-                    self._lose(func, target)
-            return args[0] if func._schema.returns else None
-        result = self._run(func, args, kwargs)
-        if func._schema.name in OVERWRITES and covers(args[0]):
-            storages.forget_on_host(args[0])
-        return result
-
-    def _lose(self, func: Any, target: torch.Tensor) -> None:
-        """Take what a CPU tensor holds for unknown from here on.
-
-        Its memory may be read where nothing sees it, through numpy: it says so as far as it can.
-        """
-        if not target.dtype.is_floating_point:
-            raise UnknownValueError(self._unknown(func))
-        with torch.no_grad():
-            target.fill_(math.nan)
-        if not self._storages.is_on_host(target):
-            self._storages.adopt_on_host(target)
 
     def _owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Whose memory the tensors among the arguments stand for."""
         owner = None
-        for tensor in _tensors((args, kwargs)):
+        simulation = self._simulation
+        for tensor in tensors_in((args, kwargs)):
             if self._storages.of(tensor) is not None:
+                if simulation.has_real_meta:
+                    simulation.here.on_meta = False
                 return CUDA
             if self._storages.is_on_host(tensor):
                 owner = HOST
+            elif simulation.has_real_meta and raw.is_meta(tensor):
+                simulation.here.on_meta = True
         return owner
+
+    def _is_users_own(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on ``meta`` because somebody asked for that."""
+        return raw.is_meta(tensor) and self._place(tensor) == "meta"
+
+    def _place(self, tensor: torch.Tensor) -> str:
+        """The device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
+        record = self._storages.of(tensor)
+        if record is not None:
+            return str(record.device.torch_device)
+        if not raw.is_meta(tensor):
+            return HOST
+        return devices.NUMBER if storage_key(tensor) in self._storages.numbers else "meta"
 
 
 CUDA = "cuda"
 HOST = "cpu"
 _DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_MIXES_DEVICES = (
-    "aten::index",
-    "aten::_index_put",
-    "aten::_unsafe_index",
-    "aten::_foreach_copy",
-    "aten::_pack_padded_sequence",
-    "aten::_ctc_loss",
-    "aten::ctc_loss",
-)
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 _TORCHS_OWN = frozenset({"aten", "prim", "prims"})
 _MASKED = frozenset(
@@ -645,33 +678,6 @@ def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> An
 def _is_composite(func: Any) -> bool:
     # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
     return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _shapes_only(value: Any, is_unknown: Callable[[torch.Tensor], bool]) -> Any:
-    """``value`` with real CPU tensors replaced by meta tensors of the same shape.
-
-    A single known number stays one, beside which CUDA tensors may stand too.
-    """
-    if isinstance(value, torch.Tensor):
-        if raw.is_meta(value) or not (value.dim() or is_unknown(value)):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
-    if isinstance(value, dict):
-        return {name: _shapes_only(item, is_unknown) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_shapes_only(item, is_unknown) for item in value)
-    return value
 
 
 def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.checks.devices import INDEXING, indices_elsewhere, two_devices
+from pytest_gpumem.simulated.nesting import tensors_in
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.device import SimulatedGPU
@@ -15,14 +17,6 @@ if TYPE_CHECKING:
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-_INDEXING = (
-    "aten::index",
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index",
-    "aten::_unsafe_index_put",
-)
 _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
 """Operators that take tensors of several devices: each on its own."""
 
@@ -49,7 +43,7 @@ class Placement:
         Raises torch's error for tensors of two GPUs.
         """
         found = None
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             record = self._storages.of(tensor)
             if record is None or record.device is found:
                 continue
@@ -72,7 +66,7 @@ class Placement:
 
     def follow(self, *values: Any) -> None:
         """Note the device of the first tensor among ``values``."""
-        for tensor in _tensors(values):
+        for tensor in tensors_in(values):
             record = self._storages.of(tensor)
             if record is not None:
                 self.latest = record.device
@@ -140,29 +134,12 @@ def _metadata(node: Any) -> dict[str, Any]:
 
 
 def _two_devices(name: str, one: SimulatedGPU, other: SimulatedGPU) -> str:
-    if name in _INDEXING:
-        return (
-            "indices should be either on cpu or on the same device as the indexed tensor "
-            f"({one.torch_device}) (at {user_line()})"
-        )
-    return (
-        "Expected all tensors to be on the same device, but found at least two devices, "
-        f"{one.torch_device} and {other.torch_device}! (at {user_line()})"
-    )
+    devices = [str(one.torch_device), str(other.torch_device)]
+    sentence = indices_elsewhere(devices[0]) if name in INDEXING else two_devices(devices)
+    return f"{sentence} (at {user_line()})"
 
 
 def _chosen(value: Any, count: int, positions: Sequence[int]) -> Any:
     if isinstance(value, (list, tuple)) and len(value) == count:
         return [value[position] for position in positions]
     return value
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for item in value:
-            yield from _tensors(item)

@@ -69,10 +69,7 @@ class SimulatedRun:
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
         """The phases left so far, by name."""
-        workspaces = frozenset(
-            Block(self._gpu.index, address, self._gpu.allocator.block(address))
-            for address in self._gpu.workspaces.live
-        )
+        workspaces = workspaces_of(self._gpu)
         return MappingProxyType(self._tracker.records(self._gpu.index, Bytes(), workspaces))
 
     @property
@@ -145,3 +142,10 @@ def simulate(
                 gpus[0].simulation.threads.raise_failures()
             finally:
                 runs[0].finish()
+
+
+def workspaces_of(gpu: SimulatedGPU) -> frozenset[Block]:
+    """Return the live workspaces of ``gpu``."""
+    return frozenset(
+        Block(gpu.index, address, gpu.allocator.block(address)) for address in gpu.workspaces.live
+    )

@@ -8,11 +8,14 @@ has been seen, equal outputs are made directly, and an in-place operator is not 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.simulated import raw
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.storages import Storages
 
 META = torch.device("meta")
 MOST_SHAPES = 50_000
@@ -28,8 +31,10 @@ class _UnknownError(Exception):
 class Shapes:
     """What operators returned, by the description of their arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, storages: Storages, place: Callable[[torch.Tensor], str]) -> None:
         self._known: dict[Any, _Make | None] = {}
+        self._of = storages.of
+        self._place = place
 
     def run(
         self,
@@ -40,7 +45,7 @@ class Shapes:
     ) -> Any:
         """The operator's result: fresh meta tensors, or its own first argument."""
         try:
-            key = (func, torch.get_default_dtype(), _describe(args), _describe(kwargs))
+            key = (func, torch.get_default_dtype(), self._describe(args), self._describe(kwargs))
             if func._schema.is_mutable and _has_values(args):
                 # CPU tensors are real: writing to them must happen.
                 raise _UnknownError
@@ -61,20 +66,20 @@ class Shapes:
         self._known[key] = make
         return result
 
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
-            raise _UnknownError
-        return value.shape, value.stride(), value.dtype, raw.is_meta(value)
-    if isinstance(value, (list, tuple)):
-        return tuple([_describe(item) for item in value])
-    if isinstance(value, dict):
-        return tuple([(name, _describe(item)) for name, item in value.items()])
-    if isinstance(value, torch.Generator):
-        return None
-    # True == 1 == 1.0, but they promote differently.
-    return value.__class__, value
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
+                raise _UnknownError
+            where = True if self._of(value) is not None else self._place(value)
+            return value.shape, value.stride(), value.dtype, where
+        if isinstance(value, (list, tuple)):
+            return tuple([self._describe(item) for item in value])
+        if isinstance(value, dict):
+            return tuple([(name, self._describe(item)) for name, item in value.items()])
+        if isinstance(value, torch.Generator):
+            return None
+        # True == 1 == 1.0, but they promote differently.
+        return value.__class__, value
 
 
 def _has_values(value: Any) -> bool:

@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.patching import Patches
 from pytest_gpumem.simulated.placement import Placement
 from pytest_gpumem.simulated.storages import Storages
-from pytest_gpumem.simulated.surface import graphs, pools, streams
+from pytest_gpumem.simulated.surface import events, graphs, pools, streams
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.pinned import Pinned
 from pytest_gpumem.simulated.threads import Threads, ThreadState
@@ -54,6 +54,8 @@ class Simulation:
         self.storages.regrown = self.values.resized
         self.neutral_reads: Counter[str] = Counter()
         """By line: how often a neutral value was read there."""
+        self.granted = False
+        """Whether a condition on unknown values was answered by an assumption."""
         self.here = ThreadState()
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
@@ -63,13 +65,13 @@ class Simulation:
         """Which GPU an operator runs on; ``None`` where there is but one."""
         self.streams = streams.Streams(self.gpus[0].timeline)
         self.stream_type: type[streams.SimulatedStream]
-        self.event_type: type[streams.SimulatedEvent]
+        self.event_type: type[events.SimulatedEvent]
         self.pool_ids = graphs.PoolIds()
         self.active_pools = pools.ActivePool()
         self.random_state = graphs.RandomState()
         self.execution = ShapeExecution(self)
         self.threads = Threads(self)
-        self.pinned = Pinned()
+        self.pinned = Pinned(self.streams)
         self._patches = Patches()
         surface.plan(self, self._patches)
         self.threads.plan(self._patches)
@@ -128,6 +130,17 @@ class Simulation:
             if outer is not None:
                 outer._enter()
 
+    @contextmanager
+    def making(self, destination: torch.device) -> Iterator[None]:
+        """What is made inside was asked for on ``destination``, whatever torch is told."""
+        if destination.type == "meta":
+            self.has_real_meta = True
+        before, self.here.destination = self.here.destination, destination
+        try:
+            yield
+        finally:
+            self.here.destination = before
+
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | None:
         """What reading an unknown number yields: 0.0 for floating point, else ``None``.
 
@@ -135,19 +148,40 @@ class Simulation:
         """
         if not tensor.dtype.is_floating_point:
             return None
+        line = self.count_read("item()")
+        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
+        return NeutralFloat()
+
+    def note_finite(self) -> None:
+        """Say that code reads whether unknown numbers are finite, which is taken for granted.
+
+        Raises :class:`UnknownValueError` where one line does so without end.
+        """
+        line = self.count_read("a search for infinities and NaN")
+        self.granted = True
+        self.note(
+            f"{line} looks for infinities or NaN in numbers that shapes do not have: they were "
+            f"taken for finite"
+        )
+
+    def count_read(self, name: str) -> str:
+        """Count a read of what a simulated GPU does not have; return its line.
+
+        Raises :class:`UnknownValueError` where one line reads without end.
+        """
         line = user_line()
         self.neutral_reads[line] += 1
         if self.neutral_reads[line] > MOST_READS:
             raise UnknownValueError(
-                f"item() at {line} read values that a simulated GPU does not have {MOST_READS:,} "
+                f"{name} at {line} read values that a simulated GPU does not have {MOST_READS:,} "
                 f"times: a loop that waits for one of them would never end"
             )
-        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
-        return NeutralFloat()
+        return line
 
     def forget_reads(self) -> None:
         """Begin anew to count what is read, and to see what the host has room for."""
         self.neutral_reads.clear()
+        self.granted = False
         self.values.begin()
 
     def note(self, sentence: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from threading import RLock
 
     from pytest_gpumem.simulated.device import Memory, SimulatedGPU
+
+
+MOST_POISONED = 65_536
+"""Elements of a CPU tensor of unknown values that are made unlike any result."""
+
+_empty_strided = torch.empty_strided
+_as_strided = torch.as_strided
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
@@ -35,11 +43,13 @@ class Storages:
     def __init__(self) -> None:
         self.by_key: dict[int, SimulatedStorage] = {}
         self.on_host: dict[int, SimulatedStorage] = {}
-        """Copies of CUDA tensors in host memory: CPU tensors whose values nobody knows.
+        """CPU tensors whose values nobody knows: copies of CUDA tensors, and what is made of them.
 
-        Most are on ``meta``; those that had memory of their own, into which one was copied, are
-        real.
+        ``nbytes`` is what was asked for and is not used.
         """
+        self.numbers: dict[int, SimulatedStorage] = {}
+        """What CUDA keeps on the host although torch only says ``meta``: seeds of dropout, numbers
+        that C++ made tensors of. They may stand beside any tensor."""
         self.lock: RLock | None = None
         """Held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
@@ -63,12 +73,47 @@ class Storages:
         """Whether ``tensor`` is a CPU tensor of unknown values."""
         return bool(self.on_host) and storage_key(tensor) in self.on_host
 
-    def adopt_on_host(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` stand for host memory with unknown values."""
+    def adopt_on_host(self, tensor: torch.Tensor) -> SimulatedStorage:
+        """Let the values of ``tensor``, a CPU tensor, be unknown."""
+        return self._remember(tensor, self.on_host)
+
+    def adopt_numbers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let those of ``tensors`` that have no block be numbers of the host."""
+        for tensor in tensors:
+            if self.of(tensor) is None:
+                self._remember(tensor, self.numbers)
+
+    def _remember(
+        self, tensor: torch.Tensor, among: dict[int, SimulatedStorage]
+    ) -> SimulatedStorage:
         storage = tensor.untyped_storage()
         record = SimulatedStorage(storage, self._died_on_host)
         record.key = storage._cdata
-        self.on_host[record.key] = record
+        record.nbytes = 0
+        among[record.key] = record
+        return record
+
+    def unknown_on_host(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a CPU tensor of unknown values.
+
+        Where nothing refuses to read it, after the simulation or in C++, it shows no number that
+        could be taken for a result. Pages that nobody touches cost no memory.
+        """
+        made = _empty_strided(size, stride, dtype=dtype, device="cpu")
+        large = made.numel() > MOST_POISONED
+        poison(_as_strided(made, (MOST_POISONED,), (1,)) if large else made)
+        if large:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        record = self.adopt_on_host(made)
+        record.nbytes = made.untyped_storage().nbytes() if large else 0
+        return made
+
+    def is_untouched(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a CPU tensor whose memory was asked for and never used."""
+        record = self.on_host.get(storage_key(tensor)) if self.on_host else None
+        return record is not None and record.nbytes > 0
 
     def forget_on_host(self, tensor: torch.Tensor) -> None:
         """Let ``tensor``, a CPU tensor, have values again."""
@@ -127,8 +172,9 @@ class Storages:
 
     def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
-        if self.on_host.get(record.key) is record:
-            del self.on_host[record.key]
+        for among in (self.on_host, self.numbers):
+            if among.get(record.key) is record:
+                del among[record.key]
 
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
@@ -178,6 +224,21 @@ def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a sparse tensor; ``None`` for other tensors."""
     parts = parts_of_sparse(tensor)
     return parts[-1] if parts else None
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill ``tensor``, a CPU tensor of unknown values, with what nobody takes for a result."""
+    dtype = tensor.dtype
+    if dtype.itemsize == 1:
+        tensor.view(torch.uint8).fill_(_NO_NUMBER)
+    elif dtype.is_floating_point or dtype.is_complex:
+        tensor.fill_(math.nan)
+    else:
+        tensor.fill_(torch.iinfo(dtype).min)
+
+
+_NO_NUMBER = 0xFF
+"""The bits of a byte that are no number in any format of 8 bits, and -1 or 255 among integers."""
 
 
 def _holding(tensor: torch.Tensor) -> Provenance:

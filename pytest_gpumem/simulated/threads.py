@@ -29,8 +29,12 @@ class ThreadState(threading.local):
     current_index = 0
     """The current device, as ``cudaGetDevice`` says."""
     destination: torch.device | None = None
-    """Where ``Tensor.to`` is moving a tensor, which ``meta`` alone does not tell."""
-    making_real_meta = False
+    """The device that the running call asked for in Python, where torch is told ``meta``.
+
+    Without it ``meta`` comes from C++, which repeats what a tensor says of itself.
+    """
+    on_meta = False
+    """Whether the last operator was on meta tensors of the user's own."""
     joined = False
     """Whether the thread has entered the simulation."""
 

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated import raw, real_kernels
+from pytest_gpumem.simulated import finite, raw, real_kernels
 from pytest_gpumem.simulated.assumptions import ASSUMPTIONS, Assumption
 from pytest_gpumem.simulated.errors import HostMemoryError
+from pytest_gpumem.simulated.facts import Fact, Facts, of_result
+from pytest_gpumem.simulated.generators import drawn_from
 from pytest_gpumem.simulated.host import available_memory
+from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.storages import storage_key
 
 if TYPE_CHECKING:
@@ -30,8 +33,6 @@ MOST_INTEGERS = 65_536
 MOST_FLOATS = 4_096
 
 CPU = torch.device("cpu")
-_state_of = torch._C.Generator.get_state
-_set_state_of = torch._C.Generator.set_state
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
@@ -61,6 +62,8 @@ class Operator:
     """What has to be known of an operator to follow its values."""
 
     func: Any
+    name: str
+    """With its namespace, without its overload."""
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
     overwrites: bool
@@ -77,6 +80,8 @@ class Operator:
     compute: Callable[..., Any]
     assumption: Assumption | None
     """What is taken for granted where an argument is not known."""
+    fills: bool
+    """Whether programs write infinities and NaN by it."""
 
     @classmethod
     def of(cls, func: Any) -> Operator:
@@ -92,6 +97,7 @@ class Operator:
         random = torch.Tag.nondeterministic_seeded in func.tags
         return cls(
             func=func,
+            name=name,
             written=written,
             overwrites=name in OVERWRITES or "out" in schema.overload_name,
             moves_views=torch.Tag.inplace_view in func.tags or plain in ("resize_", "set_"),
@@ -101,6 +107,7 @@ class Operator:
             shaped_like=plain.endswith("_like") or plain.startswith("new_"),
             compute=real_kernels.KERNELS.get(name, func),
             assumption=ASSUMPTIONS.get(func),
+            fills=name in finite.FILLING,
         )
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -124,6 +131,7 @@ class Values:
         """Storages without a block: their values must not outlive them either."""
         self._blank: set[int] = set()
         """Keys of storages that nobody has written to, where everything is computed."""
+        self.facts = Facts(self)
         self._ignoring = False
         self._held = 0
         self._limit = 0
@@ -141,24 +149,48 @@ class Values:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
-        if not self._bases:
+        if not self._bases and not self.facts.by_key:
             return None
         base = self._bases.get(storage_key(tensor))
-        return None if base is None else _view(base, tensor)
+        if base is not None:
+            return _view(base, tensor)
+        uniform = self.facts.uniform(tensor)
+        return None if uniform is None else uniform.expand(tensor.shape)
+
+    def single(self, tensor: torch.Tensor) -> Any:
+        """Return the one number that ``tensor`` holds, once or repeated; ``None`` if not known."""
+        repeated = tensor.numel() == 1 or not any(tensor.stride())
+        if not repeated or not tensor.numel() or self.is_unknown_on_host(tensor):
+            return None
+        with torch._C._DisableTorchDispatch():
+            real = self.of(tensor) if raw.is_meta(tensor) else tensor
+            return None if real is None else _as_strided(real, (), ()).item()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a CPU copy of what ``tensor`` holds; ``None`` if that is not known."""
-        if not self._bases:
+        if not self._bases and not self.facts.by_key:
             return None
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             view = self.of(tensor)
-            return None if view is None else view.clone()
+            known = None if view is None else view.clone()
+        if known is not None:
+            self._note_read((tensor,))
+        return known
 
     def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what ``operator`` yields on the CPU; ``None`` if an argument is not known."""
-        if not self._known(args, kwargs):
-            return None
-        return self._compute(operator, args, kwargs, [])
+        computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
+        if computed is None and self._known(args, kwargs):
+            computed = self._compute(operator, args, kwargs, [])
+        if computed is not None:
+            self._note_read(args)
+        return computed
+
+    def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` makes in host memory; ``None`` if nobody knows its values."""
+        if operator.shaped_like and self._keeps(args[0]):
+            return operator.func(_blank(args[0]), *args[1:], **kwargs)
+        return self.computed(operator, args, kwargs)
 
     def refusal(self, read: str) -> str:
         """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
@@ -180,13 +212,17 @@ class Values:
         """Do to the values what an operator has just done to the shapes."""
         if self._ignoring:
             return
+        fact = None
+        if self.facts.by_key or operator.fills:
+            fact = self._fact(operator, args, kwargs)
         if operator.written:
             self._write(operator, args, kwargs, result)
-        elif self._bases:
-            if self._known(args, kwargs):
-                self._derive(operator, args, kwargs, result)
-            elif operator.assumption is not None:
-                operator.assumption(self._simulation, args, result)
+        elif self._bases and self._known(args, kwargs):
+            self._derive(operator, args, kwargs, result)
+        elif operator.assumption is not None and not self.everything:
+            operator.assumption(self._simulation, args, result)
+        if fact is not None:
+            self._state(fact, operator, args, kwargs, result)
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
@@ -203,8 +239,13 @@ class Values:
         """Know of ``result`` and of what was written what ``operator`` as a whole says of it."""
         if self._ignoring:
             return
+        fact = None
+        if self.facts.by_key or operator.fills:
+            fact = self._fact(operator, args, kwargs)
         if operator.written:
             self._write(operator, args, kwargs, result)
+            if fact is not None:
+                self._state(fact, operator, args, kwargs, result)
             return
         given = {storage_key(tensor) for tensor in _collect((*args, *kwargs.values()), [])}
         made = [tensor for tensor in _collect(result, []) if storage_key(tensor) not in given]
@@ -215,6 +256,10 @@ class Values:
             self.forget(storage_key(tensor))
         if computed is not None:
             self._keep_all(result, computed, set(), parts=True)
+        elif operator.assumption is not None and made and not self.everything:
+            operator.assumption(self._simulation, args, result)
+        if fact is not None:
+            self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
         """Know of ``result`` what ``function`` returns on the CPU, and nothing else.
@@ -223,7 +268,9 @@ class Values:
         """
         if self._ignoring:
             return
-        operator = Operator((), (), False, False, False, False, False, False, function, None)
+        operator = Operator(
+            (), "", (), False, False, False, False, False, False, function, None, False
+        )
         with torch._C._DisableTorchDispatch():
             self.replace(operator, args, {}, result)
 
@@ -231,8 +278,19 @@ class Values:
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Know what a factory, or a copy between devices, has just made."""
-        if self._ignoring or (operator.undefined and not self.everything):
+        if self._ignoring:
             return
+        fact = None
+        if self.facts.by_key or operator.fills or not _all_meta(args[:1]):
+            fact = self._fact(operator, args, kwargs)
+        if self.everything or not operator.undefined:
+            self._make(operator, args, kwargs, result)
+        if fact is not None:
+            self._state(fact, operator, args, kwargs, result)
+
+    def _make(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         if operator.blank and result.numel():
             if self.everything:
                 self._blank.add(storage_key(result))
@@ -247,15 +305,79 @@ class Values:
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        if raw.is_meta(source):
+            return
         if source.shape == tensor.shape and source.layout is torch.strided:
             self._keep(tensor, source, shared=True)
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""
         self._blank.discard(key)
+        if self.facts.by_key:
+            self.facts.by_key.pop(key, None)
         base = self._bases.pop(key, None)
         if base is not None and self.everything:
             self._held -= base.numel() * base.element_size()
+
+    def assume(self, tensor: torch.Tensor, value: bool) -> None:
+        """Take ``value`` for what every element of ``tensor`` holds; reading it says so."""
+        uniform = torch.tensor(value, device=CPU)
+        self._set_fact(tensor, Fact(uniform, assumed=True))
+
+    def follow_on_host(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Remember of copies in host memory, whose values nobody knows, what is not finite."""
+        if not self.facts.by_key or not finite.stays_infinite(func._schema.name):
+            return
+        if any(map(self.facts.is_infinite, tensors_in(args))):
+            for tensor in tensors_in(result):
+                self._set_fact(tensor, Fact(infinite=True))
+
+    def _set_fact(self, tensor: torch.Tensor, fact: Fact) -> None:
+        if fact.value is not None and self._keeps(tensor):
+            self._keep(tensor, fact.value.expand(tensor.shape), shared=True)
+        self.facts.by_key[storage_key(tensor)] = fact
+        self._watch(tensor)
+
+    def _fact(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Fact | None:
+        return None if self.everything else self.facts.of_results(operator, args, kwargs)
+
+    def _state(
+        self,
+        fact: Fact,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        """Let ``fact`` hold of what an operator has just made, or written to."""
+        targets = operator.targets(args, kwargs)
+        for tensor in targets or _collect(result, []):
+            stated = of_result(operator, fact, args[0], tensor)
+            if targets or self.facts.of(tensor) is None:
+                if targets and not covers(tensor):
+                    stated = Fact(None, stated.assumed, stated.infinite)
+                self._set_fact(tensor, stated)
+
+    def _by_fact(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """What ``operator`` yields of a tensor whose elements are all equal, where it is read."""
+        if operator.name == "aten::nonzero":
+            return self.facts.counted(args[0])
+        uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None
+        if uniform is None:
+            return None
+        return self._compute(operator, (uniform.expand(args[0].shape), *args[1:]), kwargs, [])
+
+    def _note_read(self, values: Iterable[Any]) -> None:
+        if self.facts.by_key and self.facts.is_assumed(values):
+            self._simulation.note_finite()
+
+    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
+        return self._simulation.storages.is_on_host(tensor)
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Follow a storage that was resized in place: what was added is undefined."""
@@ -353,8 +475,11 @@ class Values:
     ) -> Any:
         on_cpu = [self._on_cpu(value, used) for value in args]
         named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
+        generator = named.get("generator")
+        if generator is not None:
+            named["generator"] = drawn_from(generator)
         try:
-            if operator.random and named.get("generator") is None:
+            if operator.random and generator is None:
                 with _drawing(torch.cuda.default_generators[self._simulation.current_index]):
                     computed = operator.compute(*on_cpu, **named)
             else:
@@ -528,6 +653,10 @@ def _blank(value: Any) -> Any:
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
 
 
+def _all_meta(values: tuple[Any, ...]) -> bool:
+    return all(raw.is_meta(value) for value in values if isinstance(value, torch.Tensor))
+
+
 def _collect(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
     """Append the meta tensors in ``value`` to ``found``."""
     if isinstance(value, torch.Tensor):
@@ -548,10 +677,10 @@ def _drawing(generator: torch.Generator) -> Iterator[None]:
     """Draw the CPU's random numbers from ``generator``: most operators take no other way."""
     default = torch.default_generator
     before = default.get_state()
-    # What a generator of CUDA calls its state is shorter.
-    default.set_state(_state_of(generator))
+    source = drawn_from(generator)
+    default.set_state(source.get_state())
     try:
         yield
     finally:
-        _set_state_of(generator, default.get_state())
+        source.set_state(default.get_state())
         default.set_state(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -133,6 +134,34 @@ def test_cleared_workspaces_are_told_by_their_blocks(statistics: CudaStatistics)
 
     assert [block.size for block in workspaces] == [WORKSPACE]
     assert [block.address for block in left] == [kept.data_ptr()]
+
+
+def test_garbage_that_is_due_is_no_workspace(
+    statistics: CudaStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_many_objects() -> list[list[None]]:
+        return [[] for _ in range(10 * gc.get_threshold()[0])]
+
+    monkeypatch.setattr(statistics, "clear_workspaces", make_many_objects)
+    gc.collect()
+    cycle: list[object] = [empty(WORKSPACE), empty(4096)]
+    cycle.append(cycle)
+    del cycle
+
+    workspaces, left = clear_workspaces(statistics)
+
+    assert not workspaces
+    assert sorted(block.size for block in left) == [4096, WORKSPACE]
+
+
+def test_a_block_of_another_size_is_no_workspace(statistics: CudaStatistics) -> None:
+    kept = [empty(WORKSPACE), empty(WORKSPACE - 512)]
+    torch.empty(8, 8, device="cuda") @ torch.empty(8, 8, device="cuda")
+
+    sizes = [block.size for block in statistics.possible_workspaces()]
+
+    assert len(statistics.live_blocks()) == len(kept) + 1
+    assert sizes == [WORKSPACE, WORKSPACE]
 
 
 def test_the_cache_is_emptied(statistics: CudaStatistics) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.measurement import meter as meter_module
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
 from pytest_gpumem.measurement.record import Measurement
@@ -140,7 +141,7 @@ def test_garbage_is_looked_for_only_where_memory_is_unexplained(
     device: FakeStatistics, ledger: FixtureLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collections: list[None] = []
-    monkeypatch.setattr(gc, "collect", lambda: collections.append(None))
+    monkeypatch.setattr(meter_module, "collect_garbage", lambda: collections.append(None))
 
     def run(*kept: int) -> None:
         meter = Meter(device, ledger)

@@ -6,8 +6,13 @@ from threading import Thread
 
 import pytest
 
-from pytest_gpumem.measurement.phases import SNAPSHOTS_OF_EACH_ENTRY, Bytes, PhaseTracker
-from pytest_gpumem.measurement.record import PhaseRecord
+from pytest_gpumem.measurement.phases import (
+    SNAPSHOTS_OF_EACH_ENTRY,
+    Bytes,
+    NestingError,
+    PhaseTracker,
+)
+from pytest_gpumem.measurement.record import CALL, PhaseRecord
 from tests.fake_statistics import FakeStatistics
 
 NOBODY = Bytes()
@@ -116,6 +121,60 @@ def test_leaving_a_phase_ends_what_is_still_open_inside(
 
     assert record(tracker, "forgotten").peak_allocated == 10
     assert record(tracker, "outer").peak_allocated == 10
+
+
+def test_phases_that_cross_are_refused(device: FakeStatistics, tracker: PhaseTracker) -> None:
+    outer, inner = tracker.window("outer"), tracker.window("inner")
+    outer.__enter__()
+    inner.__enter__()
+    device.use(10)
+
+    with pytest.raises(NestingError, match="'outer' was left while 'inner'.* leave 'inner' first"):
+        outer.__exit__(None, None, None)
+    device.use(100)
+    inner.__exit__(None, None, None)
+
+    assert record(tracker, "inner").peak_allocated == 10
+
+
+def test_an_exception_is_not_hidden_by_what_it_leaves_open(tracker: PhaseTracker) -> None:
+    inner = tracker.window("inner")
+
+    with pytest.raises(RuntimeError, match="the test's"), tracker.window("outer"):
+        inner.__enter__()
+        raise RuntimeError("the test's")
+
+
+def test_what_a_body_leaves_open_ends_with_it(
+    device: FakeStatistics, tracker: PhaseTracker
+) -> None:
+    forgotten = tracker.window("forgotten")
+    with tracker.window(CALL):
+        forgotten.__enter__()
+        device.use(10)
+    tracker.restart()
+    with tracker.window(CALL):
+        forgotten.__exit__(None, None, None)
+        device.use(30)
+
+    assert record(tracker, CALL).peak_allocated == 30
+
+
+def test_phases_of_two_threads_do_not_nest(device: FakeStatistics, tracker: PhaseTracker) -> None:
+    theirs = tracker.window("theirs")
+    entering = Thread(target=theirs.__enter__)
+    with tracker.window("mine"):
+        entering.start()
+        entering.join()
+        device.use(10)
+    device.use(100)
+    theirs.__exit__(None, None, None)
+
+    assert record(tracker, "mine").peak_allocated == 10
+    assert (record(tracker, "theirs").peak_allocated, record(tracker, "theirs").parent) == (
+        100,
+        None,
+    )
 
 
 def test_an_open_phase_has_no_record_yet(tracker: PhaseTracker) -> None:

@@ -236,13 +236,15 @@ class Allocator(Readings, PoolScopes):
             every.splits -= 1
         return None
 
-    def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
+    def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
         """Return every segment without a live block to the device (``emptyCache``).
 
         Private pools only where nothing refers to them any more; with the id of such a ``pool``,
-        that one alone. During a capture the shared pool keeps what it has.
+        that one alone. During a capture the shared pool keeps what it has. ``context`` is kept with
+        the events of the segments that go.
         """
-        self._supply.empty_cache(pool)
+        with self._memory.releasing(context):
+            self._supply.empty_cache(pool)
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from pytest_gpumem.simulated.allocator.blocks import FIRST_OF_AGE, Block, FreeList, new_block
@@ -46,6 +47,7 @@ class DeviceMemory:
     __slots__ = (
         "_place_segment",
         "_pools",
+        "_releaser",
         "_unused_order",
         "_version",
         "contexts",
@@ -86,6 +88,7 @@ class DeviceMemory:
         """By address: the context of the allocation that needed the segment."""
         self.uncached: dict[int, int] = {}
         """Address and size of what was allocated while caching was off."""
+        self._releaser: Any = None
         self._place_segment = place_segment
         self._version = version
         self._pools = pools
@@ -110,6 +113,15 @@ class DeviceMemory:
     def _give(self, size: int) -> None:
         if self.shared is not None:
             self.shared.give(size)
+
+    @contextmanager
+    def releasing(self, context: Any) -> Iterator[None]:
+        """Segments that go back inside go because of ``context``; ``None`` says nothing."""
+        self._releaser = context
+        try:
+            yield
+        finally:
+            self._releaser = None
 
     def allocate_uncached(self, size: int) -> int | None:
         """An address for ``size`` bytes that are not cached; None if the device has no room."""
@@ -162,7 +174,8 @@ class DeviceMemory:
         free_list.remove(block)
         context = self.contexts.pop(block.address, None)
         self.counters.num_device_free += 1
-        self.note(("segment_free", block.address, block.size, free_list.stream, context))
+        shown = self._releaser or context
+        self.note(("segment_free", block.address, block.size, free_list.stream, shown))
         free_list.tally.segments_out += 1
         free_list.tally.segments -= 1
         self.every.segments -= 1
@@ -190,7 +203,8 @@ class DeviceMemory:
         context = self.contexts.pop(address, None)
         self.counters.num_device_free += 1
         self._unreserve(free_list, size)
-        self.note(("segment_unmap", address, size, free_list.stream, context))
+        shown = self._releaser or context
+        self.note(("segment_unmap", address, size, free_list.stream, shown))
 
     def _reserve(self, free_list: FreeList, size: int) -> None:
         for tally in (free_list.tally, self.every):

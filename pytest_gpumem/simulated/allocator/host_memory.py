@@ -12,6 +12,11 @@ from typing import Any
 from pytest_gpumem.simulated.allocator.statistics import Stat
 
 
+def block_size(size: int) -> int:
+    """Bytes of the block for a request of ``size`` bytes: the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
 class HostAllocator:
     """The pinned memory of one process; sizes are bytes."""
 
@@ -27,7 +32,7 @@ class HostAllocator:
         """Take a block for ``size`` bytes and return its own size; 0 for no bytes."""
         if size == 0:
             return 0
-        rounded = 1 << (size - 1).bit_length()
+        rounded = block_size(size)
         if self._free.get(rounded):
             self._free[rounded] -= 1
         else:

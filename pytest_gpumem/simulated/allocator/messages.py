@@ -41,6 +41,9 @@ class OutOfMemoryFields:
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
     """The device is full. ``str()`` is torch's text, the numbers are in ``fields``."""
 
+    tried_everything = False
+    """Whether this is what torch tells ``oom_observers_`` of, and not a request refused at once."""
+
     def __init__(self, message: str, fields: OutOfMemoryFields) -> None:
         super().__init__(message)
         self.fields = fields

@@ -62,6 +62,20 @@ class PoolScopes(AllocatorState):
         """
         return self._pools.get(pool).uses
 
+    def pool_addresses(self, pool: PoolId) -> set[int]:
+        """The addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
+
+        Raises:
+            AllocatorError: there is no such pool.
+        """
+        identity = self._pools.get(pool).identity
+        return {
+            address
+            for live in (self._live, self._uses.live)
+            for address, block in live.items()
+            if block.free_list.pool.identity == identity
+        }
+
     def mark_capture_begin(self) -> None:
         """A stream capture begins on this device."""
         self._captures += 1

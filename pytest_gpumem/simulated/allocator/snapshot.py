@@ -8,18 +8,24 @@ from typing import Any
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, Block, PoolId
 from pytest_gpumem.simulated.allocator.readings import Readings
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
-from pytest_gpumem.simulated.allocator.trace import Trace, TraceEntry
+from pytest_gpumem.simulated.allocator.trace import Contexts, Recording, Trace, TraceEntry
 
 Json = dict[str, Any]
 
 
-def frames_of(context: Any, with_cpp: bool = False) -> list[Any]:
-    """Stack frames of an event: the attribute ``frames`` of its context, if it has one.
+def frames_of(context: Any, trace: Trace) -> list[Any]:
+    """Stack frames of a block: the attribute ``frames`` of its context, if it has one.
 
-    With ``with_cpp`` its ``cpp_frames`` stand in front.
+    What was allocated when ``_record_memory_history`` asked for no stacks has none.
     """
-    frames = list(getattr(context, "frames", None) or ())
-    return [*getattr(context, "cpp_frames", ()), *frames] if with_cpp else frames
+    recording = trace.recording
+    if recording is None:
+        return list(getattr(context, "frames", None) or ())
+    recorded: Recording | None = getattr(context, "recording", recording)
+    if recorded is None or not recorded.on or recorded.contexts < Contexts.STATE:
+        return []
+    frames = [*getattr(context, "script_frames", ()), *(getattr(context, "frames", None) or ())]
+    return [*getattr(context, "cpp_frames", ()), *frames] if recorded.with_cpp else frames
 
 
 def snapshot(
@@ -84,7 +90,7 @@ def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
         result["frames"] = []
     result["blocks"] = [_block(allocator, block, frames=frames) for block in blocks]
     if context is not None:
-        result["frames"] = frames_of(context, allocator.trace.with_cpp)
+        result["frames"] = frames_of(context, allocator.trace)
     return result
 
 
@@ -101,7 +107,7 @@ def _block(allocator: Readings, block: Block, *, frames: bool) -> Json:
         "size": block.size,
         "requested_size": block.requested,
         "state": _state(allocator, block),
-        "frames": frames_of(block.context, allocator.trace.with_cpp) if frames else [],
+        "frames": frames_of(block.context, allocator.trace) if frames else [],
     }
 
 
@@ -123,25 +129,35 @@ def trace_dicts(trace: Trace, version: Version) -> list[Json]:
         extra["user_metadata"] = ""
     pools = version >= (2, 12)
     return [
-        _trace_dict(index, entry, extra, pools, trace.with_cpp)
-        for index, entry in enumerate(trace.shown)
+        _trace_dict(time, entry, extra, pools, _frames_of_event(trace, index, entry))
+        for time, (index, entry) in enumerate(trace.shown)
     ]
 
 
-def _trace_dict(index: int, entry: TraceEntry, extra: Json, pools: bool, with_cpp: bool) -> Json:
+def _frames_of_event(trace: Trace, index: int, entry: TraceEntry) -> list[Any] | None:
+    """The frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
+    recording = trace.recorded(index)
+    if entry.context is None or (recording and recording.contexts < Contexts.ALLOC):
+        return None
+    return frames_of(entry.context, trace)
+
+
+def _trace_dict(
+    time: int, entry: TraceEntry, extra: Json, pools: bool, frames: list[Any] | None
+) -> Json:
     address = "device_free" if entry.action == "oom" else "addr"
     result: Json = {
         "action": entry.action,
         address: entry.addr,
         "size": entry.size,
         "stream": int(entry.stream),
-        "time_us": index,
+        "time_us": time,
         **extra,
     }
     if pools:
         result["pool_id"] = entry.pool_id
-    if entry.context is not None:
-        result["frames"] = frames_of(entry.context, with_cpp)
+    if frames is not None:
+        result["frames"] = frames
     return result
 
 

@@ -109,7 +109,8 @@ class Supply:
             if found is not None:
                 return found
         if self._collects and self._memory.limit is not None:
-            self._collect_garbage(self._memory.limit)
+            with self._memory.releasing(context):
+                self._collect_garbage(self._memory.limit)
         size = segment_size(rounded, self._settings.large_segment_size)
         self._rejected = False
         block = self._obtain(free_list, rounded, size, context)
@@ -167,7 +168,9 @@ class Supply:
         message = out_of_memory_message(
             fields, self.version, expandable=self._settings.expandable_segments
         )
-        return OutOfMemory(message, fields)
+        error = OutOfMemory(message, fields)
+        error.tried_everything = True
+        return error
 
     def _obtain_after_release(
         self, free_list: FreeList, rounded: int, size: int, context: Any
@@ -176,12 +179,17 @@ class Supply:
 
         Pools that lend their free blocks are asked first since 2.11, and last in 2.8 to 2.10.
         """
+        memory = self._memory
         block = self._find_lent(free_list, rounded) if self.version >= (2, 11) else None
-        if block is None and self._release_enough(free_list, rounded):
-            block = self._obtain(free_list, rounded, size, context)
+        if block is None:
+            with memory.releasing(context):
+                released = self._release_enough(free_list, rounded)
+            if released:
+                block = self._obtain(free_list, rounded, size, context)
         if block is None and not self._in_capture():
-            self.empty_cache()
-            self._memory.counters.num_alloc_retries += 1
+            with memory.releasing(context):
+                self.empty_cache()
+            memory.counters.num_alloc_retries += 1
             block = self._obtain(free_list, rounded, size, context)
         if block is None and (2, 8) <= self.version <= (2, 10):
             block = self._find_lent(free_list, rounded)

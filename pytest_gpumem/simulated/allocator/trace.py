@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, overload
 
 FREE = "free"
@@ -37,6 +39,31 @@ class TraceEntry(NamedTuple):
         return pool_id
 
 
+class Contexts(IntEnum):
+    """Of what stacks are kept: ``RecordContext`` of c10/cuda/CUDACachingAllocator.h."""
+
+    NEVER = 0
+    STATE = 1
+    """Of blocks that are in use."""
+    ALLOC = 2
+    """Of the events of allocations too; frees show the stack of their allocation."""
+    ALL = 3
+    """Of frees too."""
+
+
+class Recording(NamedTuple):
+    """What ``torch.cuda.memory._record_memory_history`` was told last."""
+
+    on: bool = True
+    contexts: Contexts = Contexts.ALL
+    with_cpp: bool = False
+    """Whether C++ frames stand in front of Python's."""
+    max_entries: int | None = None
+    """How many events are kept, the latest ones; ``None`` for all."""
+    skipped: frozenset[str] = frozenset()
+    """Actions of which no event is kept."""
+
+
 class Trace(Sequence[TraceEntry]):
     """A view of the recorded events; it follows the allocator while more are recorded."""
 
@@ -45,26 +72,52 @@ class Trace(Sequence[TraceEntry]):
         self._read = 0
         self._entries: list[TraceEntry] = []
         self._shown_from = 0
-        self._recording = False
-        self.with_cpp = False
-        """Whether snapshots show C++ frames in front of Python's."""
+        self._changes: list[int] = []
+        """The positions at which :attr:`recording` changed ..."""
+        self._recordings: list[Recording] = []
+        """... and to what."""
 
     @property
-    def shown(self) -> Sequence[TraceEntry]:
-        """What a snapshot shows: as in torch, nothing from before recording began.
+    def recording(self) -> Recording | None:
+        """What is recorded now; ``None`` until somebody has asked for anything."""
+        return self._recordings[-1] if self._recordings else None
+
+    @property
+    def shown(self) -> list[tuple[int, TraceEntry]]:
+        """What a snapshot shows, by position: as in torch, nothing from before recording began.
 
         Until somebody calls ``_record_memory_history`` everything is shown.
         """
-        return self[self._shown_from :]
+        entries = list(enumerate(self[self._shown_from :], self._shown_from))
+        recording = self.recording
+        if recording is None:
+            return entries
+        if not recording.on:
+            return []
+        if any(each.skipped for each in self._recordings):
+            entries = [(at, each) for at, each in entries if not self._is_skipped(at, each)]
+        most = recording.max_entries
+        return entries if most is None else entries[-max(most, 1) :]
 
-    def record(self, on: bool, *, clear: bool = False, with_cpp: bool = False) -> None:
+    def recorded(self, index: int) -> Recording | None:
+        """What was to be recorded when event ``index`` happened."""
+        position = bisect_right(self._changes, index)
+        return self._recordings[position - 1] if position else None
+
+    def record(self, recording: Recording, *, clear: bool = False) -> None:
         """Do to snapshots what ``torch.cuda.memory._record_memory_history`` does.
 
         Source: ``recordHistory`` in c10/cuda/CUDACachingAllocator.cpp; ending clears, too.
         """
-        if clear or on != self._recording:
+        before = self.recording
+        if clear or before is None or recording.on != before.on:
             self._shown_from = len(self)
-        self._recording, self.with_cpp = on, on and with_cpp
+        self._changes.append(len(self))
+        self._recordings.append(recording)
+
+    def _is_skipped(self, index: int, entry: TraceEntry) -> bool:
+        recording = self.recorded(index)
+        return recording is not None and entry.action in recording.skipped
 
     def __len__(self) -> int:
         return len(self._current())
@@ -93,6 +146,7 @@ class Trace(Sequence[TraceEntry]):
         self._raw.clear()
         self._entries.clear()
         self._read = self._shown_from = 0
+        self._changes = [0 for _ in self._changes]
 
     def _current(self) -> list[TraceEntry]:
         entries = self._entries

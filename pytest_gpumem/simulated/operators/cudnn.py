@@ -3,8 +3,9 @@
 PyTorch asks the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
 cudnnGetBatchNormalization...Size) and the library answers by its choice of algorithm. What is here
 was read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
-autoencoder, cellular automata; float32 in contiguous tensors, TF32 allowed. Every byte that comes
-from this module is marked as estimated.
+autoencoder, cellular automata, all float32 in contiguous tensors, TF32 allowed; and for halves
+from printed peaks of single convolutions. Every byte that comes from this module is marked as
+estimated.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ _DESCRIPTOR = 16
 _VECTOR = 16
 """Bytes that tensor cores load at a time."""
 
+_FEW = 4
+"""Input channels below which operands are left as they are: three of float32 and three of float16
+took nothing, four of float16 were transposed."""
+
 _DEEP = 512
-"""Input channels from which the way forward was seen to transpose its output too."""
+"""Input channels from which the way forward was seen to transpose its output too, in float32."""
 
 _WINOGRAD_CHANNELS = 64
 _WINOGRAD_PIXELS = 256 * 256
@@ -60,7 +65,12 @@ class Convolution:
     @property
     def pointwise(self) -> bool:
         """Whether it is a product of matrices: 1x1 without a stride."""
-        return set(self.kernel) == {1} and set(self.stride) == {1}
+        return self.pixelwise and set(self.stride) == {1}
+
+    @property
+    def pixelwise(self) -> bool:
+        """Whether the kernel covers one pixel, with or without a stride."""
+        return set(self.kernel) == {1}
 
     @property
     def winograd(self) -> bool:
@@ -178,12 +188,13 @@ def convolution_bytes(convolution: Convolution) -> int:
     - 3x3 over at most 64 channels of small images, forward and for the input: the weights and their
       4x4 tiles, padded to 8 channels by 32. Byte-exact in eight of ten recorded shapes.
     - otherwise contiguous tensors are transposed for tensor cores: input and weights on the way
-      forward, of many channels the output too; all three on the way back. Fewer channels than a
-      vector of 16 bytes are left as they are. In a training step of VGG-19 with 300 images of
+      forward, of many channels the output too; all three on the way back. Fewer than four channels
+      are left as they are. In a training step of VGG-19 with 300 images of
       86 x 86 pixels, on a GPU of 8 GB (the trace in the notebook of xMem's figures,
       Stone-ResearchLife/xMem 235b5abb), this is byte-exact for 12 of 16 convolutions forward (the
       others: 0.1 %, and 44 KB of the images) and for all 15 back to the input, and within 2 % for
       16 weights. With one image some kernels below 28 x 28 pixels took nothing.
+    - contiguous halves: see :func:`_half_bytes`.
     """
     measured = _measured(convolution)
     if measured is not None:
@@ -194,18 +205,17 @@ def convolution_bytes(convolution: Convolution) -> int:
         return _product_bytes(convolution)
     if convolution.winograd and convolution.direction != WEIGHT:
         return _winograd_bytes(convolution)
-    if not convolution.tensor_cores:
+    if not convolution.tensor_cores or convolution.inputs < _FEW:
         return 0
-    if convolution.inputs * convolution.element_bytes < _VECTOR:
-        return 0
-    strided_product = set(convolution.kernel) == {1}
+    if convolution.element_bytes == 2:
+        return _half_bytes(convolution)
     if convolution.direction == FORWARD:
-        if strided_product:
+        if convolution.pixelwise:
             return 0
         copies = convolution.input_bytes + convolution.weight_bytes + _DESCRIPTOR
         return copies + (convolution.output_bytes if convolution.inputs >= _DEEP else 0)
     copies = convolution.input_bytes + convolution.output_bytes + _DESCRIPTOR
-    if strided_product and convolution.direction == WEIGHT:
+    if convolution.pixelwise and convolution.direction == WEIGHT:
         return copies
     return copies + convolution.weight_bytes
 
@@ -252,6 +262,27 @@ def recurrent_workspace_bytes(call: Recurrent) -> int:
     gates = 2 * _GATES[call.name] + 2
     steps = call.layers * call.directions * call.batch * call.hidden * gates
     return (call.weights + steps) * call.element_bytes
+
+
+def _half_bytes(convolution: Convolution) -> int:
+    """Copies of all operands: the kernels for halves read and write channels last, none else.
+
+    Among those for TF32 are some that write a contiguous output (cuDNN calls them
+    ``nhwckrsc_nchw``), which is why float32 does without its copy below ``_DEEP`` channels; those
+    for float16 and bfloat16 are all ``nhwckrsc_nhwc``. From pytorch#123533: 256 channels of one
+    image of 2048 x 1024 to 2176 pixels. Not made from, and equal: the bytes of a 3-d convolution
+    (pytorch#95024: 64 to 32 channels, 12,874,233,344), and allocated and reserved memory of an
+    autoencoder in 18 sizes (invoke-ai/InvokeAI#9305: 96 to 384 channels in two and three dims;
+    reserved memory also says that its first layer, of 3 channels, took nothing).
+
+    A kernel of one pixel has the same weights in both layouts. So count the launches of
+    ``nchwToNhwcKernel`` (158) and ``nhwcToNchwKernel`` (68) in a step of ResNet-50 with float16
+    (apuaaChen/EVT_AE 67eaea63, benchmark/resnet/torch_result.md, on an A100): all operands of the
+    first layer, of 4 channels, and of 3x3 kernels, all but the weights of 38 kernels of one pixel,
+    each way; the other 70 of 99 products ran as such. With channels last it launches neither.
+    """
+    copies = convolution.input_bytes + convolution.output_bytes + _DESCRIPTOR
+    return copies if convolution.pixelwise else copies + convolution.weight_bytes
 
 
 def _product_bytes(convolution: Convolution) -> int:

@@ -37,7 +37,7 @@ def _convert(gpu: SimulatedGPU, scratch: Scratch, given: list[torch.Tensor]) -> 
         return
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
     for index in given:
-        if _on_cpu(gpu, index):
+        if _on_cpu(index):
             scratch.take(count * index.element_size())
     for index in given:
         if index.dtype == torch.int32:
@@ -48,13 +48,13 @@ def _given(gpu: SimulatedGPU, indices: list[torch.Tensor | None]) -> list[torch.
     given = [index for index in indices if index is not None]
     for index in given:
         # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
-        if not _on_cpu(gpu, index):
+        if not _on_cpu(index):
             gpu.simulation.storages.adopt(index, gpu)
     return given
 
 
-def _on_cpu(gpu: SimulatedGPU, index: torch.Tensor) -> bool:
-    return not raw.is_meta(index) or gpu.simulation.storages.is_on_host(index)
+def _on_cpu(index: torch.Tensor) -> bool:
+    return not raw.is_meta(index)
 
 
 def _before_index_put(
@@ -148,7 +148,7 @@ class _Sorted:
         first = 0
         for index in given:
             # An index on the CPU is wrapped and scaled there, and comes to the device after.
-            on_cpu = _on_cpu(self._gpu, index)
+            on_cpu = _on_cpu(index)
             wrapped = 0 if on_cpu else scratch.take(index.numel() * _INDEX_BYTES)
             scaled = scratch.take(count * _INDEX_BYTES)
             scratch.drop(wrapped)
@@ -176,7 +176,7 @@ def _where(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     tensors = args[1:]
     result = torch.result_type(*tensors)
     for tensor in tensors:
-        if not tensor.dim() and raw.is_meta(tensor) and not storages.is_on_host(tensor):
+        if not tensor.dim() and raw.is_meta(tensor):
             # A number has become a tensor of no dimensions on the condition's device.
             storages.adopt(tensor, gpu)
         elif not tensor.dim() and tensor.dtype == result:

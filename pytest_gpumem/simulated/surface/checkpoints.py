@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
-_empty = torch.empty
-
 
 class SavedStorage:
     """A storage in a file: tensors that share it do so again when they are loaded."""
@@ -63,10 +61,12 @@ def restore_unknown(
         )
     device = torch.device(_destination(storage.location))
     if storage.memory is None:
-        storage.memory = _unknown(simulation, storage.nbytes, torch.uint8, device)
         if device.type == "cpu":
-            simulation.storages.adopt_on_host(storage.memory)
-    tensor = _unknown(simulation, 0, dtype, device)
+            storages = simulation.storages
+            storage.memory = storages.unknown_on_host((storage.nbytes,), (1,), torch.uint8)
+        else:
+            storage.memory = torch.empty(storage.nbytes, dtype=torch.uint8, device=device)
+    tensor = torch.empty(0, dtype=dtype, device=device)
     tensor.set_(storage.memory.untyped_storage(), offset, size, stride)
     return tensor.requires_grad_(requires_grad)
 
@@ -145,17 +145,6 @@ class _Saving:
         if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return False
         return storages.of(tensor) is not None and self._simulation.values.of(tensor) is None
-
-
-def _unknown(simulation: Simulation, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.empty(size, dtype=dtype, device=device)
-    before = simulation.here.making_real_meta
-    simulation.here.making_real_meta = True
-    try:
-        return _empty(size, dtype=dtype, device="meta")
-    finally:
-        simulation.here.making_real_meta = before
 
 
 def _destination(location: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.simulated.generators import generator_type
 from pytest_gpumem.simulated.surface.pools import chosen_pool
 from pytest_gpumem.simulated.surface.properties import DeviceProperties
 
@@ -42,7 +43,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
                 patches.plan(module, name, getattr(api, name))
     cuda = torch.cuda
     count = len(simulation.gpus)
-    generator = _generator(torch.Generator)
+    generator = generator_type(torch.Generator)
     state: dict[str, Any] = {
         "_initialized": True,
         "_cached_device_count": count,
@@ -84,85 +85,6 @@ def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
 
 def _yes() -> bool:
     return True
-
-
-def _generator(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
-    states = _GeneratorStates()
-
-    class Generator(real):  # type: ignore[misc,valid-type]  # stays a class for isinstance()
-        def __new__(cls, device: Any = None) -> Any:
-            target = torch.device("cuda", device) if isinstance(device, int) else device
-            target = torch.device("cpu" if target is None else target)
-            if target.type != "cuda":
-                return super().__new__(cls, target)
-            made = super().__new__(cls)
-            made._cuda_device = torch.device("cuda", target.index or 0)
-            return made
-
-        @property
-        def device(self) -> torch.device:
-            return getattr(self, "_cuda_device", torch.device("cpu"))
-
-        def get_state(self) -> torch.Tensor:
-            state: torch.Tensor = super().get_state()
-            return state if self.device.type == "cpu" else states.shorten(state, self)
-
-        def set_state(self, state: torch.Tensor) -> Any:
-            if self.device.type == "cpu":
-                return super().set_state(state)
-            full = states.full(state)
-            if full is None:
-                return self.manual_seed(_numbers_of(state)[0])
-            return super().set_state(full)
-
-    return Generator
-
-
-class _GeneratorStates:
-    """States of CUDA's generators, seed and offset, for those of the CPU's that draw the numbers.
-
-    Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, of which a
-    state from elsewhere may lack the offset; a multiple of 4.
-    """
-
-    def __init__(self) -> None:
-        self._states: list[torch.Tensor] = []
-        self._offsets: dict[bytes, int] = {}
-
-    def shorten(self, state: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the 16 bytes that stand for ``state``."""
-        content = bytes(state.numpy())
-        offset = self._offsets.get(content)
-        if offset is None:
-            offset = self._offsets[content] = 4 * len(self._states)
-            self._states.append(state)
-        seed = generator.initial_seed().to_bytes(8, "little")
-        return torch.frombuffer(bytearray(seed + offset.to_bytes(8, "little")), dtype=torch.uint8)
-
-    def full(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return what these 16 bytes stand for; ``None`` for a state of another process.
-
-        Raises torch's error for any other size.
-        """
-        seed, offset = _numbers_of(state)
-        if not offset % 4 and offset // 4 < len(self._states):
-            found = self._states[offset // 4]
-            if _seed_of(found) == seed:
-                return found
-        return None
-
-
-def _numbers_of(state: torch.Tensor) -> tuple[int, int]:
-    if state.numel() not in (8, 16):
-        raise RuntimeError("RNG state is wrong size")
-    content = bytes(state.cpu().numpy())
-    return int.from_bytes(content[:8], "little"), int.from_bytes(content[8:], "little")
-
-
-def _seed_of(state: torch.Tensor) -> int:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator.initial_seed()
 
 
 class _Api:
@@ -214,8 +136,6 @@ class _Api:
 
     def _cuda_ipc_collect(self) -> None: ...
 
-    def _cuda_sleep(self, cycles: int) -> None: ...
-
     def device_properties(self, index: int) -> DeviceProperties:
         return DeviceProperties.of(self._gpu(index))
 
@@ -264,32 +184,6 @@ class _Api:
             for gpu in self._simulation.gpus
             for segment in gpu.allocator.segments(pool, frames=False)
         ]
-
-    def _cuda_record_memory_history(
-        self,
-        enabled: str | None,
-        context: str | None = "all",
-        stacks: str = "all",
-        max_entries: int = 0,
-        clear_history: bool = False,
-        *more: Any,
-    ) -> None:
-        for gpu in self._simulation.gpus:
-            on = enabled is not None
-            gpu.allocator.trace.record(on, clear=clear_history, with_cpp=stacks == "all")
-
-    def _cuda_record_memory_history_legacy(
-        self,
-        enabled: bool,
-        record_context: bool = True,
-        max_entries: int = 1,
-        record_context_of_events: bool = False,
-        with_cpp: bool = False,
-        clear_history: bool = False,
-        *more: Any,
-    ) -> None:
-        for gpu in self._simulation.gpus:
-            gpu.allocator.trace.record(enabled, clear=clear_history, with_cpp=with_cpp)
 
     def _cuda_isHistoryEnabled(self) -> bool:
         return True

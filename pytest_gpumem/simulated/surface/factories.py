@@ -1,4 +1,4 @@
-"""Factory functions: tensors the user makes on ``meta`` on purpose hold no CUDA memory."""
+"""Factory functions: what is asked for on ``meta`` by name holds no CUDA memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.jit._builtins
 import torch.jit._recursive
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
+
+from pytest_gpumem.simulated.shapes import META
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -66,7 +68,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     sparse = torch.sparse_coo_tensor
     patches.plan(torch, "sparse_coo_tensor", _watching(simulation, _sparse(sparse), sparse))
     for name in _NEW:
-        patches.plan(torch.Tensor, name, _new(getattr(torch.Tensor, name)))
+        patches.plan(torch.Tensor, name, _new(simulation, getattr(torch.Tensor, name)))
     for module in (torch.jit._builtins, torch.jit._recursive):
         patches.plan(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
     as_tensor = _as_tensor(torch.as_tensor)
@@ -106,10 +108,12 @@ def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def _new(method: Callable[..., Any]) -> Callable[..., Any]:
+def _new(simulation: Simulation, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _numbered(kwargs["device"])
+            if _is_meta(kwargs["device"]) and not simulation.execution.inside_here:
+                return _asked_for_meta(simulation, method, (tensor, *args), kwargs)
         return method(tensor, *args, **kwargs)
 
     return call
@@ -203,7 +207,7 @@ def _watching(
             _check_generator(kwargs["generator"], kwargs.get("device"))
         # Meta kernels written in Python make their outputs on meta too.
         if _is_meta(kwargs.get("device")) and not simulation.execution.inside_here:
-            return _making_real_meta(simulation, factory, args, kwargs)
+            return _asked_for_meta(simulation, factory, args, kwargs)
         return factory(*args, **kwargs)
 
     return call
@@ -224,8 +228,12 @@ def _context(
     ) -> Any:
         if func is real_as_tensor and not (kwargs or {}).get("device"):
             return as_tensor(*args, **{**(kwargs or {}), "device": context.device})
-        if _is_meta(context.device) and not (kwargs or {}).get("device"):
-            return _making_real_meta(
+        if (
+            _is_meta(context.device)
+            and not (kwargs or {}).get("device")
+            and func in _device_constructors()
+        ):
+            return _asked_for_meta(
                 simulation, torch_function, (context, func, types, args, kwargs), {}
             )
         return torch_function(context, func, types, args, kwargs)
@@ -233,18 +241,14 @@ def _context(
     return call
 
 
-def _making_real_meta(
+def _asked_for_meta(
     simulation: Simulation,
     factory: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    before = simulation.here.making_real_meta
-    simulation.here.making_real_meta = simulation.has_real_meta = True
-    try:
+    with simulation.making(META):
         return factory(*args, **kwargs)
-    finally:
-        simulation.here.making_real_meta = before
 
 
 def _as_tensor(as_tensor: Callable[..., Any]) -> Callable[..., Any]:

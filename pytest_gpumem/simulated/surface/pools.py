@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -143,6 +143,19 @@ class _Api:
         with _torch_errors():
             self._memory(device).release_pool((pool[0], pool[1]))
 
+    def _cuda_checkPoolLiveAllocations(
+        self, device: int, mempool_id: PoolId, expected_live_allocations: set[int]
+    ) -> bool:
+        with _torch_errors():
+            live = self._memory(device).pool_addresses((mempool_id[0], mempool_id[1]))
+        return live == set(expected_live_allocations)
+
+    def _cuda_attach_out_of_memory_observer(
+        self, observer: Callable[[int, int, int, int], object]
+    ) -> None:
+        for gpu in self._simulation.gpus:
+            gpu.allocator.observers.append(observer)
+
     def _cuda_emptyCache(self, pool: Sequence[Any] | None = None) -> None:
         chosen = chosen_pool(self._simulation, pool)
         for gpu in self._simulation.gpus:
@@ -198,10 +211,10 @@ class _Api:
         self._simulation.pinned.memory.reset_accumulated_stats()
 
     def _host_emptyCache(self) -> None:
-        self._simulation.pinned.memory.empty_cache()
+        self._simulation.pinned.empty_cache()
 
     def _accelerator_emptyHostCache(self) -> None:
-        self._simulation.pinned.memory.empty_cache()
+        self._simulation.pinned.empty_cache()
 
     def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
         every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

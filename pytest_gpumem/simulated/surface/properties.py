@@ -26,6 +26,27 @@ _SHARED_MEMORY_KIB = {
 Guide, "Technical Specifications per Compute Capability")."""
 
 
+class Uuid:
+    """``torch._C._CUuuid``: what names one device among all (torch/csrc/cuda/Module.cpp)."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    @property
+    def bytes(self) -> list[int]:
+        """Its sixteen bytes, as numbers."""
+        return list(self._content)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Uuid) and other._content == self._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    def __str__(self) -> str:
+        return str(uuid.UUID(bytes=self._content))
+
+
 @dataclass(frozen=True, repr=False)
 class DeviceProperties:
     """``torch.cuda.get_device_properties()`` of a simulated GPU; sizes in bytes.
@@ -43,7 +64,7 @@ class DeviceProperties:
     L2_cache_size: int
     shared_memory_per_multiprocessor: int
     shared_memory_per_block_optin: int
-    uuid: str
+    uuid: Uuid
     gcnArchName: str  # noqa: N815  # torch's own name
     pci_bus_id: int
     pci_device_id: int = 0
@@ -71,7 +92,7 @@ class DeviceProperties:
             L2_cache_size=model.l2_cache_bytes,
             shared_memory_per_multiprocessor=per_sm * KIB,
             shared_memory_per_block_optin=per_block * KIB,
-            uuid=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}")),
+            uuid=Uuid(uuid.uuid5(uuid.NAMESPACE_OID, f"{model.name}/{gpu.index}").bytes),
             gcnArchName=model.full_name,
             pci_bus_id=gpu.index,
         )

@@ -1,21 +1,22 @@
 """NVML's readings, the CUDA runtime, NVTX and profilers.
 
-What the allocator knows is answered (memory in use); what only a real device measures is refused by
-name; switches that would change no memory do nothing.
+What the allocator knows is answered (memory in use). A sensor reads 0, and the report says so: a
+simulated GPU runs no kernels, uses no power and has no clock. Switches that would change no memory
+do nothing.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.profiler
 import torch.profiler
 
 from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.surface.pinned import ALREADY_REGISTERED, NOT_REGISTERED
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -32,32 +33,34 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     """Answer, refuse or pass over."""
     readings = _Readings(simulation)
     for name in _MEASURED:
-        patches.plan(torch.cuda, name, _refusing(name))
+        patches.plan(torch.cuda, name, readings.sensor(name))
     patches.plan(torch.cuda, "device_memory_used", readings.device_memory_used)
     for module in (torch.cuda, torch.cuda.memory):
         patches.plan(module, "list_gpu_processes", readings.list_gpu_processes)
     patches.plan(torch.cuda, "_cudart", Runtime(simulation))
-    patches.plan(torch.cuda, "check_error", _check)
-    patches.plan(torch.cuda.profiler, "check_error", _check)
     patches.plan(torch.cuda.nvtx, "_nvtx", _Ranges())
     patches.plan(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
     begin = torch.profiler.profile.__init__
     patches.plan(torch.profiler.profile, "__init__", _profiling(simulation, begin))
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise UnsupportedOperatorError(
-            f"torch.cuda.{name} at {user_line()} reads a sensor of the GPU, and a simulated one "
-            f"has none"
-        )
-
-    return refuse
-
-
 class _Readings:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+
+    def sensor(self, name: str) -> Callable[..., int]:
+        """The function of ``torch.cuda`` that reads the sensor ``name``."""
+
+        def read(device: Any = None) -> int:
+            torch.cuda._utils._get_device_index(device, optional=True)
+            line = self._simulation.count_read(f"torch.cuda.{name}()")
+            self._simulation.note(
+                f"torch.cuda.{name}() at {line} read a sensor that a simulated GPU does not have: "
+                f"it got 0"
+            )
+            return 0
+
+        return read
 
     def device_memory_used(self, device: Any = None) -> int:
         """Bytes that this process holds of the device, without a CUDA context."""
@@ -71,29 +74,55 @@ class _Readings:
         return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
 
 
-def _check(result: int) -> None: ...
+class _Error(int):
+    """``torch.cuda.cudart().cudaError``: result codes of the CUDA runtime (driver_types.h)."""
+
+    success = 0
+
+
+_ERRORS = {
+    0: "no error",
+    1: "invalid argument",
+    2: "out of memory",
+    3: "initialization error",
+    ALREADY_REGISTERED: "part or all of the requested memory range is already mapped",
+    NOT_REGISTERED: "pointer does not correspond to a registered memory region",
+}
+"""What ``cudaGetErrorString`` says of the commonest codes."""
 
 
 class Runtime:
-    """``torch.cuda.cudart()``."""
+    """``torch.cuda.cudart()``: the functions that torch binds (torch/csrc/cuda/shared/cudart.cpp).
 
-    class cudaError:  # noqa: N801  # CUDA's own name
-        """Result codes."""
+    Those that are not named here do nothing, and succeed.
+    """
 
-        success = 0
+    cudaError = _Error  # noqa: N815  # CUDA's own name
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+
+    def cudaGetErrorString(self, code: int) -> str:  # noqa: N802  # CUDA's own name
+        """What a result code means."""
+        return _ERRORS.get(int(code), "unrecognized error code")
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name
         """Free and total bytes."""
         gpu = self._simulation.device(device)
         return gpu.allocator.free_memory, gpu.model.total_memory
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
+    def cudaHostRegister(self, ptr: int, size: int, flags: int) -> _Error:  # noqa: N802  # CUDA's
+        """Page-lock memory of the host; the result code."""
+        return _Error(self._simulation.pinned.register(ptr, size))
+
+    def cudaHostUnregister(self, ptr: int) -> _Error:  # noqa: N802  # CUDA's own name
+        """Undo it; the result code."""
+        return _Error(self._simulation.pinned.unregister(ptr))
+
+    def __getattr__(self, name: str) -> Callable[..., _Error]:
         if not name.startswith("cuda"):
             raise AttributeError(name)
-        return lambda *_: 0
+        return lambda *_: _Error(0)
 
 
 class _Ranges:

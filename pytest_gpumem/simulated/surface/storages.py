@@ -68,6 +68,7 @@ class _Surface:
 
 _WHY = {
     "_share_cuda_": "hands memory of a simulated GPU to another process, which does not have it",
+    "share_memory_": "hands values of a simulated GPU to another process, which it does not have",
     "__getitem__": "reads memory of a simulated GPU, which holds no values",
     "tolist": "reads memory of a simulated GPU, which holds no values",
 }
@@ -78,6 +79,8 @@ def _guarded(simulation: Simulation, name: str, method: Callable[..., Any]) -> C
         raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
 
     def call(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
+        if storage._cdata in simulation.storages.on_host and name != "is_shared":
+            return refuse()
         if storage._cdata not in simulation.storages.by_key:
             return method(storage, *args, **options)
         # CUDA memory is shared in any case: share_memory_() does nothing to it.

@@ -1,7 +1,8 @@
-"""Streams and events: which stream memory belongs to, and what waits for what.
+"""Streams: which one memory belongs to, and what waits for what.
 
-Work is done when it is issued, as far as anybody can see: queries say yes. But what the *host*
-knows to be finished decides when memory that another stream used may be used again; the
+Work is done when it is issued, as far as anybody can see: queries say yes, but for the time that
+``torch.cuda._sleep`` takes. What the *host* knows to be finished decides when memory that another
+stream used may be used again; the
 :class:`~pytest_gpumem.simulated.allocator.timeline.Timeline` keeps that.
 """
 
@@ -9,18 +10,19 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 import warnings
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey, Timeline
+from pytest_gpumem.simulated.allocator.timeline import StreamKey, Timeline
+from pytest_gpumem.simulated.surface.clock import Clock
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.surface.events import SimulatedEvent
     from pytest_gpumem.simulated.surface.graphs import Capture
 
 STREAMS_PER_POOL = 32
@@ -53,6 +55,7 @@ class Streams:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
+        self.clock = Clock()
         self.used = False
         """Whether there ever was any stream but the default one."""
         self.sync_debug_mode = 0
@@ -98,6 +101,7 @@ class Streams:
     def reset(self, *, keep: bool) -> None:
         """Forget what a test has set and, unless ``keep``, that streams were ever used."""
         self.sync_debug_mode = 0
+        self.clock = Clock()
         if not keep:
             self.used = False
             self._here = _ThreadStreams()
@@ -121,15 +125,23 @@ class Streams:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
         elif self.sync_debug_mode == _ERROR:
             raise RuntimeError(_SYNCHRONIZES)
-        if self.used:
+        if self.used or self.clock.is_running:
             key = (device, self.current(device))
             self.refuse_in_capture(key)
+            self.clock.wait_for(self.clock.end(key))
             self.timeline.finish_stream(key)
+
+    def sleep(self, device: int, cycles: int) -> None:
+        """The current stream does nothing else for so long (``torch.cuda._sleep``)."""
+        key = (device, self.current(device))
+        if key not in self.captures:
+            self.clock.sleep(key, cycles)
 
     def synchronize(self, device: int) -> None:
         """The host waits for every stream of ``device``."""
         for key in self.captures:
             self.refuse_in_capture(key)
+        self.clock.wait_for_device(device)
         if self.used:
             self.timeline.finish_device(device)
 
@@ -140,9 +152,11 @@ class Streams:
             capture.valid = False
             raise cuda_error("operation not permitted when stream is capturing")
 
-    def waits(self, key: StreamKey, marks: Marks, capture: Capture | None) -> None:
-        """Later work of a stream comes after ``marks``; with them it joins a capture."""
-        self.timeline.wait(key, marks)
+    def waits(self, key: StreamKey, event: SimulatedEvent) -> None:
+        """Later work of a stream comes after an event; with it the stream joins a capture."""
+        self.timeline.wait(key, event.marks)
+        self.clock.delay(key, event.moment)
+        capture = event.capture
         if capture is not None and capture.under_way:
             self.captures.setdefault(key, capture)
 
@@ -233,6 +247,9 @@ class SimulatedStream:
 
     def query(self) -> bool:
         """Whether all work is done; the host then knows."""
+        clock = self._simulation.streams.clock
+        if not clock.is_over(clock.end(self._key)):
+            return False
         self.synchronize()
         return True
 
@@ -242,8 +259,10 @@ class SimulatedStream:
 
     def synchronize(self) -> None:
         """Wait for all work."""
-        self._simulation.streams.refuse_in_capture(self._key)
-        self._simulation.streams.timeline.finish_stream(self._key)
+        streams = self._simulation.streams
+        streams.refuse_in_capture(self._key)
+        streams.clock.wait_for(streams.clock.end(self._key))
+        streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
         """Let later work come after what ``stream`` has so far."""
@@ -284,95 +303,13 @@ class SimulatedStream:
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
+_TorchStream = torch.Stream
+
+
 def _priority(stream: int) -> int:
     """The priority that a handle of :meth:`Streams.make` has; 0 for handles from elsewhere."""
     kind = stream >> 1 & (1 << _TYPE_BITS) - 1
     return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0
-
-
-class SimulatedEvent:
-    """``torch.cuda.Event``: complete as soon as it is recorded; times are the host's."""
-
-    _simulation: ClassVar[Simulation]
-
-    def __init__(
-        self,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        external: bool = False,
-    ) -> None:
-        self._times = enable_timing
-        self._recorded: float | None = None
-        self._device: int | None = None
-        self._marks: Marks = {}
-        self._capture: Capture | None = None
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device it was recorded on."""
-        return None if self._device is None else torch.device("cuda", self._device)
-
-    @property
-    def cuda_event(self) -> int:
-        """The raw handle; 0 before the event is recorded."""
-        return 0 if self._recorded is None else id(self)
-
-    event_id = cuda_event
-
-    def record(self, stream: Any = None) -> None:
-        """Record the event."""
-        streams = self._simulation.streams
-        key = self._key(stream)
-        if self._device not in (None, key[0]):
-            raise RuntimeError(
-                f"Event device {self._device} does not match recording stream's device {key[0]}."
-            )
-        self._device = key[0]
-        self._marks = streams.timeline.mark(key)
-        self._capture = streams.captures.get(key)
-        self._recorded = time.perf_counter()
-
-    def query(self) -> bool:
-        """Whether the event is complete; the host then knows."""
-        self.synchronize()
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream come after the event."""
-        if self._recorded is not None:
-            self._simulation.streams.waits(self._key(stream), self._marks, self._capture)
-
-    def synchronize(self) -> None:
-        """Wait for the event."""
-        streams = self._simulation.streams
-        if self._capture is not None and self._capture.under_way:
-            self._capture.valid = False
-            raise cuda_error("operation not permitted when stream is capturing")
-        streams.timeline.finish(self._marks)
-
-    def elapsed_time(self, end_event: SimulatedEvent) -> float:
-        """Milliseconds between two events, on the host's clock."""
-        if not (self._times and end_event._times):
-            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if self._recorded is None or end_event._recorded is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return (end_event._recorded - self._recorded) * 1000
-
-    def ipc_handle(self) -> bytes:
-        """A handle for other processes: they cannot see a simulated GPU."""
-        raise cuda_error("operation not supported")
-
-    def _key(self, stream: Any) -> StreamKey:
-        if stream is not None:
-            return stream.device_index, stream.stream_id
-        index = self._simulation.current_index
-        return index, self._simulation.streams.current(index)
-
-    def __repr__(self) -> str:
-        if self._recorded is None:
-            return "<torch.cuda.Event uninitialized>"
-        return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
 class _Api:
@@ -405,6 +342,9 @@ class _Api:
     def _cuda_synchronize(self) -> None:
         self._simulation.streams.synchronize(self._simulation.current_index)
 
+    def _cuda_sleep(self, cycles: int) -> None:
+        self._simulation.streams.sleep(self._simulation.current_index, cycles)
+
     def _cuda_get_sync_debug_mode(self) -> int:
         return self._simulation.streams.sync_debug_mode
 
@@ -431,16 +371,15 @@ class _Api:
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
-    """Replace the stream and event classes wherever torch names them, and what is below them."""
-    bound = {"_simulation": simulation}
-    stream = simulation.stream_type = type("Stream", (SimulatedStream,), bound)
-    event = simulation.event_type = type("Event", (SimulatedEvent,), bound)
+    """Replace the stream classes wherever torch names them, and what is below them."""
+    bound = {"_simulation": simulation, "__module__": "torch"}
+    generic = type("Stream", (_AnyStream, SimulatedStream), bound)
+    bound = {**bound, "__module__": "torch.cuda"}
+    stream = simulation.stream_type = type("Stream", (_CudaStream, generic), bound)
     for module in (torch.cuda, torch.cuda.streams):
         patches.plan(module, "Stream", stream)
         patches.plan(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
-        patches.plan(module, "Event", event)
-    patches.plan(torch, "Stream", stream)
-    patches.plan(torch, "Event", type("Event", (_AnyEvent, event), {}))
+    patches.plan(torch, "Stream", generic)
     plan_functions(_Api(simulation), patches)
     api = _Api(simulation)
     patches.plan(
@@ -448,18 +387,36 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     )
 
 
+class _AnyStream(SimulatedStream):
+    """``torch.Stream``, of which ``torch.cuda.Stream`` is one; other devices have their own."""
+
+    def __new__(cls, device: Any = None, *args: Any, **options: Any) -> Any:
+        if isinstance(device, (str, torch.device)) and torch.device(device).type != "cuda":
+            return _TorchStream(device, *args, **options)
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        # torch/csrc/Stream.cpp (THPStream_repr)
+        return (
+            f"torch.Stream device_type=cuda, device_index={self.device_index}, "
+            f"stream_id={self.stream_id}"
+        )
+
+
+class _CudaStream(SimulatedStream):
+    """``torch.cuda.Stream``."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        return object.__new__(cls)
+
+    __repr__ = SimulatedStream.__repr__
+
+
 class _External(SimulatedStream):
     """``torch.cuda.ExternalStream``: a stream that another library made, by its address."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **_: Any) -> None:
         super().__init__(device, stream_ptr=stream_ptr)
-
-
-class _AnyEvent(SimulatedEvent):
-    """``torch.Event``, whose first argument is the device."""
-
-    def __init__(self, device: Any = None, **options: Any) -> None:
-        super().__init__(**options)
 
 
 def plan_functions(api: Any, patches: Patches) -> None:

@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from pytest_gpumem.simulated import raw
 from pytest_gpumem.simulated.assumptions import taken_for_granted
 from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.checks.devices import NO_DATA
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.neutral import NeutralFloat
 from pytest_gpumem.simulated.operators import transfers
@@ -80,7 +81,6 @@ def _as_function(method: Any) -> Any:
     return call
 
 
-_CPU = torch.device("cpu")
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")
 _get_device = raw.base("get_device")
@@ -149,9 +149,7 @@ class _Tensors:
         if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
             return raw.device(tensor)
         block = self._storages.of(tensor)
-        if block is not None:
-            return block.device.torch_device
-        return _CPU if self._storages.is_on_host(tensor) else raw.device(tensor)
+        return raw.device(tensor) if block is None else block.device.torch_device
 
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
@@ -208,6 +206,8 @@ class _Tensors:
     # Moves.
 
     def to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._simulation.execution.inside_here:
+            return _to(tensor, *args, **kwargs)
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device")
         if isinstance(target, torch.Tensor):
@@ -218,10 +218,7 @@ class _Tensors:
         device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
         if device.type == "cuda":
             self._simulation.device(device.index)
-        elif device.type == "meta":
-            self._simulation.has_real_meta = True
-            return _to(tensor, *args, **kwargs)
-        elif not raw.is_meta(tensor):
+        elif not raw.is_meta(tensor) and device.type != "meta":
             return _to(tensor, *args, **kwargs)
         block = self._block(tensor)
         if block is not None and is_lazy(tensor) and device.type == "cpu":
@@ -231,26 +228,32 @@ class _Tensors:
             )
         if device.type == "cuda" and _is_sparse_on_host(tensor):
             return _uploaded(tensor, device, args, kwargs)
-        if (block is None) != (device.type == "cpu") and not _is_non_blocking(args, kwargs):
+        if device.type != "meta" and self.device(tensor).type == "meta":
+            raise NotImplementedError(NO_DATA)
+        if self._crosses(block, device) and not _is_non_blocking(args, kwargs):
             index = device.index if block is None else block.device.index
             self._simulation.streams.host_waits(self._simulation.device(index).index)
-        if device.type == "cpu" and self._is_known(tensor):
-            return _to(tensor, *args, **kwargs)
+        if device.type == "cpu":
+            copied = _to(tensor, *args, **kwargs)
+            if block is not None and self._simulation.placement is not None:
+                return_gradient(copied, block.device)
+            return copied
         leaves = block is not None and not self._is_on(block, device)
         if leaves or self.device(tensor).type != device.type:
             # Both ends may be meta to torch, which would then hand back the same tensor.
             kwargs = {**kwargs, "copy": True}
-        self._simulation.here.destination = device
-        try:
+        with self._simulation.making(device):
             if position is None:
                 moved = _to(tensor, **{**kwargs, "device": "meta"})
             else:
                 moved = _to(tensor, "meta", *args[1:], **kwargs)
-        finally:
-            self._simulation.here.destination = None
         if leaves and block is not None and device.type == "cuda":
             return_gradient(moved, block.device)
         return moved
+
+    def _crosses(self, block: SimulatedStorage | None, device: torch.device) -> _Truth:
+        """Whether a copy to ``device`` is one between the host and a GPU."""
+        return device.type != "meta" and (block is None) != (device.type == "cpu")
 
     def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:
         return device.type == "cuda" and block.device is self._simulation.device(device.index)
@@ -287,15 +290,25 @@ class _Tensors:
         return _type(tensor, dtype, non_blocking, **kwargs)
 
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        # CPU and CUDA tensors may take each other's place (Module.cuda() keeps its Parameters).
-        if (self._block(one) is None) != (self._block(other) is None):
+        """Whether one tensor may take the other's place: CPU and CUDA may, meta may not.
+
+        Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
+        """
+        types = {self.device(one).type, self.device(other).type}
+        if types == {"cpu", "cuda"}:
             return True
-        return bool(self._shallow_copies(one, other))
+        return len(types) == 1 and bool(self._shallow_copies(one, other))
 
     def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, raw.data.__get__(tensor))
 
     def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        if (self.device(tensor).type == "meta") != (self.device(new).type == "meta"):
+            # torch/csrc/autograd/variable.cpp, VariableHooks::set_data.
+            raise RuntimeError(
+                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
+                "incompatible tensor type."
+            )
         if raw.device(tensor).type == raw.device(new).type:
             raw.data.__set__(tensor, new)
             return
@@ -319,7 +332,8 @@ class _Tensors:
             tensor.grad = gradient
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-        if self._block(tensor) is None or not tensor.is_leaf:
+        unknown = self._storages.is_on_host(tensor)
+        if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
             return self._deepcopy(tensor, memo)
         if id(tensor) in memo:
             return memo[id(tensor)]
@@ -338,14 +352,14 @@ class _Tensors:
     # Reads.
 
     def bool(self, tensor: torch.Tensor) -> bool:
-        known = self._known(tensor)
-        if known is not None:
-            return bool(_bool(known))
         asking = sys._getframe(2)
-        if self._block(tensor) is not None and (granted := taken_for_granted(asking)):
+        if self._is_open(tensor) and (granted := taken_for_granted(asking)):
             answer, note = granted
             self._simulation.note(note)
             return answer
+        known = self._known(tensor)
+        if known is not None:
+            return bool(_bool(known))
         self._refuse(tensor, _condition_of(asking))
         return bool(_bool(tensor))
 
@@ -407,6 +421,12 @@ class _Tensors:
         if self._storages.is_on_host(tensor):
             return True
         return self._block(tensor) is not None and self._values.of(tensor) is None
+
+    def _is_open(self, tensor: torch.Tensor) -> _Truth:
+        """Whether what a tensor on the device holds is unknown, or goes back to an assumption."""
+        if self._block(tensor) is None:
+            return False
+        return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
 
     def _is_known(self, tensor: torch.Tensor) -> _Truth:
         return self._block(tensor) is not None and self._values.of(tensor) is not None

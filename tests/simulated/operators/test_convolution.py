@@ -90,6 +90,16 @@ def test_output_then_workspace_then_bias_in_place(on: Any) -> None:
     assert gpu.of(lambda: layer(x)) == [IMAGE, workspace, -workspace]
 
 
+def test_a_volume_of_halves_peaks_at_the_printed_bytes(on: Any) -> None:
+    # pytorch#95024: max_memory_allocated and max_memory_reserved.
+    on("A100-80GB")
+    volume = torch.empty(1, 64, 361, 370, 251, device="cuda", dtype=torch.float16)
+    layer = nn.Conv3d(64, 32, 3, padding=1).half().cuda()
+    layer(volume)
+    assert torch.cuda.max_memory_allocated() == 12_874_233_344
+    assert torch.cuda.max_memory_reserved() == 12_880_707_584
+
+
 def test_backward_computes_input_then_weight_then_bias(on: Any) -> None:
     gpu = on()
     layer, x = conv(bias=True), image()

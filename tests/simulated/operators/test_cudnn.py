@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,76 @@ def test_what_comes_on_top_of_the_copies_is_small(
     assert convolution_bytes(batch_of(direction, inputs, size, outputs)) == pytest.approx(
         nbytes, rel=0.02
     )
+
+
+def of_halves(
+    direction: str,
+    input: tuple[int, ...],
+    outputs: int,
+    kernel: tuple[int, ...],
+    stride: int = 1,
+) -> Convolution:
+    """float16, padded to keep its size."""
+    batch, inputs, *sizes = input
+    pixels, taps = math.prod(sizes), math.prod(kernel)
+    return Convolution(
+        direction,
+        input,
+        outputs,
+        kernel,
+        (stride,) * len(kernel),
+        (1,) * len(kernel),
+        1,
+        2 * batch * inputs * pixels,
+        2 * inputs * outputs * taps,
+        2 * batch * outputs * pixels // stride ** len(kernel),
+        2,
+        channels_last=False,
+        tensor_cores=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("input", "outputs", "kernel", "nbytes"),
+    [
+        # pytorch#123533: 1 GiB in, 1 GiB out; reserved by 1.0 GiB more than with float32's rule.
+        ((1, 256, 2048, 1024), 256, (3, 3), 2 * 2**30 + 1_179_648 + 16),
+        # pytorch#95024: of a peak of 12,874,233,344 bytes, this rounded up to 6,437,116,416.
+        ((1, 64, 361, 370, 251), 32, (3, 3, 3), 6_437_116_048),
+    ],
+)
+def test_halves_are_transposed_with_their_output(
+    input: tuple[int, ...], outputs: int, kernel: tuple[int, ...], nbytes: int
+) -> None:
+    assert convolution_bytes(of_halves(FORWARD, input, outputs, kernel)) == nbytes
+
+
+@pytest.mark.parametrize("direction", [FORWARD, INPUT, WEIGHT])
+def test_halves_are_transposed_each_way_but_for_weights_of_one_pixel(direction: str) -> None:
+    # The kinds of ResNet-50, whose step launches 158 and 68 transposes: apuaaChen/EVT_AE 67eaea63.
+    images, halved = 2 * 128 * 56 * 56, 2 * 128 * 28 * 28
+    first = of_halves(direction, (128, 4, 224, 224), 64, (7, 7), 2)
+    assert convolution_bytes(first) == 16 * images * (4 + 16) + 2 * 4 * 64 * 49 + 16
+    square = of_halves(direction, (128, 64, 56, 56), 64, (3, 3))
+    assert convolution_bytes(square) == images * (64 + 64) + 2 * 64 * 64 * 9 + 16
+    strided = of_halves(direction, (128, 256, 56, 56), 512, (1, 1), 2)
+    assert convolution_bytes(strided) == images * 256 + halved * 512 + 16
+    assert convolution_bytes(of_halves(direction, (128, 64, 56, 56), 256, (1, 1))) == 0
+
+
+def test_images_of_three_channels_are_left_as_they_are() -> None:
+    # VGG-19 of xMem in float32; the encoder of invoke-ai/InvokeAI#9305 in float16.
+    call = of_halves(FORWARD, (1, 3, 3, 1026, 1026), 96, (3, 3, 3))
+    assert convolution_bytes(call) == 0
+    assert convolution_bytes(replace(call, input=(1, 4, 3, 1026, 1026))) > 0
+    assert convolution_bytes(replace(call, element_bytes=4)) == 0
+
+
+def test_halves_in_channels_last_or_off_tensor_cores_take_nothing() -> None:
+    call = of_halves(FORWARD, (1, 256, 64, 64), 256, (3, 3))
+    assert convolution_bytes(call) > 0
+    assert convolution_bytes(replace(call, channels_last=True)) == 0
+    assert convolution_bytes(replace(call, tensor_cores=False)) == 0
 
 
 def test_what_needs_no_copy_takes_nothing() -> None:

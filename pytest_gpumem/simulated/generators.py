@@ -1,0 +1,170 @@
+"""``torch.Generator`` of a simulated GPU: one of the CPU draws its numbers.
+
+Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+_by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The CUDA generators, by the address of what stands for them in C++."""
+
+
+def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
+    """``torch.Generator``, whose CUDA generators have states as long as a GPU's."""
+    states = _States()
+
+    class Generator(real):  # type: ignore[misc,valid-type]  # stays a class for isinstance()
+        _cuda_device: torch.device | None = None
+
+        def __new__(cls, device: Any = None) -> Any:
+            target = torch.device("cuda", device) if isinstance(device, int) else device
+            target = torch.device("cpu" if target is None else target)
+            if target.type != "cuda":
+                return super().__new__(cls, target)
+            return cls._sharing(torch.device("cuda", target.index or 0), real())
+
+        @classmethod
+        def _sharing(cls, device: torch.device, source: torch.Generator) -> Any:
+            made = super().__new__(cls)
+            made._cuda_device = device
+            made._source = source
+            _by_address[made._cdata] = made
+            return made
+
+        def __reduce__(self) -> Any:
+            return restored, (self.device, self.get_state())
+
+        @property
+        def device(self) -> torch.device:
+            return self._cuda_device or torch.device("cpu")
+
+        def get_state(self) -> torch.Tensor:
+            if self._cuda_device is None:
+                return super().get_state()  # type: ignore[no-any-return]  # torch's own
+            return states.shorten(self._source.get_state(), self._source)
+
+        def set_state(self, state: torch.Tensor) -> Any:
+            if self._cuda_device is None:
+                return super().set_state(state)
+            full = states.full(state)
+            if full is None:
+                return self.manual_seed(_numbers_of(state)[0])
+            self._source.set_state(full)
+            return self
+
+        def manual_seed(self, seed: int) -> Any:
+            if self._cuda_device is None:
+                return super().manual_seed(seed)
+            self._source.manual_seed(seed)
+            return self
+
+        def seed(self) -> int:
+            return super().seed() if self._cuda_device is None else self._source.seed()
+
+        def initial_seed(self) -> int:
+            if self._cuda_device is None:
+                return super().initial_seed()  # type: ignore[no-any-return]  # torch's own
+            return self._source.initial_seed()
+
+        def get_offset(self) -> int:
+            if self._cuda_device is None:
+                return super().get_offset()  # type: ignore[no-any-return]  # torch's own
+            return _numbers_of(self.get_state())[1]
+
+        def set_offset(self, offset: int) -> Any:
+            if self._cuda_device is None:
+                return super().set_offset(offset)
+            if offset % 4:
+                raise RuntimeError("offset must be a multiple of 4")
+            return self.set_state(_bytes_of(self.initial_seed(), offset))
+
+        def clone_state(self) -> Any:
+            if self._cuda_device is None:
+                return super().clone_state()
+            source = real()
+            source.set_state(self._source.get_state())
+            return self._sharing(self._cuda_device, source)
+
+        def graphsafe_get_state(self) -> Any:
+            if self._cuda_device is None:
+                return super().graphsafe_get_state()
+            return self._sharing(self._cuda_device, self._source)
+
+        def graphsafe_set_state(self, state: Any) -> Any:
+            if self._cuda_device is None:
+                return super().graphsafe_set_state(state)
+            if not isinstance(state, Generator) or state._cuda_device is None:
+                raise RuntimeError("Expected a CUDA Generator")
+            self._source = state._source
+            return self
+
+    return Generator
+
+
+def restored(device: torch.device, state: torch.Tensor) -> torch.Generator:
+    """The generator that was pickled."""
+    return torch.Generator(device).set_state(state)
+
+
+def drawn_from(generator: torch.Generator) -> torch.Generator:
+    """The CPU's generator behind ``generator``: two that share a state have the same."""
+    # Operators are handed another object for the same generator of C++.
+    made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
+    return generator if made is None else made._source
+
+
+class _States:
+    """States of CUDA's generators, seed and offset, for those of the CPU's that draw the numbers.
+
+    Source: aten/src/ATen/cuda/CUDAGeneratorImpl.cpp (get_state, set_state): 16 bytes, of which a
+    state from elsewhere may lack the offset; a multiple of 4.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[torch.Tensor] = []
+        self._offsets: dict[bytes, int] = {}
+
+    def shorten(self, state: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Return the 16 bytes that stand for ``state``."""
+        content = bytes(state.numpy())
+        offset = self._offsets.get(content)
+        if offset is None:
+            offset = self._offsets[content] = 4 * len(self._states)
+            self._states.append(state)
+        return _bytes_of(generator.initial_seed(), offset)
+
+    def full(self, state: torch.Tensor) -> torch.Tensor | None:
+        """Return what these 16 bytes stand for; ``None`` for a state of another process.
+
+        Raises torch's error for any other size.
+        """
+        seed, offset = _numbers_of(state)
+        if not offset % 4 and offset // 4 < len(self._states):
+            found = self._states[offset // 4]
+            if _seed_of(found) == seed:
+                return found
+        return None
+
+
+def _numbers_of(state: torch.Tensor) -> tuple[int, int]:
+    if state.numel() not in (8, 16):
+        raise RuntimeError("RNG state is wrong size")
+    content = bytes(state.cpu().numpy())
+    return int.from_bytes(content[:8], "little"), int.from_bytes(content[8:], "little")
+
+
+def _bytes_of(seed: int, offset: int) -> torch.Tensor:
+    content = seed.to_bytes(8, "little") + offset.to_bytes(8, "little")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _seed_of(state: torch.Tensor) -> int:
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator.initial_seed()

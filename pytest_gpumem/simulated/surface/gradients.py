@@ -1,0 +1,44 @@
+"""``Tensor.grad``: torch compares devices in C++, where a simulated GPU is ``meta``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_grad: Any = vars(torch._C.TensorBase)["grad"]
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Check where an assigned gradient is, in torch's words.
+
+    Source: torch/csrc/autograd/python_variable.cpp (THPVariable_set_grad), torch 2.6 to 2.15.
+    """
+
+    def assign(tensor: torch.Tensor, gradient: Any) -> None:
+        if isinstance(gradient, torch.Tensor) and tensor.dtype is gradient.dtype:
+            _check_devices(tensor, gradient)
+        _grad.__set__(tensor, gradient)
+
+    patches.plan(torch.Tensor, "grad", property(_grad.__get__, assign, _grad.__delete__))
+
+
+def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
+    here, there = tensor.device, gradient.device
+    if here == there:
+        return
+    if here.type != there.type:
+        what = f"with device type '{there.type}' to a tensor with device type '{here.type}'"
+    else:
+        what = (
+            f"located on device with index '{there.index}' to a tensor located on device with "
+            f"index '{here.index}'"
+        )
+    raise RuntimeError(
+        f"attempting to assign a gradient {what}. Please ensure that the gradient and the tensor "
+        "are on the same device"
+    )

@@ -1,0 +1,108 @@
+"""``torch.cuda.memory._record_memory_history``: what snapshots show of the past."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.allocator.snapshot import frames_of
+from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
+from pytest_gpumem.simulated.surface.streams import plan_functions
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+_CONTEXTS = {
+    None: Contexts.NEVER,
+    "state": Contexts.STATE,
+    "alloc": Contexts.ALLOC,
+    "all": Contexts.ALL,
+}
+_KEPT_WITHOUT_TRACE = 1
+"""Events that ``enabled="state"`` keeps."""
+
+
+class _Api:
+    """The functions of ``torch._C``, as torch/csrc/cuda/memory_snapshot.cpp has them.
+
+    Both take more arguments in later releases: 2.6 ends before ``clear_history``, and
+    ``skip_actions`` is the last one since 2.10.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def _cuda_record_memory_history(
+        self,
+        enabled: str | None,
+        context: str | None = "all",
+        stacks: str = "all",
+        max_entries: int = sys.maxsize,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: Any = (),
+    ) -> None:
+        _check(enabled, ("state", "all"), "expected state to be 'state', 'all', or None")
+        _check(
+            context,
+            ("state", "alloc", "all"),
+            "expected context to be 'state', 'alloc', 'all', or None",
+        )
+        _check(stacks, ("python", "all"), "expected stacks to be 'python', or 'all'")
+        recording = Recording(
+            on=enabled is not None,
+            contexts=_CONTEXTS[context],
+            with_cpp=stacks == "all",
+            max_entries=max_entries if enabled == "all" else _KEPT_WITHOUT_TRACE,
+            skipped=frozenset(skip_actions),
+        )
+        self._record(recording, clear_history)
+
+    def _cuda_record_memory_history_legacy(
+        self,
+        enabled: bool,
+        record_context: bool = True,
+        trace_alloc_max_entries: int = 1,
+        trace_alloc_record_context: bool = False,
+        record_context_cpp: bool = False,
+        clear_history: bool = False,
+        compile_context: bool = False,
+        global_record_annotations: bool = False,
+        skip_actions: Any = (),
+    ) -> None:
+        contexts = Contexts.STATE if record_context else Contexts.NEVER
+        recording = Recording(
+            on=enabled,
+            contexts=Contexts.ALLOC if trace_alloc_record_context else contexts,
+            with_cpp=record_context_cpp,
+            max_entries=trace_alloc_max_entries,
+            skipped=frozenset(skip_actions),
+        )
+        self._record(recording, clear_history)
+
+    def _cuda_isHistoryEnabled(self) -> bool:
+        recording = self._simulation.current.allocator.trace.recording
+        return recording is None or recording.on
+
+    def _cuda_allocationTraceback(self, data_ptr: int) -> list[dict[str, Any]] | None:
+        for gpu in self._simulation.gpus:
+            context = gpu.allocator.live_contexts().get(data_ptr)
+            if context is not None:
+                return frames_of(context, gpu.allocator.trace) or None
+        return None
+
+    def _record(self, recording: Recording, clear: bool) -> None:
+        for gpu in self._simulation.gpus:
+            gpu.allocator.record_history(recording, clear=clear)
+
+
+def _check(given: str | None, accepted: tuple[str, ...], complaint: str) -> None:
+    if given is not None and given not in accepted:
+        raise RuntimeError(complaint)
+
+
+def plan(simulation: Simulation, patches: Patches) -> None:
+    """Replace the functions below ``torch.cuda.memory``."""
+    plan_functions(_Api(simulation), patches)

@@ -1,0 +1,131 @@
+"""Searches for infinities and NaN in numbers that shapes do not have."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.errors import UnknownValueError
+
+HERE = re.escape(Path(__file__).name)
+NOTE = (
+    rf".*{HERE}:\d+ looks for infinities or NaN in numbers that shapes do not have: they were "
+    r"taken for finite"
+)
+
+SEARCHES: list[tuple[Callable[[Tensor], Any], bool]] = [
+    (lambda x: torch.isnan(x).any() or torch.isinf(x).any(), False),
+    (lambda x: torch.isfinite(x).all(), True),
+    (lambda x: x.isnan().any().item(), False),
+    (lambda x: not torch.isfinite(x.mean()), False),
+    (lambda x: torch.isposinf(x).any() | torch.isneginf(x).any(), False),
+    (lambda x: (x != x).any(), False),
+    (lambda x: (~torch.isfinite(x)).any(), False),
+    (lambda x: x.isnan().logical_or(x.isinf()).any(), False),
+    (lambda x: torch.isnan(x).sum() == 0, True),
+    (lambda x: torch.count_nonzero(torch.isnan(x)).item() == 0, True),
+    (lambda x: torch.isfinite(x).all(dim=1).all(), True),
+    (lambda x: torch.isfinite(x).float().mean() == 1, True),
+    (lambda x: torch.isnan(x)[:, 3:5].T.any(), False),
+    (lambda x: torch.isnan(x).logical_not_().all(), True),
+    (lambda x: (torch.isnan(x) & (x > 0)).any(), False),
+    (lambda x: (x.abs() < math.inf).all(), True),
+    (lambda x: (x == torch.tensor(-math.inf, device="cuda")).any(), False),
+    (lambda x: torch.isinf(x.to(torch.complex64)).any(), False),
+    (lambda x: torch.stack([row.isfinite().all() for row in x[:5]]).all(), True),
+    (lambda x: torch.isnan(x).cpu().any(), False),
+    (lambda x: x.cpu().isfinite().all(), True),
+    (lambda x: torch.isnan(x).nonzero().shape[0] > 0, False),
+    (lambda x: x[torch.isfinite(x)].shape == (x.numel(),), True),
+    (lambda x: x.masked_select(torch.isnan(x)).numel() > 0, False),
+    (lambda x: torch.isnan(x.masked_fill(x > 0.9, -math.inf).softmax(-1)).any(), False),
+]
+
+
+@pytest.mark.parametrize("rows", [3, 3000])
+@pytest.mark.parametrize(("search", "expected"), SEARCHES)
+def test_unknown_numbers_are_taken_for_finite(
+    search: Callable[[Tensor], Any], expected: bool, rows: int
+) -> None:
+    with simulate("T4") as gpu:
+        x = torch.rand(rows, 3000, device="cuda")
+        assert bool(search(x)) is expected
+        assert gpu.notes
+        assert all(re.fullmatch(NOTE, note) for note in gpu.notes)
+
+
+@pytest.mark.parametrize(("search", "expected"), SEARCHES)
+def test_a_search_allocates_what_it_does_where_values_are_computed(
+    search: Callable[[Tensor], Any], expected: bool
+) -> None:
+    def events(real_values: bool) -> list[Any]:
+        with simulate("T4", real_values=real_values) as gpu:
+            assert bool(search(torch.rand(30, 3000, device="cuda"))) is expected
+            return [(event.action, event.size, event.addr) for event in gpu.trace]
+
+    assert events(True) == events(False)
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        lambda x: torch.isinf(x.masked_fill(x > 0, -math.inf)).any(),
+        lambda x: torch.isnan(x * math.nan).any(),
+        lambda x: (torch.full_like(x, math.inf) + x).isfinite().all(),
+        lambda x: torch.isnan(x.index_fill_(0, torch.tensor([0], device="cuda"), math.nan)).any(),
+        lambda x: x.__setitem__(0, math.nan) or x.clone().isnan().any(),
+        lambda x: torch.isinf(torch.where(x > 0, x, -math.inf).cpu()).any(),
+        lambda x: (x + torch.tensor([0.0] * 2999 + [math.inf]).cuda()).isinf().any(),
+        lambda x: torch.isnan(x).any() & (x > 0).any() | (x > 1).any(),
+    ],
+)
+def test_what_the_program_makes_infinite_is_not_taken_for_finite(
+    search: Callable[[Tensor], Any],
+) -> None:
+    with simulate("T4"):
+        x = torch.rand(300, 3000, device="cuda")
+        with pytest.raises(UnknownValueError, match=rf"bool\(\) at .*{HERE}:\d+"):
+            bool(search(x))
+
+
+def test_a_search_that_nobody_reads_says_nothing() -> None:
+    with simulate("T4") as gpu:
+        x = torch.rand(300, 3000, device="cuda")
+        torch.where(torch.isnan(x), 0.0, x)
+        scores = x.masked_fill(x > 0, -math.inf)[None, None]
+        nn.functional.scaled_dot_product_attention(scores, scores, scores)
+        assert gpu.notes == ()
+
+
+def test_a_loop_that_waits_for_an_infinity_ends() -> None:
+    with simulate("T4"):
+        x = torch.rand((), device="cuda")
+        with pytest.raises(UnknownValueError, match=rf"{HERE}:\d+ .* 10,000 times"):
+            while torch.isfinite(x):
+                pass
+
+
+def test_what_is_written_over_a_mask_is_not_known_any_more() -> None:
+    with simulate("T4"):
+        x = torch.rand(300, 3000, device="cuda")
+        mask = torch.isnan(x)
+        mask[0] = x[0] > 0
+        with pytest.raises(UnknownValueError):
+            bool(mask.any())
+
+
+def test_real_values_are_looked_at() -> None:
+    with simulate("T4", real_values=True) as gpu:
+        x = torch.rand(300, 3000, device="cuda")
+        x[7, 7] = math.nan
+        assert torch.isnan(x).any()
+        assert not torch.isfinite(x).all()
+        assert gpu.notes == ()
