@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory): measure the test's GPU memory and fail it where it exceeds what is given."
+    "gpu, min_memory, quota, elastic, exclusive, qos, priority): measure the test's GPU memory and fail it where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
@@ -67,6 +67,11 @@ _VALUES = {
         "on a GPU, record where memory is allocated in a second run of a failing test, or in every "
         "test (default: failed; a simulated GPU always does)",
     ),
+    "gpumem_quota": (
+        "SIZE|N%%|auto",
+        "what each worker may reserve of its GPU: a size, a share of the device, or auto, its part "
+        "of a device that all workers share alike",
+    ),
     "gpumem_share_timeout": (
         "SECONDS",
         "how long a test waits for memory on a shared GPU before it fails (default: 1800)",
@@ -107,6 +112,23 @@ class ReportTarget(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Quota:
+    """What one process may reserve of its device: exactly one of these is given."""
+
+    bytes: int | None = None
+    share: float | None = None
+    """Of the device's memory, above 0 and up to 1."""
+    auto: bool = False
+    """The same for every worker of the run."""
+
+    def of(self, total: int, workers: int) -> int:
+        """Return the bytes that it comes to on a device of ``total`` bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        return int(total * (1 / workers if self.share is None else self.share))
+
+
+@dataclass(frozen=True)
 class Settings:
     """What command line and ini file say; paths are absolute."""
 
@@ -114,10 +136,6 @@ class Settings:
     sim_scope: Literal["test", "session"]
     sim_values: Literal["auto", "always", "never"]
     all: bool
-    share: bool
-    """Whether tests wait for memory beside those of other processes."""
-    share_timeout: float
-    """Seconds."""
     baselines: Path
     update: Literal["all", "new"] | None
     prune: bool
@@ -128,6 +146,12 @@ class Settings:
     """``None`` where the user leaves it to the plugin."""
     explain: Literal["failed", "always", "never"]
     artifacts: Path | None
+    share: bool = False
+    """Whether tests wait for memory beside those of other processes."""
+    share_timeout: float = SHARE_TIMEOUT
+    """Seconds."""
+    quota: Quota | None = None
+    """What each process may reserve of its device."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
 
@@ -186,6 +210,7 @@ def settings_from(config: pytest.Config) -> Settings:
         sim_values=reader.one("gpumem_sim_values", _choice("auto", "always", "never")) or "auto",
         all=bool(reader.flag("gpumem_all")),
         share=bool(reader.flag("gpumem_share")),
+        quota=reader.one("gpumem_quota", _quota),
         share_timeout=reader.one("gpumem_share_timeout", _seconds) or SHARE_TIMEOUT,
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
         update=reader.one("gpumem_update_baselines", _choice("all", "new")),
@@ -331,6 +356,22 @@ def _not_empty(value: str) -> str:
     if not value:
         raise ValueError(f"{value!r} is not a folder; write its path")
     return value
+
+
+def _quota(value: str) -> Quota:
+    from pytest_gpumem.sizes import SizeError, parse_size
+
+    share = value.strip().removesuffix("%")
+    try:
+        if value.strip() == "auto":
+            return Quota(auto=True)
+        if share != value.strip() and 0 < float(share) <= 100:
+            return Quota(share=float(share) / 100)
+        if share == value.strip() and (size := parse_size(value)) > 0:
+            return Quota(bytes=size)
+    except (SizeError, ValueError):
+        pass
+    raise ValueError(f"{value!r} is not a quota; write a size like 8GiB, a share like 25% or auto")
 
 
 def _seconds(value: str) -> float:

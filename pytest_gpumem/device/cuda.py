@@ -14,6 +14,7 @@ import torch
 from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.quota import limited
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
@@ -143,6 +144,10 @@ class CudaDevice:
         reserved: int = torch.cuda.memory_reserved(self.index)
         used = NvmlDevice.find(self.index).taken().get(os.getpid())
         return CONTEXT if used is None else max(used - reserved, 0), reserved
+
+    def limited(self, size: int) -> AbstractContextManager[None]:
+        """Let this process reserve ``size`` bytes at most inside; raises ``QuotaError``."""
+        return limited(self.index, size)
 
     def empty_cache(self) -> None:
         """Give unused segments back to the driver."""

@@ -73,6 +73,12 @@ class Device(Protocol):
         Bytes of its CUDA context, and of what the allocator has reserved.
         """
 
+    def limited(self, size: int) -> AbstractContextManager[None]:
+        """Let this process reserve ``size`` bytes at most inside.
+
+        Raises ``QuotaError`` where that does not take effect.
+        """
+
     def empty_cache(self) -> None:
         """Give unused segments back to the driver, where the device has been used at all."""
 

@@ -153,6 +153,18 @@ class SimulatedDevice:
         """Return the bytes that stand for a context, none, and those that are reserved."""
         return 0, self._shared[name].allocator.reserved
 
+    @contextmanager
+    def limited(self, size: int) -> Iterator[None]:
+        """Let the first GPU's allocator reserve ``size`` bytes at most inside."""
+        gpu = self._gpus[0]
+        if size < gpu.model.total_memory:
+            # The allocator cuts the product down to whole bytes.
+            gpu.allocator.set_memory_fraction((size + 0.5) / gpu.model.total_memory)
+        try:
+            yield
+        finally:
+            gpu.allocator.set_memory_fraction(1.0)
+
     def empty_cache(self) -> None:
         """Give unused segments back."""
         for gpu in self._gpus:

@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -335,10 +335,25 @@ class GpumemSession:
     ) -> MeasuredItem:
         from pytest_gpumem.session.item import MeasuredItem
 
+        from pytest_gpumem.device.quota import QuotaError
+
         predicted = self._predicted(item, expectation, device)
-        return MeasuredItem(
-            item, expectation, device, self.ledger, self.judge, self.settings, predicted
-        )
+        quota = self._quota(expectation, device)
+        try:
+            return MeasuredItem(
+                item, expectation, device, self.ledger, self.judge, self.settings, predicted, quota
+            )
+        except QuotaError as error:
+            problem = str(error)
+        pytest.fail(problem, pytrace=False)
+
+    def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
+        """Return what this process may reserve while the test runs, ``None`` for no limit."""
+        if expectation is not None and expectation.quota is not None:
+            return expectation.quota
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        quota = self.settings.quota
+        return None if quota is None else quota.of(device.total_memory, workers)
 
     def _predicted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
