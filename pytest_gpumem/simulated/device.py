@@ -162,7 +162,9 @@ class SimulatedGPU:
         more. So what a test finds does not depend on the tests before it, to the last address.
         """
         self.workspaces.clear()
-        self.share(self.shared)
+        self.allocator.share(None)
+        if self.shared is not None:
+            self.shared.give_all()
         memory = self._empty_memory()
         memory.share(self.shared)
         for log in logs:
@@ -189,11 +191,9 @@ class SimulatedGPU:
         self.frugal_plans.clear()
 
     def share(self, shared: SharedDevice | None) -> None:
-        """Take memory from ``shared`` from now on; what is held now counts no more."""
-        self.allocator.share(None)
-        if shared is not None:
-            shared.give_all()
+        """Take memory from ``shared`` from now on; what is held already is not counted there."""
         self.shared = shared
+        self.allocator.share(shared)
 
     def restart_collector(self, collector: Collector) -> None:
         """Let ``collector`` run when there are so many blocks more than now."""
