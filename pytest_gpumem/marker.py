@@ -13,6 +13,9 @@ from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_toleranc
 if TYPE_CHECKING:
     import pytest
 
+GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
+"""Qualities of service on a shared device."""
+
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -42,6 +45,16 @@ class Expectation:
     """Names from the catalogue, to be simulated one by one."""
     min_memory: int | None = None
     """The test is skipped on a device with less total memory."""
+    quota: int | None = None
+    """What the process may reserve of the device while the test runs."""
+    elastic: bool = False
+    """Whether the quota may be exceeded where a shared device has room for it."""
+    exclusive: bool = False
+    """Nothing else may run on a shared device beside the test."""
+    qos: str = GUARANTEED
+    """An opportunistic test goes last, and gives way to guaranteed ones."""
+    priority: int = 0
+    """Higher ones come first on a shared device."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -60,6 +73,11 @@ class Expectation:
             "repeat": self.repeat,
             "gpu": list(self.gpu),
             "min_memory": self.min_memory,
+            "quota": self.quota,
+            "elastic": self.elastic,
+            "exclusive": self.exclusive,
+            "qos": self.qos,
+            "priority": self.priority,
         }
 
 
@@ -154,6 +172,18 @@ def _flag(value: object) -> bool:
     return value
 
 
+def _qos(value: object) -> str:
+    if value not in (GUARANTEED, OPPORTUNISTIC):
+        raise MarkerError(f"{value!r} is neither {GUARANTEED!r} nor {OPPORTUNISTIC!r}")
+    return str(value)
+
+
+def _priority(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MarkerError(f"{value!r} is not a priority; write an int, 0 where none is given")
+    return value
+
+
 def _count(least: int) -> Callable[[object], int]:
     def parse(value: object) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -198,5 +228,10 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "repeat": _count(1),
         "gpu": _gpus,
         "min_memory": _size,
+        "quota": _size,
+        "elastic": _flag,
+        "exclusive": _flag,
+        "qos": _qos,
+        "priority": _priority,
     }
 )

@@ -26,18 +26,22 @@ T = TypeVar("T")
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory): measure the test's GPU memory and fail it where it exceeds what is given."
+    "gpu, min_memory, quota, elastic, exclusive, qos, priority): measure the test's GPU memory and fail it where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
 VALUES_LIMIT = 30.0
 """Seconds that a second run with real values may compute where no limit is given."""
 
+SHARE_TIMEOUT = 1800.0
+"""Seconds that a test waits for memory on a shared device."""
+
 DEFAULT_GPU = "A100-40GB"
 """The catalogue name that is simulated where none is given."""
 
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
+    "gpumem_share": "let tests of several workers and runs pass where there is memory for them",
     "gpumem_prune_baselines": "delete baselines of tests that no longer exist",
     "gpumem_require_baselines": (
         "fail every marked test that has no baseline, not only those that say baseline=True (for "
@@ -75,6 +79,15 @@ _VALUES = {
         "on a GPU, record where memory is allocated in a second run of a failing test, or in every "
         "test (default: failed; a simulated GPU always does)",
     ),
+    "gpumem_quota": (
+        "SIZE|N%%|auto",
+        "what each worker may reserve of its GPU: a size, a share of the device, or auto, its part "
+        "of a device that all workers share alike",
+    ),
+    "gpumem_share_timeout": (
+        "SECONDS",
+        "how long a test waits for memory on a shared GPU before it fails (default: 1800)",
+    ),
     "gpumem_baselines": ("DIR", "folder of the stored baselines (default: baselines)"),
     "gpumem_tolerance": ("TOLERANCE", 'how far a baseline may be exceeded, like "1%% + 1MiB"'),
     "gpumem_artifacts": ("DIR", "write memory snapshots of failing tests to this folder"),
@@ -111,6 +124,23 @@ class ReportTarget(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Quota:
+    """What one process may reserve of its device: exactly one of these is given."""
+
+    bytes: int | None = None
+    share: float | None = None
+    """Of the device's memory, above 0 and up to 1."""
+    auto: bool = False
+    """The same for every worker of the run."""
+
+    def of(self, total: int, workers: int) -> int:
+        """Return the bytes that it comes to on a device of ``total`` bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        return int(total * (1 / workers if self.share is None else self.share))
+
+
+@dataclass(frozen=True)
 class Settings:
     """What command line and ini file say; paths are absolute."""
 
@@ -130,6 +160,12 @@ class Settings:
     """``None`` where the user leaves it to the plugin."""
     explain: Literal["failed", "always", "never"]
     artifacts: Path | None
+    share: bool = False
+    """Whether tests wait for memory beside those of other processes."""
+    share_timeout: float = SHARE_TIMEOUT
+    """Seconds."""
+    quota: Quota | None = None
+    """What each process may reserve of its device."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
 
@@ -190,6 +226,9 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         sim_values=reader.one("gpumem_sim_values", _choice("auto", "always", "never")) or "auto",
         sim_values_limit=reader.one("gpumem_sim_values_limit", _seconds) or VALUES_LIMIT,
         all=bool(reader.flag("gpumem_all")),
+        share=bool(reader.flag("gpumem_share")),
+        quota=reader.one("gpumem_quota", _quota),
+        share_timeout=reader.one("gpumem_share_timeout", _seconds) or SHARE_TIMEOUT,
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
         update=reader.one("gpumem_update_baselines", _choice("all", "new")),
         prune=bool(reader.flag("gpumem_prune_baselines")),
@@ -345,6 +384,32 @@ def _usable(base: Path, value: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{quoted(value)} cannot be used: {reason}; write another path") from None
     return base / value
+
+
+def _quota(value: str) -> Quota:
+    from pytest_gpumem.sizes import SizeError, parse_size
+
+    share = value.strip().removesuffix("%")
+    try:
+        if value.strip() == "auto":
+            return Quota(auto=True)
+        if share != value.strip() and 0 < float(share) <= 100:
+            return Quota(share=float(share) / 100)
+        if share == value.strip() and (size := parse_size(value)) > 0:
+            return Quota(bytes=size)
+    except (SizeError, ValueError):
+        pass
+    raise ValueError(f"{value!r} is not a quota; write a size like 8GiB, a share like 25% or auto")
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{value!r} is not a number of seconds above 0")
+    return seconds
 
 
 def _choice(*choices: Any) -> Callable[[str], Any]:

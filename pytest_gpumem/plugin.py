@@ -79,6 +79,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[SESSION].collected(items)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """See the tests that are left when others have been deselected."""
+    session.config.stash[SESSION].selected(session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Hand tests out so that those which fit beside each other come together."""
+    return config.stash[SESSION].scheduler(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Wait for memory on a shared device."""
+    with item.config.stash[SESSION].admitted(item):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Begin to measure before any fixture is set up.
@@ -161,6 +180,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist what pytest was started with."""
+    node.config.stash[SESSION].run_id = node.workerinput["testrunuid"]
     node.workerinput[ARGUMENTS] = list(map(os.fspath, node.config.invocation_params.args))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import NoReturn
 
-from pytest_gpumem.cli import compare, layers, lines, predict, replay
+from pytest_gpumem.cli import compare, gpus, layers, lines, predict, replay
 from pytest_gpumem.echo import printable
 
 BAD_INPUT = 2
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    for command in (compare, layers, lines, predict, replay):
+    for command in (compare, gpus, layers, lines, predict, replay):
         command.add_command(commands)
     _show_all_letters()
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
+from pytest_gpumem.device.quota import limited
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.simulated.gpus import GPUS, GpuModel, Machine
 
 
@@ -137,6 +140,27 @@ class CudaDevice:
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with what it may count of others."""
         return replace(measurement, notes=measurement.notes + self._notes)
+
+    def share(self, folder: Path) -> Sequence[NvmlDevice]:
+        """Return the device as NVML sees it; raises ``SharingError`` where it does not."""
+        return [NvmlDevice.find(self.index)]
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Return the bytes of the CUDA context, as NVML tells or estimated, and those reserved."""
+        if not torch.cuda.is_initialized():
+            return CONTEXT, 0
+        reserved: int = torch.cuda.memory_reserved(self.index)
+        used = NvmlDevice.find(self.index).taken().get(os.getpid())
+        return CONTEXT if used is None else max(used - reserved, 0), reserved
+
+    def limited(self, size: int) -> AbstractContextManager[None]:
+        """Let this process reserve ``size`` bytes at most inside; raises ``QuotaError``."""
+        return limited(self.index, size)
+
+    def empty_cache(self) -> None:
+        """Give unused segments back to the driver."""
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def nvml(self) -> Mapping[str, Any]:
         """Return what NVML says of the device now, or why it says nothing."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.sharing.gate import HostDevice
 
 
 class Device(Protocol):
@@ -61,6 +63,27 @@ class Device(Protocol):
 
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with what only this kind of device knows."""
+
+    def share(self, folder: Path) -> Sequence[HostDevice]:
+        """Share the device, and those beside it, with the processes that meet in ``folder``.
+
+        Returns them as the host sees them, the tests' own first.
+        """
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Return what this process holds of the shared device ``name``, between two tests.
+
+        Bytes of its CUDA context, and of what the allocator has reserved.
+        """
+
+    def limited(self, size: int) -> AbstractContextManager[None]:
+        """Let this process reserve ``size`` bytes at most inside.
+
+        Raises ``QuotaError`` where that does not take effect.
+        """
+
+    def empty_cache(self) -> None:
+        """Give unused segments back to the driver, where the device has been used at all."""
 
     def nvml(self) -> Mapping[str, Any] | None:
         """Return a device-level reading as builtin types, ``None`` where there is no device."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
@@ -12,6 +13,7 @@ from pytest_gpumem.device.left_threads import is_shared
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 from pytest_gpumem.simulated.gpus import Machine
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
@@ -31,6 +33,8 @@ class SimulatedDevice:
         self._simulation = self._gpus[0].simulation
         self._set_up: dict[object, _SetUp] = {}
         self._stray: dict[str, int] = {}
+        self._shared: dict[str, SimulatedGPU] = {}
+        """By name: the GPUs whose memory other processes take from, too."""
         self._collector = Collector()
 
     @property
@@ -153,6 +157,38 @@ class SimulatedDevice:
     def note(self, sentence: str) -> None:
         """Say ``sentence`` with the numbers of the present test."""
         self._simulation.note(sentence)
+
+    def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
+        """Take memory from the devices of the same name that other processes simulate too."""
+        shared = []
+        for gpu in self._gpus:
+            name = f"simulated {gpu.model.name} cuda:{gpu.index}"
+            shared.append(SharedSimulatedDevice(folder, name, gpu.model.total_memory))
+            gpu.share(shared[-1])
+            self._shared[name] = gpu
+        return shared
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Return the bytes that stand for a context, none, and those that are reserved."""
+        return 0, self._shared[name].allocator.reserved
+
+    @contextmanager
+    def limited(self, size: int) -> Iterator[None]:
+        """Let the first GPU's allocator reserve ``size`` bytes at most inside."""
+        gpu = self._gpus[0]
+        if size < gpu.model.total_memory:
+            # The allocator cuts the product down to whole bytes.
+            gpu.allocator.set_memory_fraction((size + 0.5) / gpu.model.total_memory)
+        try:
+            yield
+        finally:
+            gpu.allocator.set_memory_fraction(1.0)
+
+    def empty_cache(self) -> None:
+        """Give unused segments back."""
+        for gpu in self._gpus:
+            gpu.workspaces.clear()
+            gpu.allocator.empty_cache()
 
     def nvml(self) -> None:
         """Return nothing: there is no device to read."""

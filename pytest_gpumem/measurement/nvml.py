@@ -145,6 +145,14 @@ def read_device(
     NVML may count differently, so prefer the UUID where torch tells it. To see this process, and
     to see MPS, read after the CUDA context exists.
     """
+    known = os.environ if environ is None else environ
+    asker = os.getpid() if pid is None else pid
+    return _reading(nvml, lambda session: session.read(device, asker), known)
+
+
+def _reading(
+    nvml: Nvml | None, read: Callable[[_Session], T], environ: Mapping[str, str]
+) -> T | NvmlAbsent:
     library = nvml if nvml is not None else _load()
     if isinstance(library, NvmlAbsent):
         return library
@@ -152,15 +160,23 @@ def read_device(
         library.nvmlInit()
     except library.NVMLError as error:
         return NvmlAbsent(_reason(error))
-    session = _Session(library, os.environ if environ is None else environ)
+    session = _Session(library, environ)
     try:
-        return session.read(device, os.getpid() if pid is None else pid)
+        return read(session)
     except _NoDeviceError as error:
         return NvmlAbsent(str(error))
     except library.NVMLError as error:
         return NvmlAbsent(_reason(error))
     finally:
         session.ask(library.nvmlShutdown)
+
+
+def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
+    """Read every device of the host once, and every instance of those that MIG divides.
+
+    Whatever ``CUDA_VISIBLE_DEVICES`` says.
+    """
+    return _reading(nvml, lambda session: session.read_all(os.getpid()), {})
 
 
 def _load() -> Nvml | NvmlAbsent:
@@ -195,8 +211,17 @@ class _Session:
             return None
 
     def read(self, device: int | str, pid: int) -> NvmlReading:
+        return self._read(self._instance(self._find(device)), pid)
+
+    def read_all(self, pid: int) -> list[NvmlReading]:
+        found = []
+        for handle in self._handles():
+            instances = list(self._instances(handle))
+            found += [self._read(one, pid) for one in instances or [handle]]
+        return found
+
+    def _read(self, handle: Any, pid: int) -> NvmlReading:
         nvml = self.nvml
-        handle = self._instance(self._find(device))
         memory = self._memory(handle)
         rates = self.ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         processes = self._processes(handle)

@@ -48,7 +48,8 @@ EXPLAINED_BY = "all"
 class MeasuredItem:
     """The measurement of one attempt at one test.
 
-    ``expectation`` is ``None`` for a test that is measured without being judged.
+    ``expectation`` is ``None`` for a test that is measured without being judged, ``quota`` the
+    bytes that the process may reserve meanwhile.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class MeasuredItem:
         judge: Judge,
         settings: Settings,
         predicted: PredictedTest | None = None,
+        quota: int | None = None,
     ) -> None:
         self._predicted = predicted
         self._item = item
@@ -92,6 +94,8 @@ class MeasuredItem:
             account = _account(recorder, item) if recorder is not None else None
             self._meter = Meter(statistics, ledger, account)
             device.begin_test(item.nodeid, ledger.with_nested(_shared_before(item)))
+            if quota is not None:
+                starting.enter_context(device.limited(quota))
             self._meter.begin_set_up()
             self._resources = starting.pop_all()
 

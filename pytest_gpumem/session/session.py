@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.judge import Judge
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.second_run import SecondRun
+    from pytest_gpumem.session.sharing import Sharing
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
@@ -58,6 +59,8 @@ class GpumemSession:
         self.current: MeasuredItem | None = None
         self._said: set[str] = set()
         """Why there is no device, which holds for every test."""
+        self.run_id = ""
+        """What workers of pytest-xdist call this run; known when they start."""
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -81,6 +84,13 @@ class GpumemSession:
         from pytest_gpumem.session.predictions import Predictions
 
         return Predictions(self._config)
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Lets tests pass, one beside the other."""
+        from pytest_gpumem.session.sharing import Sharing
+
+        return Sharing(self._config, self.settings)
 
     @cached_property
     def judge(self) -> Judge:
@@ -120,6 +130,8 @@ class GpumemSession:
         self.end()
         if ambient := self._config.stash.get(AMBIENT, None):
             ambient.resources.close()
+        if "sharing" in vars(self):
+            self.sharing.close()
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
@@ -136,6 +148,20 @@ class GpumemSession:
         """Remember which tests exist."""
         marked = any(item.get_closest_marker(MARKER_NAME) for item in items)
         self.results.collected([item.nodeid for item in items], marked=marked)
+
+    def selected(self, items: Sequence[pytest.Item]) -> None:
+        """Say what the tests of this worker need, so that they come in a good order."""
+        if self.settings.share and hasattr(self._config, "workerinput"):
+            sharing = [(item, found) for item in items if (found := self._shares(item))]
+            self.sharing.plan((item, *found) for item, found in sharing)
+
+    def scheduler(self, config: pytest.Config, log: Any) -> object | None:
+        """Return what hands tests out to workers, ``None`` where pytest-xdist's own does."""
+        if not self.settings.share or config.getoption("dist", "no") != "load":
+            return None
+        from pytest_gpumem.session.sharing import scheduler
+
+        return scheduler(config, log, lambda: self.run_id)
 
     def finish(self, session: pytest.Session) -> None:
         """Write baselines and reports, in the process that has all results."""
@@ -168,6 +194,27 @@ class GpumemSession:
             report.longrepr = "\n".join(errors)
             report.result = []
 
+    def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
+        """Return the context in which ``item`` may run beside the tests of other processes."""
+        found = self._shares(item) if self.settings.share else None
+        return nullcontext() if found is None else self.sharing.admitted(item, *found)
+
+    def _shares(self, item: pytest.Item) -> tuple[Expectation | None, Device] | None:
+        """Return what ``item`` expects and where it runs, ``None`` if it is not measured."""
+        if self.selector.off or item.get_closest_marker("skip"):
+            return None
+        expectation, problem = self._read(item)
+        if problem or not (expectation or self._measures_unmarked(_fixture_names(item))):
+            return None
+        from pytest_gpumem.device.errors import DeviceError
+
+        models = self.selector.models(expectation)
+        try:
+            device = self.selector.select(_parameter(item) or (models[0] if models else None))
+        except DeviceError:
+            return None  # said where the test begins
+        return expectation, device
+
     def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
 
@@ -176,6 +223,8 @@ class GpumemSession:
         self.current = None
         if self.selector.off or item.get_closest_marker("skip"):
             return
+        if refusal := "sharing" in vars(self) and self.sharing.refusal:
+            pytest.fail(refusal, pytrace=False)
         if problem := self._error(item):  # of a marker that was added after collection
             pytest.fail(problem, pytrace=False)
         expectation = self._expectation(item)
@@ -332,10 +381,25 @@ class GpumemSession:
         import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
         from pytest_gpumem.session.item import MeasuredItem
 
+        from pytest_gpumem.device.quota import QuotaError
+
         predicted = self._predicted(item, expectation, device)
-        return MeasuredItem(
-            item, expectation, device, self.ledger, self.judge, self.settings, predicted
-        )
+        quota = self._quota(expectation, device)
+        try:
+            return MeasuredItem(
+                item, expectation, device, self.ledger, self.judge, self.settings, predicted, quota
+            )
+        except QuotaError as error:
+            problem = str(error)
+        pytest.fail(problem, pytrace=False)
+
+    def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
+        """Return what this process may reserve while the test runs, ``None`` for no limit."""
+        if expectation is not None and expectation.quota is not None:
+            return expectation.quota
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        quota = self.settings.quota
+        return None if quota is None else quota.of(device.total_memory, workers)
 
     def _predicted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device

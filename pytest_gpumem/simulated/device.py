@@ -28,6 +28,7 @@ from pytest_gpumem.simulated.allocator.addresses import (
     DriverAddresses,
 )
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.device_memory import SharedDevice
 from pytest_gpumem.simulated.allocator.messages import OutOfMemoryFields
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.allocator.trace import Contexts, Recording, TraceEntry
@@ -91,6 +92,8 @@ class SimulatedGPU:
             ) from error
         self.workspaces = self.workspaces_in(self.allocator)
         self._open_logs: list[SetupLog] = []
+        self.shared: SharedDevice | None = None
+        """What other processes take from too; ``None`` for a device of this process alone."""
         self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
@@ -172,7 +175,11 @@ class SimulatedGPU:
         """
         self.workspaces.clear()
         self.workspaces.settings.forget()
+        self.allocator.share(None)
+        if self.shared is not None:
+            self.shared.give_all()
         memory = self._empty_memory()
+        memory.share(self.shared)
         for log in logs:
             addresses: dict[int, int] = {}
             for event in log.events:
@@ -195,6 +202,11 @@ class SimulatedGPU:
         self.allocator = self.workspaces.memory = memory
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans.clear()
+
+    def share(self, shared: SharedDevice | None) -> None:
+        """Take memory from ``shared`` from now on; what is held already is not counted there."""
+        self.shared = shared
+        self.allocator.share(shared)
 
     def restart_collector(self, collector: Collector) -> None:
         """Let ``collector`` run when there are so many blocks more than now."""

@@ -379,7 +379,7 @@ class Allocator(Readings, PoolScopes):
     def _free_uncommon(self, address: int, context: Any) -> None:
         """Free what is no ordinary live block."""
         if address in self._memory.uncached:
-            del self._memory.uncached[address]
+            self._memory.free_uncached(address)
         elif address in self._uses.live:
             block = self._uses.live[address]
             request_free(block, self._memory, context)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from pytest_gpumem.simulated.allocator.blocks import FIRST_OF_AGE, Block, FreeList, new_block
 from pytest_gpumem.simulated.allocator.constants import MIN_BLOCK, UNLIMITED
@@ -12,6 +12,22 @@ from pytest_gpumem.simulated.allocator.private_pools import Pools
 from pytest_gpumem.simulated.allocator.settings import Version
 from pytest_gpumem.simulated.allocator.statistics import Counters, DeviceTally
 from pytest_gpumem.simulated.allocator.trace import RawEntry
+
+
+class SharedDevice(Protocol):
+    """A device whose memory several processes take from: this one's account with its driver."""
+
+    def take(self, size: int) -> bool:
+        """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
+
+    def give(self, size: int) -> None:
+        """Give ``size`` bytes back."""
+
+    def give_all(self) -> None:
+        """Give back whatever this process has taken."""
+
+    def others(self) -> Mapping[int, int]:
+        """Return the bytes that each other process has taken, by its number."""
 
 
 class DeviceMemory:
@@ -40,6 +56,7 @@ class DeviceMemory:
         "limit",
         "note",
         "oversize",
+        "shared",
         "total",
         "uncached",
         "used_elsewhere",
@@ -63,6 +80,8 @@ class DeviceMemory:
         self.note = note
         self.limit: int | None = None
         """The most bytes that may be reserved, where a memory fraction is set."""
+        self.shared: SharedDevice | None = None
+        """Where other processes take from the same device; ``None`` for a device of its own."""
         self.oversize = UNLIMITED
         """Segments of so many bytes count as oversize (``max_split_size_mb``)."""
         self.contexts: dict[int, Any] = {}
@@ -79,7 +98,21 @@ class DeviceMemory:
     def free(self) -> int:
         """Bytes free on the device, as ``mem_get_info`` says."""
         held = self.every.reserved + sum(self.uncached.values())
-        return max(0, self.total - self.used_elsewhere - held)
+        return max(0, self.total - self.used_elsewhere - held - sum(self.others.values()))
+
+    @property
+    def others(self) -> Mapping[int, int]:
+        """Bytes that other processes hold of the device, by the process's number."""
+        return {} if self.shared is None else self.shared.others()
+
+    def _take(self, size: int) -> bool:
+        if self.shared is None:
+            return size <= self.free
+        return self.shared.take(size)
+
+    def _give(self, size: int) -> None:
+        if self.shared is not None:
+            self.shared.give(size)
 
     @contextmanager
     def releasing(self, context: Any) -> Iterator[None]:
@@ -92,11 +125,15 @@ class DeviceMemory:
 
     def allocate_uncached(self, size: int) -> int | None:
         """An address for ``size`` bytes that are not cached; None if the device has no room."""
-        if size > self.free:
+        if not self._take(size):
             return None
         address = self._place_segment(-(-size // MIN_BLOCK) * MIN_BLOCK)
         self.uncached[address] = size
         return address
+
+    def free_uncached(self, address: int) -> None:
+        """Give back what :meth:`allocate_uncached` took."""
+        self._give(self.uncached.pop(address))
 
     def place(self, size: int) -> tuple[int, int]:
         """Address and shift of a new segment: since 2.13 older ones are used first.
@@ -111,7 +148,7 @@ class DeviceMemory:
 
     def new_segment(self, free_list: FreeList, size: int, context: Any) -> Block | None:
         """Ask the device for a segment; None if it has no room."""
-        if size > self.free:
+        if not self._take(size):
             return None
         address, shift = self.place(size)
         block = new_block(free_list, address, size, shift)
@@ -152,7 +189,7 @@ class DeviceMemory:
 
     def map_pages(self, free_list: FreeList, address: int, size: int, context: Any) -> bool:
         """Ask the device for pages of an expandable segment; False if it has no room."""
-        if size > self.free:
+        if not self._take(size):
             return False
         self._reserve(free_list, size)
         self.counters.num_device_alloc += 1
@@ -180,3 +217,4 @@ class DeviceMemory:
         free_list.tally.reserved -= size
         self.every.reserved -= size
         self._pools.count_reserved(free_list.pool, -size)
+        self._give(size)

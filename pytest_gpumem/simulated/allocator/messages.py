@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -33,6 +34,8 @@ class OutOfMemoryFields:
     """Free cached blocks of private pools."""
     address_space: int | None = None
     """What an expandable segment reserves, where they are on."""
+    others: Mapping[int, int] = field(default_factory=dict)
+    """What other processes hold of the device, by the process's number."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
@@ -71,11 +74,17 @@ def out_of_memory_message(
         if in_pools
         else ""
     )
+    # reportProcessMemoryInfo in c10/cuda/CUDACachingAllocator.cpp
+    others = "".join(
+        f"Process {process} has {format_size(size)} memory in use. "
+        for process, size in sorted(fields.others.items())
+    )
     unallocated = fields.reserved - fields.allocated - in_pools
     return (
         f"CUDA out of memory. Tried to allocate {format_size(fields.segment)}."
         f" GPU {fields.device} has a total capacity of {format_size(fields.total)}"
         f" of which {format_size(fields.free)} is free. "
+        f"{others}"
         "Including non-PyTorch memory, this process has"
         f" {format_size(fields.process)} memory in use. "
         f"{allowed}"

@@ -11,7 +11,7 @@ from typing import Any
 from pytest_gpumem.simulated.allocator.addresses import RisingAddresses
 from pytest_gpumem.simulated.allocator.blocks import Block, Pool
 from pytest_gpumem.simulated.allocator.constants import TOO_LARGE, UNLIMITED
-from pytest_gpumem.simulated.allocator.device_memory import DeviceMemory
+from pytest_gpumem.simulated.allocator.device_memory import DeviceMemory, SharedDevice
 from pytest_gpumem.simulated.allocator.freeing import complete_free
 from pytest_gpumem.simulated.allocator.messages import AllocatorError
 from pytest_gpumem.simulated.allocator.private_pools import Pools
@@ -124,6 +124,10 @@ class AllocatorState:
     def total_memory(self) -> int:
         """What the device has."""
         return self._memory.total
+
+    def share(self, shared: SharedDevice | None) -> None:
+        """Take memory from ``shared`` from now on, of which other processes take too."""
+        self._memory.shared = shared
 
     @property
     def used_elsewhere(self) -> int:

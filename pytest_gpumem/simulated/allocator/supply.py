@@ -152,6 +152,7 @@ class Supply:
             allocated=memory.every.bytes,
             reserved=memory.every.reserved,
             process=memory.used_elsewhere + memory.every.reserved,
+            others=memory.others,
             private_free=sum(
                 block.size for pool in self._pools.private() for block in pool.free_blocks()
             ),

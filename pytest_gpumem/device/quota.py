@@ -1,0 +1,63 @@
+"""What a process may reserve of a device: a hard limit, kept by the caching allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pytest_gpumem.sizes import format_size
+
+SEGMENT = 2 * 2**20
+"""Bytes of the smallest segment that the allocator asks the driver for."""
+
+
+class QuotaError(Exception):
+    """A quota did not take effect; the message is one sentence for the user."""
+
+
+@contextmanager
+def limited(index: int, size: int) -> Iterator[None]:
+    """Let this process reserve ``size`` bytes of ``cuda:index`` at most inside.
+
+    What is cached is given back first: cached blocks count, and are handed out beyond any limit.
+    The limit is tried out. Raises :class:`QuotaError` where more could be reserved all the same,
+    or more is held already.
+    """
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(index).total_memory
+    if size >= total:
+        yield
+        return
+    found = torch.cuda.get_per_process_memory_fraction(index)
+    # The allocator cuts the product down to whole bytes.
+    torch.cuda.set_per_process_memory_fraction((size + 0.5) / total, index)
+    try:
+        _try_out(index, size)
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(found, index)
+
+
+def _try_out(index: int, size: int) -> None:
+    held = torch.cuda.memory_reserved(index)
+    if held > size:
+        raise QuotaError(
+            f"the quota of {format_size(size)} cannot hold: {format_size(held)} of cuda:{index} "
+            f"are in use before the test begins"
+        )
+    free, _ = torch.cuda.mem_get_info(index)
+    asked = size - held + SEGMENT
+    if asked > free:
+        return  # that much is not to be had, with a limit or without
+    try:
+        address = torch.cuda.caching_allocator_alloc(asked, index)
+    except torch.OutOfMemoryError:
+        return
+    torch.cuda.caching_allocator_delete(address)
+    torch.cuda.empty_cache()
+    raise QuotaError(
+        f"the quota of {format_size(size)} did not take effect: {format_size(asked + held)} of "
+        f"cuda:{index} could be reserved"
+    )

@@ -1,0 +1,167 @@
+"""Who may run now: rules over plain numbers, without a clock, a database or a device.
+
+Memory is admitted as Salus does it ("Salus: Fine-Grained GPU Sharing Primitives for Deep Learning
+Applications", MLSys 2020): what workers hold for long, plus what running tests need above it, stays
+below the device's capacity. Order is EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System",
+1995): the first test that has to wait for a device keeps its place there, and another may pass it
+only where that does not delay it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+PATIENCE = 60.0
+"""Seconds of waiting that weigh as much as one step of priority, so that nobody starves."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one test asks for; seconds are those of one clock of the host."""
+
+    id: int
+    """Ascending in the order in which tests asked."""
+    owner: int
+    """The worker that runs it."""
+    needs: Mapping[str, int]
+    """Bytes by device, above what its worker holds for longer."""
+    since: float
+    """When it asked, or when it was admitted if it runs."""
+    duration: float | None = None
+    """Seconds that it is expected to take; ``None`` where nobody knows."""
+    exclusive: bool = False
+    """Nothing else may run on its devices."""
+    priority: int = 0
+    guaranteed: bool = True
+    """``False`` for an opportunistic test: it goes last, and gives way."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What there is of one device; bytes."""
+
+    capacity: int
+    """For everybody: total memory less the margin."""
+    foreign: int = 0
+    """Held by processes that do not ask here."""
+    contexts: Mapping[int, int] = field(default_factory=dict)
+    """By worker: its CUDA context, which it holds as long as it lives."""
+    fixtures: Mapping[int, int] = field(default_factory=dict)
+    """By worker: its living fixtures, which it can tear down between two tests."""
+
+    def free(self, name: str, running: Iterable[Request]) -> int:
+        """Bytes left beside the tests that run; ``name`` is the device's in their needs."""
+        taken = sum(request.needs.get(name, 0) for request in running)
+        held = sum(self.contexts.values()) + sum(self.fixtures.values())
+        return self.capacity - self.foreign - held - taken
+
+    def tidied(self, worker: int) -> Device:
+        """The device once every worker but ``worker`` has torn its fixtures down."""
+        kept = {owner: held for owner, held in self.fixtures.items() if owner == worker}
+        return replace(self, fixtures=kept)
+
+
+Devices = Mapping[str, Device]
+
+
+def admissible(
+    waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
+) -> list[Request]:
+    """Return those of the ``waiting`` that may all run now, in their order.
+
+    The answer is the same whoever asks, so every worker can find out for itself whether it is
+    among them. A test that asks for a device that nobody knows waits.
+    """
+    admitted: list[Request] = []
+    blocked: list[Request] = []
+    beside = list(running)
+    for request in in_order(waiting, now):
+        if _fits(request, beside, devices) and all(
+            _may_pass(request, head, beside, devices, now) for head in blocked
+        ):
+            admitted.append(request)
+            beside.append(replace(request, since=now))
+        elif _waits_for_tests(request, devices) and not _shares(request, blocked):
+            blocked.append(request)
+    return admitted
+
+
+def to_tidy(
+    waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
+) -> frozenset[int]:
+    """Return the workers whose fixtures stand in the way of a test, though nothing runs there.
+
+    A worker holds its fixtures while it waits, which alone would be a deadlock: those that are
+    returned tear them down before they go on to wait.
+    """
+    busy = list(running)
+    for request in in_order(waiting, now):
+        if not _shares(request, busy) and not _fits(request, busy, devices):
+            if _waits_for_tests(request, devices):
+                owners = {owner for name in request.needs for owner in devices[name].fixtures}
+                return frozenset(owners - {request.owner})
+            continue
+        busy.append(request)
+    return frozenset()
+
+
+def in_order(waiting: Iterable[Request], now: float) -> list[Request]:
+    """Return the tests as they come: by priority, which grows as they wait, then by arrival."""
+
+    def rank(request: Request) -> tuple[float, int]:
+        waited = max(now - request.since, 0.0) // PATIENCE
+        return (-(request.priority + waited + (1 if request.guaranteed else 0)), request.id)
+
+    return sorted(waiting, key=rank)
+
+
+def _shares(request: Request, others: Iterable[Request]) -> bool:
+    return any(request.needs.keys() & other.needs.keys() for other in others)
+
+
+def _fits(request: Request, running: Iterable[Request], devices: Devices) -> bool:
+    beside = list(running)
+    for name, need in request.needs.items():
+        here = [other for other in beside if name in other.needs]
+        if here and (request.exclusive or any(other.exclusive for other in here)):
+            return False
+        if name not in devices or need > devices[name].free(name, here):
+            return False
+    return True
+
+
+def _waits_for_tests(request: Request, devices: Devices) -> bool:
+    """Whether it is tests and their fixtures that a request waits for, and not strangers."""
+    return _fits(request, (), {name: one.tidied(request.owner) for name, one in devices.items()})
+
+
+def _may_pass(
+    request: Request, head: Request, running: Sequence[Request], devices: Devices, now: float
+) -> bool:
+    """Whether ``request`` may run before ``head``, which waits, without delaying it."""
+    if not _shares(request, [head]):
+        return True
+    start, left = _start_of(head, running, devices, now)
+    if request.duration is not None and now + request.duration <= start < math.inf:
+        return True
+    return not request.exclusive and not head.exclusive and _fits(request, [*left, head], devices)
+
+
+def _start_of(
+    head: Request, running: Sequence[Request], devices: Devices, now: float
+) -> tuple[float, list[Request]]:
+    """When ``head`` can begin, as far as durations tell, and the tests that still run then."""
+    left = sorted(running, key=lambda request: _end_of(request, now))
+    start = now
+    while left and not _fits(head, left, devices):
+        start = _end_of(left.pop(0), now)
+    return start, left
+
+
+def _end_of(request: Request, now: float) -> float:
+    """When a test that runs is expected to end; one that is late may end at any moment."""
+    if request.duration is None:
+        return math.inf
+    return max(request.since + request.duration, now)

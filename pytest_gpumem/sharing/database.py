@@ -1,0 +1,75 @@
+"""A file that several processes of one host write: SQLite, one transaction at a time."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER_VARIABLE = "GPUMEM_SHARE_DIR"
+BUSY = 30.0
+"""Seconds after which a writer that does not get its turn gives up: each needs milliseconds."""
+
+
+class SharingError(Exception):
+    """GPUs cannot be shared; the message is one sentence for the user."""
+
+
+def default_folder() -> Path:
+    """Where all runs of this user on this host meet: ``GPUMEM_SHARE_DIR``, or a folder of its own.
+
+    Not in the home directory, which several hosts may share.
+    """
+    if given := os.environ.get(FOLDER_VARIABLE):
+        return Path(given)
+    user = str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return Path(tempfile.gettempdir()) / f"pytest-gpumem-{user}"
+
+
+class Database:
+    """This process's door to the database ``path``, made by ``schema`` where it is new.
+
+    Raises :class:`SharingError` where it cannot be used.
+    """
+
+    def __init__(self, path: Path, schema: str) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY, isolation_level=None, check_same_thread=False
+            )
+            # What a crash of the host would lose is void after it anyway.
+            for pragma in ("journal_mode = WAL", "synchronous = OFF", "foreign_keys = ON"):
+                self._connection.execute(f"PRAGMA {pragma}")
+            self._connection.executescript(schema)
+        except (OSError, sqlite3.Error) as error:
+            raise SharingError(
+                f"the ledger of shared GPUs {path} cannot be opened: {error}; remove it, or set "
+                f"{FOLDER_VARIABLE} to a folder of this host that can be written"
+            ) from error
+        self.execute = self._connection.execute
+        self.executemany = self._connection.executemany
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Read and write inside as if nobody else did."""
+        try:
+            self.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            raise SharingError(
+                f"the ledger of shared GPUs {self.path} cannot be written: {error}"
+            ) from error
+        try:
+            yield
+        except BaseException:
+            self.execute("ROLLBACK")
+            raise
+        self.execute("COMMIT")

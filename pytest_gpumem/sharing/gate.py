@@ -1,0 +1,202 @@
+"""The gate: a worker's tests pass it when there is memory for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.ledger import Answer, Ledger, State
+from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sizes import format_size
+
+FIRST_PAUSE = 0.005
+"""Seconds between two questions of a test that waits, doubled up to :data:`LONGEST_PAUSE`."""
+LONGEST_PAUSE = 0.1
+
+
+class HostDevice(Protocol):
+    """A device as the host sees it, whoever uses it."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the ledger: the same in every process of the host."""
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that tests may have, all together."""
+
+    def taken(self) -> Mapping[int, int]:
+        """Return the bytes that each process holds, by its number."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """How a test came in."""
+
+    need: Need
+    waited: float
+    """Seconds."""
+    reserved: Mapping[str, int]
+    """Bytes by device that are the test's while it runs."""
+    alone: bool
+    """Whether nothing else runs on its devices."""
+
+
+class TooLargeError(Exception):
+    """A test needs more than the empty device has; the message is one sentence."""
+
+
+class NotAdmittedError(Exception):
+    """A test waited too long; the message is one sentence that says for whom."""
+
+
+class Gate:
+    """One worker's way to the devices that it shares.
+
+    Args:
+        ledger: of the host.
+        worker: its number there.
+        devices: those that its tests use; the first is the one that needs are stated for.
+        held: what this process holds between two tests, by device: context and fixtures in bytes.
+        tidy: tears down the fixtures that live between two tests.
+        patience: seconds that a test may wait.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        worker: int,
+        devices: Sequence[HostDevice],
+        *,
+        held: Callable[[str], tuple[int, int]],
+        tidy: Callable[[], None],
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._ledger = ledger
+        self._worker = worker
+        self._devices = {device.name: device for device in devices}
+        self._held = held
+        self._tidy = tidy
+        self._patience = patience
+        self._clock = clock
+        self._sleep = sleep
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that tests may have of the first device, all together."""
+        return next(iter(self._devices.values())).capacity
+
+    def declare(self) -> None:
+        """Tell the ledger what this process holds now, between two tests."""
+        for name in self._devices:
+            context, fixtures = self._held(name)
+            self._ledger.hold(self._worker, name, context=context, fixtures=fixtures)
+
+    @contextmanager
+    def admitted(self, nodeid: str, need: Need) -> Iterator[Admission]:
+        """Wait until the test may run, which it does inside; then let others have its memory.
+
+        Raises :class:`TooLargeError` for a test that cannot fit the empty device and
+        :class:`NotAdmittedError` for one that has waited too long.
+        """
+        test = self._ledger.ask(
+            self._worker,
+            nodeid,
+            self._above_held(need),
+            duration=need.duration,
+            exclusive=need.exclusive or need.bytes is None,
+            priority=need.priority,
+            guaranteed=need.guaranteed,
+        )
+        try:
+            yield self._waited(test, nodeid, need)
+        finally:
+            with suppress(Exception):
+                self.declare()
+            self._ledger.release(test)
+
+    def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
+        began = self._clock()
+        pause = FIRST_PAUSE
+        while True:
+            answer = self._ledger.try_grant(test, self.view())
+            waited = self._clock() - began
+            if answer.granted:
+                return self._admission(answer, test, need, waited)
+            if answer.tidy:
+                self._tidy()
+                self.declare()
+                self._ledger.ask_anew(test, self._above_held(need))
+                continue
+            self._refuse_too_large(answer.state, nodeid, need)
+            if waited > self._patience:
+                raise NotAdmittedError(
+                    f"{nodeid} waited {waited:.0f} s for {_amount(need)}: "
+                    f"{holders_of(answer.state, self.view())}"
+                )
+            self._sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    def view(self) -> dict[str, Device]:
+        """Return what there is of each device, and what strangers hold of it."""
+        workers = {process.pid for process in self._ledger.owners().values()}
+        return {
+            name: Device(
+                capacity=device.capacity,
+                foreign=sum(size for pid, size in device.taken().items() if pid not in workers),
+            )
+            for name, device in self._devices.items()
+        }
+
+    def _above_held(self, need: Need) -> dict[str, int]:
+        """What the test takes of each device beyond what its worker holds anyway."""
+        needs = dict.fromkeys(self._devices, 0)
+        first = next(iter(needs))
+        if need.bytes is not None:
+            needs[first] = max(need.bytes - self._held(first)[1], 0)
+        return needs
+
+    def _admission(self, answer: Answer, test: int, need: Need, waited: float) -> Admission:
+        request = next(one.request for one in answer.state.waiting if one.request.id == test)
+        beside = [
+            one for one in answer.state.running if one.request.needs.keys() & request.needs.keys()
+        ]
+        return Admission(need, waited, request.needs, alone=not beside)
+
+    def _refuse_too_large(self, state: State, nodeid: str, need: Need) -> None:
+        if need.bytes is None:
+            return
+        name, device = next(iter(state.devices.items()))
+        contexts = sum(device.contexts.values())
+        if need.bytes > device.capacity - contexts:
+            raise TooLargeError(
+                f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
+                f"{format_size(device.capacity - contexts)} for tests"
+            )
+
+
+def holders_of(state: State, devices: Mapping[str, Device]) -> str:
+    """Return who holds the memory that a test waits for, as a clause."""
+    parts = [
+        f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} ({lease.nodeid})"
+        for lease in state.running
+    ]
+    for name, device in state.devices.items():
+        parts += [
+            f"fixtures of worker {worker} hold {format_size(held)}"
+            for worker, held in device.fixtures.items()
+            if held
+        ]
+        if devices[name].foreign:
+            parts.append(f"other processes hold {format_size(devices[name].foreign)} of {name}")
+    return ", ".join(parts) or "nobody holds anything, and tests before it wait too"
+
+
+def _amount(need: Need) -> str:
+    return "a device alone" if need.bytes is None else format_size(need.bytes)

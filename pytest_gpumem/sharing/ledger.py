@@ -1,0 +1,307 @@
+"""The ledger of a host: what all runs of a user hold of its GPUs, wait for, and have had.
+
+A database that is made for several writers (SQLite), in one folder of the host; nothing of it
+lives longer than the processes it speaks of, but for a log of the last day. What a process leaves
+behind when it is killed is void: the next one that looks finds that it is gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy
+from pytest_gpumem.sharing.database import Database
+from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+
+FILE_NAME = "ledger.sqlite3"
+KEPT = 86_400.0
+"""Seconds for which the log is kept."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS worker (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    pid INTEGER NOT NULL, started REAL NOT NULL,
+    run TEXT NOT NULL, name TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS held (
+    worker INTEGER NOT NULL REFERENCES worker ON DELETE CASCADE,
+    device TEXT NOT NULL, context INTEGER NOT NULL, fixtures INTEGER NOT NULL,
+    PRIMARY KEY (worker, device));
+CREATE TABLE IF NOT EXISTS test (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    worker INTEGER NOT NULL REFERENCES worker ON DELETE CASCADE,
+    nodeid TEXT NOT NULL, since REAL NOT NULL, granted REAL, duration REAL,
+    exclusive INTEGER NOT NULL, priority INTEGER NOT NULL, guaranteed INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS need (
+    test INTEGER NOT NULL REFERENCES test ON DELETE CASCADE,
+    device TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (test, device));
+CREATE TABLE IF NOT EXISTS plan (
+    run TEXT NOT NULL, nodeid TEXT NOT NULL, bytes INTEGER, source TEXT NOT NULL, duration REAL,
+    exclusive INTEGER NOT NULL, priority INTEGER NOT NULL, guaranteed INTEGER NOT NULL,
+    capacity INTEGER NOT NULL, time REAL NOT NULL, PRIMARY KEY (run, nodeid));
+CREATE TABLE IF NOT EXISTS log (
+    time REAL NOT NULL, event TEXT NOT NULL, run TEXT NOT NULL, worker TEXT NOT NULL,
+    pid INTEGER NOT NULL, nodeid TEXT NOT NULL, device TEXT NOT NULL, bytes INTEGER NOT NULL);
+"""
+
+
+Clock = Callable[[], float]
+"""Seconds since the epoch: one clock of the host."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A test that runs or waits, as a person would want to see it."""
+
+    nodeid: str
+    run: str
+    worker: str
+    process: Process
+    request: Request
+    is_running: bool
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the log: a test was ``granted`` bytes of a device, or ``released`` them."""
+
+    time: float
+    event: str
+    run: str
+    worker: str
+    pid: int
+    nodeid: str
+    device: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class State:
+    """Who holds and who waits for what, at one moment."""
+
+    devices: Mapping[str, Device]
+    running: tuple[Lease, ...]
+    waiting: tuple[Lease, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What becomes of a test that asked."""
+
+    granted: bool
+    tidy: bool
+    """Whether its worker has to tear its fixtures down before it waits on."""
+    state: State
+    """As it was when the answer was found."""
+
+
+class Ledger:
+    """One process's door to the ledger in ``folder``.
+
+    Every call is one transaction. Raises ``SharingError`` where the file cannot be used.
+    """
+
+    def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
+        self._database = Database(folder / FILE_NAME, _SCHEMA)
+        self._clock = clock
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+    def join(self, run: str, name: str, process: Process | None = None) -> int:
+        """Enter a worker, which is this process unless another is given; return its number."""
+        process = process or this_process()
+        with self._database.transaction():
+            self._void_dead()
+            for table in ("log", "plan"):
+                outdated = (self._clock() - KEPT,)
+                self._database.execute(f"DELETE FROM {table} WHERE time < ?", outdated)
+            entered = self._database.execute(
+                "INSERT INTO worker (pid, started, run, name) VALUES (?, ?, ?, ?)",
+                (*process, run, name),
+            )
+            assert entered.lastrowid is not None
+            return entered.lastrowid
+
+    def leave(self, worker: int) -> None:
+        """Take a worker out, with all that it holds and waits for."""
+        with self._database.transaction():
+            self._take_out(worker)
+
+    def hold(self, worker: int, device: str, *, context: int, fixtures: int) -> None:
+        """Say what ``worker`` holds of ``device`` between its tests; bytes."""
+        with self._database.transaction():
+            self._database.execute(
+                "INSERT OR REPLACE INTO held VALUES (?, ?, ?, ?)",
+                (worker, device, context, fixtures),
+            )
+
+    def ask(
+        self,
+        worker: int,
+        nodeid: str,
+        needs: Mapping[str, int],
+        *,
+        duration: float | None = None,
+        exclusive: bool = False,
+        priority: int = 0,
+        guaranteed: bool = True,
+    ) -> int:
+        """Put a test into the queue; return the number under which it waits."""
+        with self._database.transaction():
+            asked = self._database.execute(
+                "INSERT INTO test (worker, nodeid, since, duration, exclusive, priority, "
+                "guaranteed) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (worker, nodeid, self._clock(), duration, exclusive, priority, guaranteed),
+            )
+            assert asked.lastrowid is not None
+            self._need(asked.lastrowid, needs)
+            return asked.lastrowid
+
+    def ask_anew(self, test: int, needs: Mapping[str, int]) -> None:
+        """Change what a test that waits needs; it keeps its place."""
+        with self._database.transaction():
+            self._database.execute("DELETE FROM need WHERE test = ?", (test,))
+            self._need(test, needs)
+
+    def try_grant(self, test: int, devices: Mapping[str, Device]) -> Answer:
+        """Let ``test`` run if it may run now.
+
+        ``devices`` say how much there is; what workers hold of them is known here.
+        """
+        with self._database.transaction():
+            self._void_dead()
+            state = self._state(devices)
+            now = self._clock()
+            requests = {lease.request.id: lease for lease in state.waiting}
+            asked = requests[test]
+            running = [lease.request for lease in state.running]
+            waiting = [lease.request for lease in state.waiting]
+            if test in {one.id for one in admissible(waiting, running, state.devices, now)}:
+                self._database.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
+                self._log("granted", replace(asked, is_running=True))
+                return Answer(granted=True, tidy=False, state=state)
+            tidy = asked.request.owner in to_tidy(waiting, running, state.devices, now)
+            return Answer(granted=False, tidy=tidy, state=state)
+
+    def release(self, test: int) -> None:
+        """Take a test out, whether it runs or waits."""
+        with self._database.transaction():
+            for lease in self._leases():
+                if lease.request.id == test:
+                    self._log("released" if lease.is_running else "withdrawn", lease)
+            self._database.execute("DELETE FROM test WHERE id = ?", (test,))
+
+    def state(self, devices: Mapping[str, Device]) -> State:
+        """Return who holds and who waits for what now."""
+        with self._database.transaction():
+            self._void_dead()
+            return self._state(devices)
+
+    def plan(self, run: str, needs: Mapping[str, Need], capacity: int) -> None:
+        """Say what the tests of ``run`` will need, by id, of a device of ``capacity`` bytes."""
+        now = self._clock()
+        with self._database.transaction():
+            self._database.executemany(
+                "INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [(run, nodeid, *astuple(need), capacity, now) for nodeid, need in needs.items()],
+            )
+
+    def planned(self, run: str) -> tuple[dict[str, Need], int]:
+        """Return what :meth:`plan` was told of ``run``; nothing and 0 where nobody did."""
+        rows = self._database.execute("SELECT * FROM plan WHERE run = ?", (run,)).fetchall()
+        needs = {
+            nodeid: Need(size, source, duration, bool(exclusive), priority, bool(guaranteed))
+            for _, nodeid, size, source, duration, exclusive, priority, guaranteed, *_ in rows
+        }
+        return needs, max((row[-2] for row in rows), default=0)
+
+    def owners(self) -> dict[int, Process]:
+        """Return the processes of all workers that live, by the worker's number."""
+        with self._database.transaction():
+            self._void_dead()
+            return self._processes()
+
+    def log(self, since: float = 0.0) -> list[Entry]:
+        """Return what was granted and released, in order."""
+        rows = self._database.execute("SELECT * FROM log WHERE time >= ? ORDER BY rowid", (since,))
+        return [Entry(*row) for row in rows]
+
+    def _need(self, test: int, needs: Mapping[str, int]) -> None:
+        self._database.executemany(
+            "INSERT INTO need VALUES (?, ?, ?)",
+            [(test, device, need) for device, need in needs.items()],
+        )
+
+    def _processes(self) -> dict[int, Process]:
+        rows = self._database.execute("SELECT id, pid, started FROM worker")
+        return {worker: Process(pid, started) for worker, pid, started in rows}
+
+    def _void_dead(self) -> None:
+        for worker, process in self._processes().items():
+            if not is_alive(process):
+                self._take_out(worker, event="void")
+
+    def _take_out(self, worker: int, event: str = "released") -> None:
+        for lease in self._leases():
+            if lease.request.owner == worker and lease.is_running:
+                self._log(event, lease)
+        self._database.execute("DELETE FROM worker WHERE id = ?", (worker,))
+
+    def _log(self, event: str, lease: Lease) -> None:
+        now = self._clock()
+        self._database.executemany(
+            "INSERT INTO log VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (now, event, lease.run, lease.worker, lease.process.pid, lease.nodeid, device, need)
+                for device, need in lease.request.needs.items()
+            ],
+        )
+
+    def _state(self, devices: Mapping[str, Device]) -> State:
+        contexts: dict[str, dict[int, int]] = {name: {} for name in devices}
+        fixtures: dict[str, dict[int, int]] = {name: {} for name in devices}
+        for worker, device, context, held in self._database.execute("SELECT * FROM held"):
+            if device in devices:
+                contexts[device][worker] = context
+                fixtures[device][worker] = held
+        known = {
+            name: replace(device, contexts=contexts[name], fixtures=fixtures[name])
+            for name, device in devices.items()
+        }
+        leases = list(self._leases())
+        return State(
+            known,
+            tuple(lease for lease in leases if lease.is_running),
+            tuple(lease for lease in leases if not lease.is_running),
+        )
+
+    def _leases(self) -> Iterator[Lease]:
+        needs: dict[int, dict[str, int]] = {}
+        for test, device, need in self._database.execute("SELECT test, device, bytes FROM need"):
+            needs.setdefault(test, {})[device] = need
+        rows = self._database.execute(
+            "SELECT test.id, worker, nodeid, since, granted, duration, exclusive, priority, "
+            "guaranteed, pid, started, run, name FROM test JOIN worker ON worker.id = test.worker "
+            "ORDER BY test.id"
+        ).fetchall()
+        for row in rows:
+            test, worker, nodeid, since, granted, duration, exclusive, priority, guaranteed = row[
+                :9
+            ]
+            pid, started, run, name = row[9:]
+            request = Request(
+                id=test,
+                owner=worker,
+                needs=needs.get(test, {}),
+                since=since if granted is None else granted,
+                duration=duration,
+                exclusive=bool(exclusive),
+                priority=priority,
+                guaranteed=bool(guaranteed),
+            )
+            yield Lease(nodeid, run, name, Process(pid, started), request, granted is not None)

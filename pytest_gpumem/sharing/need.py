@@ -1,0 +1,30 @@
+"""What a test will take of a device, as far as anybody knows before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a test asks for."""
+
+    bytes: int | None
+    """Of its device, what its fixtures hold with it; ``None``: nobody knows, so it runs alone."""
+    source: str
+    """Who says so: ``max``, ``max_reserved``, ``baseline``, ``prediction`` or ``nobody``."""
+    duration: float | None = None
+    """Seconds; ``None`` where nobody knows."""
+    exclusive: bool = False
+    """Nothing else may run on its device."""
+    priority: int = 0
+    guaranteed: bool = True
+    """``False`` for an opportunistic test: it goes last, and gives way."""
+
+    def on(self, capacity: int) -> int:
+        """Bytes that nobody else may have while it runs on a device of ``capacity`` bytes."""
+        return capacity if self.exclusive or self.bytes is None else self.bytes
+
+
+NO_MEMORY = Need(0, "no marker")
+"""Of a test that does not ask for GPU memory."""

@@ -1,0 +1,104 @@
+"""The one memory of a simulated GPU that several processes of a host share.
+
+Where a real device has a driver that knows what each process holds, simulated ones of one name
+have a table. As there, what a process holds is free when the process is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pytest_gpumem.sharing.database import Database
+from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+
+FILE_NAME = "simulated.sqlite3"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS device (name TEXT PRIMARY KEY, capacity INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS taken (
+    device TEXT NOT NULL, pid INTEGER NOT NULL, started REAL NOT NULL, bytes INTEGER NOT NULL,
+    PRIMARY KEY (device, pid, started)) WITHOUT ROWID;
+"""
+
+
+class SharedSimulatedDevice:
+    """This process's account with the simulated device ``name``, which has ``capacity`` bytes.
+
+    Raises ``SharingError`` where the folder or the file cannot be used.
+    """
+
+    def __init__(self, folder: Path, name: str, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self._process = this_process()
+        self._database = Database(folder / FILE_NAME, _SCHEMA)
+        with self._database.transaction():
+            self._database.execute("INSERT OR REPLACE INTO device VALUES (?, ?)", (name, capacity))
+
+    def take(self, size: int) -> bool:
+        """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
+        with self._database.transaction():
+            if sum(self._living().values()) + size > self.capacity:
+                return False
+            self._add(size)
+            return True
+
+    def give(self, size: int) -> None:
+        """Give ``size`` bytes back."""
+        with self._database.transaction():
+            self._add(-size)
+
+    def give_all(self) -> None:
+        """Give back whatever this process has taken."""
+        with self._database.transaction():
+            self._forget(self._process)
+
+    def others(self) -> Mapping[int, int]:
+        """Return the bytes that each other process has taken, by its number."""
+        with self._database.transaction():
+            living = self._living()
+        return {
+            process.pid: taken
+            for process, taken in living.items()
+            if process != self._process and taken
+        }
+
+    def taken(self) -> Mapping[int, int]:
+        """Return the bytes that each process has taken, by its number."""
+        with self._database.transaction():
+            return {process.pid: taken for process, taken in self._living().items() if taken}
+
+    def _living(self) -> dict[Process, int]:
+        rows = self._database.execute(
+            "SELECT pid, started, bytes FROM taken WHERE device = ?", (self.name,)
+        )
+        found = {Process(pid, started): taken for pid, started, taken in rows.fetchall()}
+        for process in list(found):
+            if process != self._process and not is_alive(process):
+                self._forget(process)
+                del found[process]
+        return found
+
+    def _add(self, size: int) -> None:
+        self._database.execute(
+            "INSERT INTO taken VALUES (?, ?, ?, ?) "
+            "ON CONFLICT DO UPDATE SET bytes = bytes + excluded.bytes",
+            (self.name, *self._process, size),
+        )
+
+    def _forget(self, process: Process) -> None:
+        self._database.execute(
+            "DELETE FROM taken WHERE device = ? AND pid = ? AND started = ?",
+            (self.name, *process),
+        )
+
+
+def simulated_devices(folder: Path) -> list[SharedSimulatedDevice]:
+    """Return the simulated devices that processes which meet in ``folder`` have shared."""
+    if not (folder / FILE_NAME).exists():
+        return []
+    database = Database(folder / FILE_NAME, _SCHEMA)
+    found = database.execute("SELECT name, capacity FROM device ORDER BY name").fetchall()
+    database.close()
+    return [SharedSimulatedDevice(folder, name, capacity) for name, capacity in found]

@@ -1,0 +1,130 @@
+"""What became of a run's tests on the devices they shared: how long, how full, how good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pytest_gpumem.sharing.ledger import Entry
+
+BARS = "▁▂▃▄▅▆▇█"
+COLUMNS = 60
+"""Of the picture of a device's use over time."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One test on one device; seconds of the host's clock, and bytes."""
+
+    nodeid: str
+    worker: str
+    granted: float
+    released: float
+    bytes: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds."""
+        return self.released - self.granted
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The tests of one run on one device."""
+
+    device: str
+    capacity: int
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first test that was admitted to the end of the last."""
+        return max(one.released for one in self.spans) - self._begin
+
+    @property
+    def workers(self) -> int:
+        """How many there were."""
+        return len({one.worker for one in self.spans})
+
+    @property
+    def bound(self) -> float:
+        """Seconds below which no order of these tests could come on this device.
+
+        The longest test; all of them side by side on the workers; their bytes and seconds side by
+        side on the device.
+        """
+        seconds = sum(one.duration for one in self.spans)
+        area = sum(one.duration * one.bytes for one in self.spans)
+        longest = max(one.duration for one in self.spans)
+        return max(longest, seconds / self.workers, area / self.capacity)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were granted at one moment."""
+        return max(self._levels()[1], default=0)
+
+    def picture(self, columns: int = COLUMNS) -> str:
+        """Return the mean use in ``columns`` equal parts of the time, a bar for each."""
+        times, levels = self._levels()
+        width = self.makespan / columns or 1.0
+        bars = []
+        for column in range(columns):
+            start = self._begin + column * width
+            end = start + width
+            pairs = zip(times, [*times[1:], end], levels, strict=True)
+            area = sum(
+                level * max(min(until, end) - max(since, start), 0.0)
+                for since, until, level in pairs
+            )
+            share = area / width / self.capacity
+            bars.append(BARS[min(int(share * len(BARS)), len(BARS) - 1)] if share > 0 else " ")
+        return "".join(bars)
+
+    @property
+    def _begin(self) -> float:
+        return min(one.granted for one in self.spans)
+
+    def _levels(self) -> tuple[list[float], list[int]]:
+        """When the granted bytes changed, and to how many."""
+        changes = sorted(
+            [(one.released, -one.bytes) for one in self.spans]
+            + [(one.granted, one.bytes) for one in self.spans]
+        )
+        times, levels = [], []
+        level = 0
+        for time, change in changes:
+            level += change
+            times.append(time)
+            levels.append(level)
+        return times, levels
+
+
+def usages(log: Iterable[Entry], run: str, capacity: int) -> list[Usage]:
+    """Return what the log says of ``run``, device by device; of tests that ended, that is."""
+    begun: dict[tuple[str, str, str], Entry] = {}
+    spans: dict[str, list[Span]] = {}
+    for entry in log:
+        if entry.run != run:
+            continue
+        key = entry.worker, entry.nodeid, entry.device
+        if entry.event == "granted":
+            begun[key] = entry
+        elif key in begun:
+            since = begun.pop(key)
+            spans.setdefault(entry.device, []).append(
+                Span(entry.nodeid, entry.worker, since.time, entry.time, since.bytes)
+            )
+    return [Usage(device, capacity, tuple(found)) for device, found in sorted(spans.items())]
+
+
+def lines(found: Sequence[Usage]) -> list[str]:
+    """Return what a person reads of it."""
+    text = []
+    for usage in found:
+        ratio = usage.makespan / usage.bound if usage.bound else 1.0
+        text.append(
+            f"{usage.device}: {len(usage.spans)} tests on {usage.workers} workers in "
+            f"{usage.makespan:.1f} s, {ratio:.2f} x the {usage.bound:.1f} s that no order can beat"
+        )
+        text.append(f"  use over time  {usage.picture()}")
+    return text

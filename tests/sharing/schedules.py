@@ -1,0 +1,133 @@
+"""Random days of a shared GPU, played against the ledger without waiting for any of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.ledger import Ledger
+
+CAPACITY = 1000
+
+
+@dataclass(frozen=True)
+class PlannedTest:
+    """What one test will do."""
+
+    need: int
+    """Bytes, those of its fixtures with it."""
+    takes: float
+    expected: float | None = None
+    fixtures: int = 0
+    """What it leaves to the tests after it."""
+    exclusive: bool = False
+    priority: int = 0
+    guaranteed: bool = True
+
+
+@dataclass
+class Worker:
+    """A worker that runs its tests one after the other, as pytest-xdist's do."""
+
+    number: int
+    tests: deque[PlannedTest]
+    fixtures: int = 0
+    asked: int | None = None
+    ends: float | None = None
+    asked_at: float = 0.0
+    waits: list[float] = field(default_factory=list)
+
+
+class Day:
+    """Workers, their tests and what strangers hold, on one device ``gpu``."""
+
+    def __init__(self, folder: Path, plans: Iterable[list[PlannedTest]], context: int = 0) -> None:
+        self.now = 0.0
+        self.foreign = 0
+        self.ledger = Ledger(folder, clock=lambda: self.now)
+        self.workers: list[Worker] = []
+        for position, plan in enumerate(plans):
+            number = self.ledger.join("run", f"gw{position}")
+            self.ledger.hold(number, "gpu", context=context, fixtures=0)
+            self.workers.append(Worker(number, deque(plan)))
+
+    @property
+    def is_over(self) -> bool:
+        return not any(worker.tests for worker in self.workers)
+
+    def play(self) -> None:
+        """Let every worker go on as far as it can, then let time pass until the next test ends."""
+        while not self.is_over:
+            self.ask()
+            ends = [worker.ends for worker in self.workers if worker.ends is not None]
+            assert ends, "nothing runs and nothing may run: a deadlock"
+            self.pass_time(min(ends))
+
+    def ask(self) -> None:
+        """Let every idle worker ask, until the answers are the same as before."""
+        changed = True
+        while changed:
+            changed = any([self._go_on(worker) for worker in self.workers])
+
+    def pass_time(self, to: float) -> None:
+        self.now = to
+        for worker in self.workers:
+            if worker.ends is not None and worker.ends <= to:
+                self._end(worker)
+
+    def _go_on(self, worker: Worker) -> bool:
+        if worker.ends is not None or not worker.tests:
+            return False
+        test = worker.tests[0]
+        is_new = worker.asked is None
+        if worker.asked is None:
+            worker.asked_at = self.now
+            worker.asked = self.ledger.ask(
+                worker.number,
+                "test",
+                {"gpu": test.need - min(worker.fixtures, test.need)},
+                duration=test.expected,
+                exclusive=test.exclusive,
+                priority=test.priority,
+                guaranteed=test.guaranteed,
+            )
+        answer = self.ledger.try_grant(worker.asked, self._devices())
+        if answer.granted:
+            worker.ends = self.now + test.takes
+            worker.waits.append(self.now - worker.asked_at)
+            self.check_capacity()
+            return True
+        if answer.tidy and worker.fixtures:
+            self._hold(worker, 0)
+            self.ledger.ask_anew(worker.asked, {"gpu": test.need})
+            return True
+        return is_new
+
+    def _end(self, worker: Worker) -> None:
+        test = worker.tests.popleft()
+        assert worker.asked is not None
+        # pytest tears everything down after a worker's last test.
+        self._hold(worker, test.fixtures if worker.tests else 0)
+        self.ledger.release(worker.asked)
+        worker.asked = worker.ends = None
+
+    def _hold(self, worker: Worker, fixtures: int) -> None:
+        worker.fixtures = fixtures
+        held = self._devices()["gpu"]
+        state = self.ledger.state({"gpu": held}).devices["gpu"]
+        self.ledger.hold(
+            worker.number, "gpu", context=state.contexts[worker.number], fixtures=fixtures
+        )
+
+    def _devices(self) -> dict[str, Device]:
+        return {"gpu": Device(CAPACITY, foreign=self.foreign)}
+
+    def check_capacity(self) -> None:
+        state = self.ledger.state(self._devices())
+        running = [lease.request for lease in state.running]
+        assert state.devices["gpu"].free("gpu", running) >= 0
+        if any(request.exclusive for request in running):
+            assert len(running) == 1

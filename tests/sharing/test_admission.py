@@ -1,0 +1,109 @@
+"""Who may run now, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_gpumem.sharing.admission import PATIENCE, Device, Request, admissible, to_tidy
+
+GPU = "gpu"
+
+
+def request(id: int, need: int, **more: Any) -> Request:
+    return Request(id=id, owner=id, needs={GPU: need}, **{"since": 0.0, **more})
+
+
+def admitted(
+    waiting: list[Request], running: list[Request] | None = None, now: float = 0.0, **device: Any
+) -> list[int]:
+    devices = {GPU: Device(**{"capacity": 100, **device})}
+    return [one.id for one in admissible(waiting, running or [], devices, now)]
+
+
+def test_what_fits_together_runs_together() -> None:
+    assert admitted([request(1, 60), request(2, 40)]) == [1, 2]
+    assert admitted([request(1, 60), request(2, 41)]) == [1]
+
+
+def test_contexts_fixtures_and_strangers_take_their_part() -> None:
+    assert admitted([request(1, 70)], contexts={8: 10}, fixtures={9: 15}, foreign=5) == [1]
+    assert admitted([request(1, 71)], contexts={8: 10}, fixtures={9: 15}, foreign=5) == []
+
+
+def test_an_exclusive_test_runs_alone() -> None:
+    alone = request(1, 0, exclusive=True)
+    assert admitted([alone], [request(9, 1)]) == []
+    assert admitted([request(2, 1)], [alone]) == []
+    assert admitted([alone, request(2, 1)]) == [1]
+
+
+def test_other_devices_are_not_waited_for() -> None:
+    elsewhere = Request(id=2, owner=2, needs={"other": 100}, since=0.0)
+    devices = {GPU: Device(100), "other": Device(100)}
+    running = [request(9, 100)]
+    assert admissible([request(1, 1), elsewhere], running, devices, 0.0) == [elsewhere]
+
+
+def test_a_test_of_two_devices_takes_both_or_none() -> None:
+    both = Request(id=1, owner=1, needs={GPU: 50, "other": 50}, since=0.0)
+    devices = {GPU: Device(100), "other": Device(40)}
+    assert admissible([both], [], devices, 0.0) == []
+
+
+def test_a_device_that_nobody_knows_is_waited_for() -> None:
+    assert admissible([request(1, 1)], [], {}, 0.0) == []
+
+
+class TestBackfilling:
+    """80 of 100 run until 10 s; 60 wait at the head of the queue."""
+
+    running = (request(9, 80, duration=10.0),)
+    head = request(1, 60)
+
+    def test_a_test_that_ends_in_time_passes(self) -> None:
+        assert admitted([self.head, request(2, 20, duration=10.0)], [*self.running]) == [2]
+
+    def test_a_test_that_would_delay_it_does_not(self) -> None:
+        # At 10 s there are 100 for the 60 and 40 beside them.
+        assert admitted([self.head, request(2, 20, duration=11.0)], [*self.running]) == [2]
+        bigger = request(1, 90)
+        assert admitted([bigger, request(2, 20, duration=11.0)], [*self.running]) == []
+
+    def test_a_test_of_unknown_duration_passes_only_beside_it(self) -> None:
+        assert admitted([self.head, request(2, 20)], [*self.running]) == [2]
+        assert admitted([request(1, 90), request(2, 20)], [*self.running]) == []
+
+    def test_nothing_passes_on_the_strength_of_an_end_that_nobody_knows(self) -> None:
+        endless = [request(9, 80)]
+        assert admitted([request(1, 90), request(2, 20, duration=0.1)], endless) == []
+
+    def test_one_that_is_late_may_end_at_any_moment(self) -> None:
+        late = [request(9, 80, duration=10.0)]
+        waiting = [request(1, 90), request(2, 20, duration=0.1)]
+        assert admitted(waiting, late, now=5.0) == [2]
+        assert admitted(waiting, late, now=10.0) == []
+
+    def test_who_waits_for_a_stranger_holds_nobody_up(self) -> None:
+        assert admitted([request(1, 60), request(2, 30)], foreign=60) == [2]
+
+
+def test_priority_and_guarantee_come_first_until_others_have_waited() -> None:
+    late = request(3, 100, since=0.0)
+    first = request(4, 100, priority=2, since=200.0)
+    opportunistic = request(1, 100, guaranteed=False, since=200.0)
+    assert admitted([opportunistic, first], now=200.0) == [4]
+    assert admitted([late, first], now=PATIENCE * 2 - 1) == [4]
+    assert admitted([late, first], now=PATIENCE * 4) == [3]
+
+
+def test_fixtures_of_those_who_wait_give_way() -> None:
+    devices = {GPU: Device(100, fixtures={1: 50, 2: 30})}
+    waiting = [request(1, 40), request(2, 40)]
+    # 20 are free. The first needs 40 above the 50 that it holds: the 30 of the other have to go.
+    assert admissible(waiting, [], devices, 0.0) == []
+    assert to_tidy(waiting, [], devices, 0.0) == {2}
+
+
+def test_fixtures_stay_where_it_is_tests_that_are_waited_for() -> None:
+    devices = {GPU: Device(100, fixtures={2: 10})}
+    assert to_tidy([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()

@@ -1,0 +1,167 @@
+"""What all runs of a host write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.database import FOLDER_VARIABLE, SharingError, default_folder
+from pytest_gpumem.sharing.ledger import FILE_NAME, KEPT, Ledger
+from pytest_gpumem.sharing.need import Need
+
+GPU = {"gpu": Device(100)}
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger(tmp_path)
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def worker(ledger: Ledger) -> int:
+    return ledger.join("run", "gw0")
+
+
+def test_a_test_is_granted_and_gives_back(ledger: Ledger, worker: int) -> None:
+    first, second = (ledger.ask(worker, name, {"gpu": 60}) for name in ("a", "b"))
+    assert ledger.try_grant(first, GPU).granted
+    assert not ledger.try_grant(second, GPU).granted
+    ledger.release(first)
+    assert ledger.try_grant(second, GPU).granted
+    events = [(entry.event, entry.nodeid, entry.bytes) for entry in ledger.log()]
+    assert events == [("granted", "a", 60), ("released", "a", 60), ("granted", "b", 60)]
+
+
+def test_what_workers_hold_between_tests_is_theirs(ledger: Ledger, worker: int) -> None:
+    ledger.hold(worker, "gpu", context=10, fixtures=31)
+    test = ledger.ask(worker, "a", {"gpu": 60})
+    assert not ledger.try_grant(test, GPU).granted
+    ledger.hold(worker, "gpu", context=10, fixtures=30)
+    assert ledger.try_grant(test, GPU).granted
+
+
+def test_who_waits_and_who_runs_can_be_read(ledger: Ledger, worker: int) -> None:
+    running = ledger.ask(worker, "a", {"gpu": 60}, duration=2.0)
+    ledger.try_grant(running, GPU)
+    ledger.ask(worker, "b", {"gpu": 60}, exclusive=True, priority=3, guaranteed=False)
+    state = ledger.state(GPU)
+    assert [lease.nodeid for lease in state.running] == ["a"]
+    (waiting,) = state.waiting
+    assert (waiting.nodeid, waiting.run, waiting.worker) == ("b", "run", "gw0")
+    assert waiting.process.pid == os.getpid()
+    request = waiting.request
+    assert (request.exclusive, request.priority, request.guaranteed) == (True, 3, False)
+
+
+def test_leaving_gives_everything_back(ledger: Ledger, worker: int) -> None:
+    ledger.hold(worker, "gpu", context=10, fixtures=20)
+    ledger.try_grant(ledger.ask(worker, "a", {"gpu": 60}), GPU)
+    ledger.leave(worker)
+    state = ledger.state(GPU)
+    assert not state.running
+    assert state.devices["gpu"].free("gpu", ()) == 100
+
+
+def test_a_plan_is_read_by_the_run_it_is_of(ledger: Ledger) -> None:
+    needs = {"a": Need(5, "max", 1.5, exclusive=True, priority=2), "b": Need(None, "nobody")}
+    ledger.plan("run", needs, 100)
+    ledger.plan("run", {"a": Need(7, "max")}, 100)  # by another worker that found the same tests
+    assert ledger.planned("run") == (needs, 100)
+    assert ledger.planned("other") == ({}, 0)
+
+
+def test_the_log_keeps_a_day(tmp_path: Path) -> None:
+    now = [1000.0]
+    ledger = Ledger(tmp_path, clock=lambda: now[0])
+    worker = ledger.join("run", "gw0")
+    ledger.try_grant(ledger.ask(worker, "a", {"gpu": 1}), GPU)
+    now[0] += KEPT + 1
+    ledger.join("run", "gw1")
+    assert ledger.log() == []
+
+
+HOLDER = """
+    import sys, time
+    from pathlib import Path
+    from pytest_gpumem.sharing.admission import Device
+    from pytest_gpumem.sharing.ledger import Ledger
+
+    ledger = Ledger(Path(sys.argv[1]))
+    worker = ledger.join("other", "gw9")
+    ledger.hold(worker, "gpu", context=0, fixtures=20)
+    test = ledger.ask(worker, "theirs", {"gpu": 60})
+    assert ledger.try_grant(test, {"gpu": Device(100)}).granted
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds 80 of 100 bytes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", dedent(HOLDER), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "holds\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="the system has no SIGKILL")
+def test_what_a_killed_process_held_is_void(
+    ledger: Ledger, worker: int, holder: subprocess.Popen[str]
+) -> None:
+    test = ledger.ask(worker, "a", {"gpu": 60})
+    assert not ledger.try_grant(test, GPU).granted
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert ledger.try_grant(test, GPU).granted
+    assert [(entry.event, entry.nodeid) for entry in ledger.log()] == [
+        ("granted", "theirs"),
+        ("void", "theirs"),
+        ("granted", "a"),
+    ]
+
+
+def test_a_number_that_another_process_has_now_is_not_it(ledger: Ledger) -> None:
+    from pytest_gpumem.sharing.processes import Process
+
+    ledger.join("gone", "gw0", Process(os.getpid(), 1.0))
+    assert ledger.owners() == {}
+
+
+def spoil_file(folder: Path) -> None:
+    (folder / FILE_NAME).write_bytes(b"not a database, but long enough to be read as one" * 100)
+
+
+def spoil_folder(folder: Path) -> None:
+    (folder / FILE_NAME).mkdir()
+
+
+@pytest.mark.parametrize("spoil", [spoil_file, spoil_folder])
+def test_a_ledger_that_cannot_be_opened_says_what_to_do(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(SharingError, match=rf"{FILE_NAME} cannot be opened: .*; remove it, or set"):
+        Ledger(tmp_path)
+
+
+def test_the_folder_is_of_the_host_and_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "/somewhere")
+    assert default_folder() == Path("/somewhere")
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    assert default_folder().name.startswith("pytest-gpumem-")

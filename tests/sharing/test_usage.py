@@ -1,0 +1,51 @@
+"""What a run made of its device, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.sharing.ledger import Entry
+from pytest_gpumem.sharing.usage import Usage, lines, usages
+
+
+def entry(time: float, event: str, worker: str, nodeid: str, size: int, run: str = "run") -> Entry:
+    return Entry(time, event, run, worker, 1, nodeid, "gpu", size)
+
+
+LOG = [
+    entry(10, "granted", "gw0", "a", 60),
+    entry(10, "granted", "gw1", "b", 40),
+    entry(11, "granted", "gw9", "x", 1, run="another"),
+    entry(12, "released", "gw1", "b", 40),
+    entry(14, "released", "gw0", "a", 60),
+    entry(14, "granted", "gw0", "c", 80),
+    entry(16, "void", "gw0", "c", 80),
+    entry(17, "granted", "gw1", "killed with all others", 80),
+]
+
+
+@pytest.fixture
+def usage() -> Usage:
+    (usage,) = usages(LOG, "run", 100)
+    return usage
+
+
+def test_makespan_and_peak(usage: Usage) -> None:
+    assert (usage.makespan, usage.workers, usage.peak) == (6, 2, 100)
+
+
+def test_the_bound_is_the_tightest_of_three(usage: Usage) -> None:
+    # Longest 4 s; 8 s on 2 workers 4 s; (60 * 4 + 40 * 2 + 80 * 2) / 100 = 4.8 s on the device.
+    assert usage.bound == pytest.approx(4.8)
+
+
+def test_the_picture_shows_the_mean_of_each_part(usage: Usage) -> None:
+    # 100 % for 2 s, 60 % for 2 s, 80 % for 2 s.
+    assert usage.picture(6) == "██▅▅▇▇"
+    assert usage.picture(3) == "█▅▇"
+
+
+def test_what_a_person_reads(usage: Usage) -> None:
+    assert lines([usage])[0] == (
+        "gpu: 3 tests on 2 workers in 6.0 s, 1.25 x the 4.8 s that no order can beat"
+    )
