@@ -47,12 +47,10 @@ class Expectation:
     """The test is skipped on a device with less total memory."""
     quota: int | None = None
     """What the process may reserve of the device while the test runs."""
-    elastic: bool = False
-    """Whether the quota may be exceeded where a shared device has room for it."""
     exclusive: bool = False
     """Nothing else may run on a shared device beside the test."""
     qos: str = GUARANTEED
-    """An opportunistic test goes last, and gives way to guaranteed ones."""
+    """On a shared device an opportunistic test goes after those that are guaranteed."""
     priority: int = 0
     """Higher ones come first on a shared device."""
 
@@ -74,7 +72,6 @@ class Expectation:
             "gpu": list(self.gpu),
             "min_memory": self.min_memory,
             "quota": self.quota,
-            "elastic": self.elastic,
             "exclusive": self.exclusive,
             "qos": self.qos,
             "priority": self.priority,
@@ -229,7 +226,6 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "gpu": _gpus,
         "min_memory": _size,
         "quota": _size,
-        "elastic": _flag,
         "exclusive": _flag,
         "qos": _qos,
         "priority": _priority,

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory, quota, elastic, exclusive, qos, priority): measure the test's GPU memory and fail it where it exceeds what is given."
+    "gpu, min_memory, quota, exclusive, qos, priority): measure the test's GPU memory and fail it "
+    "where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
@@ -399,17 +400,9 @@ def _quota(value: str) -> Quota:
             return Quota(bytes=size)
     except (SizeError, ValueError):
         pass
-    raise ValueError(f"{value!r} is not a quota; write a size like 8GiB, a share like 25% or auto")
-
-
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"{value!r} is not a number of seconds above 0")
-    return seconds
+    raise ValueError(
+        f"{quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
+    )
 
 
 def _choice(*choices: Any) -> Callable[[str], Any]:
@@ -427,7 +420,7 @@ def _seconds(value: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"{value!r} is not a time; write seconds like 30 or 0.5, or inf")
+        raise ValueError(f"{quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
     return seconds
 
 

@@ -89,6 +89,8 @@ class Results:
         self._skipped_at_import = 0
         self._skipped_modules: set[str] = set()
         self._update: UpdateReport | None = None
+        self.shared: list[str] = []
+        """What the run made of devices that it shared, line by line."""
         self.any_marked = False
         """Whether any collected test is marked."""
 
@@ -168,6 +170,7 @@ class Results:
         """Write the section of the terminal."""
         notes = [
             *self._notes,
+            *self.shared,
             *(f"{nodeid} was skipped: {why}" for nodeid, why in self._unsimulated.items()),
         ]
         if count := self._skipped_at_import:

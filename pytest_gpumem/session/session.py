@@ -170,6 +170,8 @@ class GpumemSession:
             return
         if self._config.getoption("collectonly", False):
             return
+        if self.settings.share:
+            self.results.shared = self.sharing.summary(self.run_id)
         if not self.results.finish(session.exitstatus) and session.exitstatus in _HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -379,9 +381,8 @@ class GpumemSession:
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> MeasuredItem:
         import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
-        from pytest_gpumem.session.item import MeasuredItem
-
         from pytest_gpumem.device.quota import QuotaError
+        from pytest_gpumem.session.item import MeasuredItem
 
         predicted = self._predicted(item, expectation, device)
         quota = self._quota(expectation, device)

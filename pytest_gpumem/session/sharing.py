@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
+from pytest_gpumem.marker import GUARANTEED
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate, NotAdmittedError, TooLargeError
 from pytest_gpumem.sharing.ledger import Ledger
@@ -67,6 +68,20 @@ class Sharing:
         if self._ledger is not None:
             self._ledger.plan(_worker(self._config)[0], needs, capacity)
 
+    def summary(self, run: str) -> list[str]:
+        """Return what a person reads of the devices that ``run``, or this process, shared."""
+        run = run or _worker(self._config)[0]
+        from pytest_gpumem.sharing.usage import lines, usages
+
+        ledger = self._ledger or Ledger(default_folder())
+        needs, capacity = ledger.planned(run)
+        if not capacity:
+            capacity = max((gate.capacity for gate in self._gates.values()), default=0)
+        found = usages(ledger.log(), run, capacity) if capacity else []
+        if ledger is not self._ledger:
+            ledger.close()
+        return lines(found)
+
     def close(self) -> None:
         """Leave the ledger."""
         if self._ledger is not None:
@@ -92,7 +107,15 @@ class Sharing:
 
     def _need(self, item: pytest.Item, expectation: Expectation | None, device: Device) -> Need:
         size, source = self._known(item.nodeid, expectation, device)
-        return Need(size, source)
+        if expectation is None:
+            return Need(size, source)
+        return Need(
+            size,
+            source,
+            exclusive=expectation.exclusive,
+            priority=expectation.priority,
+            guaranteed=expectation.qos == GUARANTEED,
+        )
 
     def _known(
         self, nodeid: str, expectation: Expectation | None, device: Device

@@ -35,7 +35,7 @@ class Request:
     """Nothing else may run on its devices."""
     priority: int = 0
     guaranteed: bool = True
-    """``False`` for an opportunistic test: it goes last, and gives way."""
+    """``False`` for an opportunistic test: it goes last."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Need:
     """Nothing else may run on its device."""
     priority: int = 0
     guaranteed: bool = True
-    """``False`` for an opportunistic test: it goes last, and gives way."""
+    """``False`` for an opportunistic test: it goes last."""
 
     def on(self, capacity: int) -> int:
         """Bytes that nobody else may have while it runs on a device of ``capacity`` bytes."""

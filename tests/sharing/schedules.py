@@ -70,7 +70,8 @@ class Day:
         """Let every idle worker ask, until the answers are the same as before."""
         changed = True
         while changed:
-            changed = any([self._go_on(worker) for worker in self.workers])
+            answers = [self._go_on(worker) for worker in self.workers]
+            changed = any(answers)
 
     def pass_time(self, to: float) -> None:
         self.now = to
