@@ -74,7 +74,7 @@ class Sharing:
         from pytest_gpumem.sharing.usage import lines, usages
 
         ledger = self._ledger or Ledger(default_folder())
-        needs, capacity = ledger.planned(run)
+        _, capacity = ledger.planned(run)
         if not capacity:
             capacity = max((gate.capacity for gate in self._gates.values()), default=0)
         found = usages(ledger.log(), run, capacity) if capacity else []
