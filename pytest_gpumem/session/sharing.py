@@ -11,7 +11,7 @@ from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nod
 from pytest_gpumem.marker import GUARANTEED
 from pytest_gpumem.sharing.database import SharingError, default_folder
 from pytest_gpumem.sharing.gate import Admission, Gate, NotAdmittedError, TooLargeError
-from pytest_gpumem.sharing.ledger import Ledger
+from pytest_gpumem.sharing.ledger import FILE_NAME, Ledger
 from pytest_gpumem.sharing.need import Need
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Sharing:
         run = run or _worker(self._config)[0]
         from pytest_gpumem.sharing.usage import lines, usages
 
+        if not (default_folder() / FILE_NAME).exists():
+            return []
         ledger = self._ledger or Ledger(default_folder())
         _, capacity = ledger.planned(run)
         if not capacity:

@@ -1,0 +1,163 @@
+"""--gpumem-share and --gpumem-quota, in pytest runs."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.sharing.database import FOLDER_VARIABLE
+from pytest_gpumem.sharing.ledger import Entry, Ledger
+from tests.pytest_project import Project
+
+GIB = 2**30
+T4 = 15_828_320_256
+"""Bytes of the simulated GPU."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ledger of the test's own."""
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "shared"))
+    return tmp_path / "shared"
+
+
+def log(folder: Path) -> list[Entry]:
+    ledger = Ledger(folder)
+    entries = ledger.log()
+    ledger.close()
+    return entries
+
+
+SEVERAL = """
+    import time
+
+    @pytest.mark.parametrize("size", [9, 8, 7, 1, 6, 5])
+    @pytest.mark.gpumem(max_reserved="9GiB")
+    def test_takes(size):
+        x = torch.empty(size << 30, dtype=torch.uint8, device="cuda")
+        time.sleep(0.05)
+"""
+
+
+def test_workers_take_turns_where_there_is_no_room_for_both(project: Project, folder: Path) -> None:
+    project.write(test_it=SEVERAL)
+
+    result = project.run_apart("--gpumem-share", "-n2")
+
+    result.assert_outcomes(passed=6)
+    entries = log(folder)
+    signs = {"granted": 1, "released": -1}
+    held = list(accumulate(signs[entry.event] * entry.bytes for entry in entries))
+    # 9 GiB each by the marker: never two of them on 14.7.
+    assert max(held) == 9 * GIB
+    assert held[-1] == 0
+    assert len({entry.worker for entry in entries}) == 2
+    result.stdout.fnmatch_lines(["note: simulated T4 cuda:0: 6 tests on 2 workers in * s, *"])
+
+
+def test_an_unmarked_test_does_not_ask(project: Project, folder: Path) -> None:
+    project.write(test_it="def test_it(): pass")
+    project.run("--gpumem-share").assert_outcomes(passed=1)
+    assert not folder.exists()
+
+
+def test_of_which_nothing_is_known_runs_alone(project: Project, folder: Path) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem
+        def test_it():
+            torch.ones(3, device="cuda")
+        """
+    )
+    project.run("--gpumem-share").assert_outcomes(passed=1)
+    assert [(entry.event, entry.bytes) for entry in log(folder)] == [
+        ("granted", 0),
+        ("released", 0),
+    ]
+
+
+def test_a_baseline_says_what_a_test_needs(project: Project, folder: Path) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem
+        def test_it():
+            torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+        """
+    )
+    project.run("--gpumem-update-baselines").assert_outcomes(passed=1)
+    project.run("--gpumem-share").assert_outcomes(passed=1)
+    assert log(folder)[0].bytes == 20 << 20
+
+
+def test_a_test_that_never_fits_says_so(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(max_reserved="16GiB")
+        def test_it():
+            pass
+        """
+    )
+    result = project.run("--gpumem-share")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*test_it needs 16.00 GiB by its max_reserved, and simulated T4 cuda:0 has * for tests"]
+    )
+
+
+def test_who_waits_too_long_says_for_whom(project: Project, folder: Path) -> None:
+    from pytest_gpumem.sharing.admission import Device
+
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(max_reserved="9GiB")
+        def test_it():
+            pass
+        """
+    )
+    ledger = Ledger(folder)
+    worker = ledger.join("another", "gw7")
+    name = "simulated T4 cuda:0"
+    test = ledger.ask(worker, "test_theirs", {name: 10 * GIB})
+    assert ledger.try_grant(test, {name: Device(T4)}).granted
+
+    result = project.run("--gpumem-share", "--gpumem-share-timeout=0.2")
+
+    ledger.close()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*test_it waited * s for 9.00 GiB: gw7 holds 10.00 GiB (test_theirs)"]
+    )
+
+
+QUOTA = """
+    @pytest.mark.gpumem(quota="1GiB")
+    def test_marked():
+        torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError, match=r"1\.00 GiB allowed"):
+            torch.empty(3 << 29, dtype=torch.uint8, device="cuda")
+
+    @pytest.mark.gpumem
+    def test_plain():
+        torch.empty(3 << 29, dtype=torch.uint8, device="cuda")
+"""
+
+
+def test_a_quota_holds_for_its_test(project: Project) -> None:
+    project.write(test_it=QUOTA)
+    project.run().assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("quota", ["1GiB", "6%"])
+def test_a_quota_of_the_options_holds_for_every_test(project: Project, quota: str) -> None:
+    project.write(test_it=QUOTA)
+    project.run(f"--gpumem-quota={quota}").assert_outcomes(passed=1, failed=1)
+
+
+@pytest.mark.parametrize("quota", ["", "0", "101%", "many", "-1GiB"])
+def test_what_is_no_quota_is_refused(project: Project, quota: str) -> None:
+    project.write(test_it=QUOTA)
+    result = project.run_apart(f"--gpumem-quota={quota}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --gpumem-quota=* is not a quota; write a size like *"])
