@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import pytest
 
-from pytest_gpumem.echo import printable, quoted
-
 if TYPE_CHECKING:
     from pytest_gpumem.sizes import Tolerance
 
@@ -334,7 +332,15 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
     try:
         return parse(value)
     except ValueError as error:
+        from pytest_gpumem.echo import printable
+
         raise pytest.UsageError(printable(f"{label}={error}")) from None
+
+
+def _quoted(value: object) -> str:
+    from pytest_gpumem.echo import quoted
+
+    return quoted(value)
 
 
 def _marker_value(keyword: str, value: object) -> Any:
@@ -367,7 +373,7 @@ def _phases(lines: list[str]) -> dict[str, int]:
         name, equals, size = (part.strip() for part in line.partition("="))
         if not equals or not name or name in limits:
             raise ValueError(
-                f"{quoted(line)} is not a phase and its limit, each once: forward = 1GB"
+                f"{_quoted(line)} is not a phase and its limit, each once: forward = 1GB"
             )
         limits[name] = size
     parsed: dict[str, int] = _marker_value("phases", limits)
@@ -376,14 +382,14 @@ def _phases(lines: list[str]) -> dict[str, int]:
 
 def _usable(base: Path, value: str) -> Path:
     if not value:
-        raise ValueError(f"{quoted(value)} is not a folder; write its path")
+        raise ValueError(f"{_quoted(value)} is not a folder; write its path")
     try:
         (base / value).lstat()
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:  # too long, not to be entered, or with a NUL
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{quoted(value)} cannot be used: {reason}; write another path") from None
+        raise ValueError(f"{_quoted(value)} cannot be used: {reason}; write another path") from None
     return base / value
 
 
@@ -408,7 +414,7 @@ def _quota(value: str) -> Quota:
 def _choice(*choices: Any) -> Callable[[str], Any]:
     def parse(value: str) -> str:
         if value not in choices:
-            raise ValueError(f"{quoted(value)} is not accepted; write {' or '.join(choices)}")
+            raise ValueError(f"{_quoted(value)} is not accepted; write {' or '.join(choices)}")
         return value
 
     return parse
@@ -440,8 +446,8 @@ def _device(value: str) -> DeviceChoice:
         try:
             return DeviceChoice("sim", models=_models(rest))
         except ValueError as error:
-            raise ValueError(f"{quoted(value)}: {error}") from None
-    raise ValueError(f"{quoted(value)} is not a device; write {_VALUES['gpumem_device'][0]}")
+            raise ValueError(f"{_quoted(value)}: {error}") from None
+    raise ValueError(f"{_quoted(value)} is not a device; write {_VALUES['gpumem_device'][0]}")
 
 
 def _report(value: str, folder: Path) -> ReportTarget:
@@ -450,7 +456,7 @@ def _report(value: str, folder: Path) -> ReportTarget:
         return ReportTarget("json", _usable(folder, path))
     if kind in ("html", "github"):
         raise ValueError(
-            f"{quoted(value)} asks for a report that is not available in this version; "
+            f"{_quoted(value)} asks for a report that is not available in this version; "
             "json:PATH is accepted"
         )
-    raise ValueError(f"{quoted(value)} is not a report; json:PATH is accepted")
+    raise ValueError(f"{_quoted(value)} is not a report; json:PATH is accepted")

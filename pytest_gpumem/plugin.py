@@ -10,7 +10,13 @@ import pytest
 
 from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.results import ARGUMENTS, Results, hide_own_frames, skip_unsimulated
+from pytest_gpumem.session.results import (
+    ARGUMENTS,
+    Results,
+    hide_own_frames,
+    leave_the_sentence,
+    skip_unsimulated,
+)
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 
 if TYPE_CHECKING:
@@ -166,6 +172,7 @@ def pytest_runtest_makereport(
     report = yield
     if call.excinfo is not None:
         skip_unsimulated(item, report, call.excinfo.value)
+        leave_the_sentence(report, call.excinfo.value)
     item.config.stash[SESSION].note_skip(item, report)
     item.config.stash[SESSION].complete(report, raised=call.excinfo is not None)
     return report

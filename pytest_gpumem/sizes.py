@@ -148,10 +148,10 @@ def parse_tolerance(value: int | str) -> Tolerance:
         if not isinstance(value, str):
             return Tolerance(0.0, parse_size(value))
         parts = value.split("+")
-        percents = [part for part in parts if re.fullmatch(_PERCENT, part)]
-        sizes = [part for part in parts if part not in percents]
+        percents = [found for part in parts if (found := re.fullmatch(_PERCENT, part))]
+        sizes = [part for part in parts if not re.fullmatch(_PERCENT, part)]
         if len(percents) <= 1 and len(sizes) <= 1:
-            percent = float(percents[0].replace("%", "")) if percents else 0.0
+            percent = float(".".join(percents[0].groups(default="0"))) if percents else 0.0
             return Tolerance(percent, parse_size(sizes[0]) if sizes else 0)
     except SizeError:
         pass

@@ -10,7 +10,7 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from pytest_gpumem.cli import compare, gpus, layers, lines, predict, replay
-from pytest_gpumem.echo import printable
+from pytest_gpumem.echo import printable, quoted
 
 BAD_INPUT = 2
 
@@ -49,7 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name != "torch":
             raise
         return _refused("this command runs code on torch, which is not installed: install torch")
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        named = "" if error.filename is None else f"{quoted(str(error.filename))}: "
+        return _refused(f"{named}{error.strerror or error}")
+    except ValueError as error:
         return _refused(str(error))
     return code
 

@@ -46,6 +46,8 @@ def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget |
     """
     if "::" in text:
         path = text.partition("::")[0]
+        if not path:
+            raise TargetError(f"{quoted(text)} is no target; {FORMS}")
         if not Path(path).is_file():
             raise TargetError(f"{text}: there is no file {path}")
         return TestTarget(text)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_gpumem.echo import printable
-
 
 def header_line(device: str, torch: str | None, folder: str, environments: Sequence[str]) -> str:
     """Return the line for ``pytest_report_header``: what is real, and what is compared with.
@@ -16,4 +14,9 @@ def header_line(device: str, torch: str | None, folder: str, environments: Seque
     facts = [device, f"torch {torch}" if torch else "torch is not installed"]
     if environments:
         facts.append(f"baselines in {folder}: {', '.join(environments)}")
-    return printable(f"gpumem: {'; '.join(facts)}")
+    line = f"gpumem: {'; '.join(facts)}"
+    if line.isprintable():
+        return line
+    from pytest_gpumem.echo import printable
+
+    return printable(line)

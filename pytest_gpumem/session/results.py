@@ -56,6 +56,17 @@ def hide_own_frames() -> None:
             vars(module)["__tracebackhide__"] = True
 
 
+def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
+    """Let nothing stand behind a failure that is one sentence of ours.
+
+    Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
+    adds a line on how to see them.
+    """
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        for traceback, *_ in getattr(report.longrepr, "chain", ()):
+            traceback.extraline = None
+
+
 def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
     """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
 

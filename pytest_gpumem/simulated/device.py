@@ -87,7 +87,7 @@ class SimulatedGPU:
                 raise
             name = alloc_conf_variable(self.version)
             raise AllocatorError(
-                f"{name}={quoted(self.alloc_conf)} cannot be used: {error}; "
+                f"{name}={quoted(self.alloc_conf)} cannot be used: {str(error).rstrip('.')}; "
                 "write it as torch reads it, or unset it"
             ) from error
         self.workspaces = self.workspaces_in(self.allocator)

@@ -344,3 +344,32 @@ def test_the_command_imports_neither_torch_nor_nvml(tmp_path: Path) -> None:
         [sys.executable, "-c", f"import json\n{code}"], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == f"0 {json.dumps([])}"
+
+
+def test_control_characters_of_a_name_are_shown_and_not_obeyed(
+    tmp_path: Path, gpumem: Gpumem
+) -> None:
+    hostile = record("test_\x1b[2J\n\u202e", MIB, phases={"\x1b[31m": MIB})
+    before = report(tmp_path / "a\x1b.json", hostile)
+    code, lines = gpumem("compare", str(before), str(report(tmp_path / "b.json", hostile)))
+    assert code == 0
+    assert all(line.isprintable() for line in lines)
+    assert r"test_a.py::test_\x1b[2J\n\u202e" in "\n".join(lines)
+
+
+def test_a_path_that_is_too_long_is_one_sentence_in_bounds(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest_gpumem.cli", "compare", "x" * 50_000, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert len(ran.stderr) < 1000
+    assert ran.stderr.endswith(": File name too long\n")
+
+
+@pytest.mark.parametrize("text", ["1%\x0b\x1c+ 1", "1 %\n+ 1MiB"])
+def test_a_tolerance_with_odd_whitespace_is_read(tmp_path: Path, gpumem: Gpumem, text: str) -> None:
+    same = str(report(tmp_path / "a.json", record("test_x", MIB)))
+    assert gpumem("compare", same, same, f"--tolerance={text}")[0] == 0

@@ -72,3 +72,19 @@ def test_what_is_wrong_with_a_target_is_said_in_one_sentence(
         find_target(text)
     assert sentence in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import pytest; pytest.skip('no GPU', allow_module_level=True)", "Skipped: no GPU"),
+    ],
+)
+def test_a_module_that_ends_its_import_is_a_target_that_cannot_be_run(
+    tmp_path: Path, body: str, reason: str
+) -> None:
+    path = tmp_path / "leaving.py"
+    path.write_text(body)
+    with pytest.raises(TargetError, match=f"importing {path} raised {reason}"):
+        find_target(f"{path}:train")

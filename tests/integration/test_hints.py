@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.pytest_project import Project
 
 ONE_TEST = """
@@ -195,3 +197,35 @@ def test_without_torch_one_sentence(project: Project) -> None:
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines_random(["*torch is not installed: install torch, or run with*"])
+
+
+def test_settings_that_no_allocator_takes_are_said_once(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "foo:bar," + "x" * 10_000)
+    project.write(test_it=ONE_TEST + ONE_TEST.replace("test_one", "test_two"))
+
+    result = project.run()
+
+    result.assert_outcomes(errors=2)
+    said = [line for line in result.outlines if line.startswith("PYTORCH_CUDA_ALLOC_CONF=")]
+    assert len(said) == 1
+    assert "'foo:bar,xxx" in said[0]
+    assert "cannot be used: Unrecognized " in said[0]
+    assert len(said[0]) < 700
+    result.stdout.no_fnmatch_line("*All traceback entries are hidden*")
+    result.stdout.no_fnmatch_line("*SettingsError*")
+
+
+def test_settings_that_no_allocator_takes_end_a_session_on_a_simulated_gpu(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    project.write(test_it=ONE_TEST)
+
+    result = project.run("--gpumem-sim-scope=session")
+
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: PYTORCH_CUDA_ALLOC_CONF='backend:cudaMallocAsync' cannot be used: backend:*"]
+    )

@@ -260,3 +260,24 @@ def test_notes_of_a_verdict_are_said_once() -> None:
     )
     lost = record("t.py::test_lost", measured(MIB), gone, outcome="failed")
     assert " ".join(lines_of(lost)).count("phases that ran") == 1
+
+
+HOSTILE = "test_a.py::test_[\x1b[31m\n\u202e\0]"
+SHOWN = r"test_a.py::test_[\x1b[31m\n\u202e\x00]"
+
+
+def test_control_characters_of_a_name_are_shown_and_not_obeyed() -> None:
+    hostile = (replace(failing(), nodeid=HOSTILE), replace(passing(), nodeid=HOSTILE + "2"))
+    change = Change(HOSTILE, SIMULATED, None, ENTRY)
+    update = UpdateReport(added=(change,), messages=(HOSTILE,), errors=(HOSTILE,))
+    for verbosity in (-1, 0, 2):
+        written = io.StringIO()
+        lines = section(hostile, verbosity=verbosity, width=200, update=update, notes=(HOSTILE,))
+        write_section(TerminalWriter(written), lines, verbosity=verbosity)
+        assert SHOWN in written.getvalue()
+        assert not set(written.getvalue()) & {"\x1b", "\u202e", "\0"}
+
+
+def test_of_very_long_settings_a_part_is_shown() -> None:
+    special = replace(SIMULATED, alloc_conf="x" * 10**7, cublas_workspace_config=":" * 10**7)
+    assert len(describe(special)) < 600

@@ -142,13 +142,14 @@ def _is_event(event: Any) -> bool:
     if type(event) is not dict:
         return False
     get = event.get
-    size, stream, address = get("size"), get("stream"), get("addr")
+    action, size, stream, address = get("action"), get("size"), get("stream"), get("addr")
     return (
-        type(size) is type(stream) is type(address) is int
+        type(action) is str
+        and type(size) is type(stream) is type(address) is int
         and 0 <= size < _LARGEST_SIZE
         and 0 <= stream < _LARGEST
         and 0 <= address < _LARGEST
-        and get("action") in _USUAL
+        and action in _USUAL
         and ("pool_id" not in event or _is_pool(event["pool_id"]))
     )
 

@@ -155,6 +155,7 @@ def test_other_pickles_are_refused(write: Write) -> None:
         (("device_traces", 0, 1, "size"), 1 << 44, "The size of event 1 of device 0 is out of"),
         (("device_traces", 0, 1, "size"), -1, "The size of event 1 of device 0 is out of range."),
         (("device_traces", 0, 1, "action"), None, "The action of event 1 of device 0 is missing"),
+        (("device_traces", 0, 1, "action"), [], "The action of event 1 of device 0 is missing"),
         (("segments", 0), [], "The segment 0 is a list, not a dict."),
         (("segments", 0, "segment_type"), "big", "The type of segment 0 is neither small nor"),
         (("segments", 0, "blocks"), {}, "The blocks of segment 0 are not a list."),
