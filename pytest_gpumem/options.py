@@ -407,7 +407,7 @@ def _quota(value: str) -> Quota:
     except (SizeError, ValueError):
         pass
     raise ValueError(
-        f"{quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
+        f"{_quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
     )
 
 
@@ -426,7 +426,7 @@ def _seconds(value: str) -> float:
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"{quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
+        raise ValueError(f"{_quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
     return seconds
 
 

@@ -44,6 +44,10 @@ def test_every_keyword() -> None:
                 repeat=2,
                 gpu=["a100-40gb", "T4"],
                 min_memory="20GiB",
+                quota="4GiB",
+                exclusive=True,
+                qos="opportunistic",
+                priority=-2,
             )
         ]
     )
@@ -58,6 +62,10 @@ def test_every_keyword() -> None:
         repeat=2,
         gpu=("A100-40GB", "T4"),
         min_memory=21_474_836_480,
+        quota=4_294_967_296,
+        exclusive=True,
+        qos="opportunistic",
+        priority=-2,
     )
 
 
@@ -186,9 +194,19 @@ def test_an_unknown_keyword_gets_a_suggestion() -> None:
     assert refusal(max_leaks=0) == (
         "gpumem marker: unknown keyword max_leaks=0; did you mean max_leak? accepted: max, "
         "max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, gpu, "
-        "min_memory"
+        "min_memory, quota, exclusive, qos, priority"
     )
     assert refusal(xyz=1).startswith("gpumem marker: unknown keyword xyz=1; accepted: max, ")
+
+
+def test_how_a_test_shares_is_checked() -> None:
+    assert refusal(qos="best") == (
+        "gpumem marker: qos='best' is neither 'guaranteed' nor 'opportunistic'"
+    )
+    assert refusal(priority="high") == (
+        "gpumem marker: priority='high' is not a priority; write an int, 0 where none is given"
+    )
+    assert refusal(exclusive=1) == "gpumem marker: exclusive=1 is neither True nor False"
 
 
 def test_max_is_given_once() -> None:
@@ -221,6 +239,10 @@ def test_the_json_form_has_builtin_types() -> None:
         "repeat": 1,
         "gpu": ["T4"],
         "min_memory": None,
+        "quota": None,
+        "exclusive": False,
+        "qos": "guaranteed",
+        "priority": 0,
     }
     assert json.loads(json.dumps(data)) == data
     assert Expectation(predict=Tolerance(1.0, 0)).to_dict()["predict"] == "1%"
