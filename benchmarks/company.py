@@ -125,8 +125,8 @@ def main() -> int:
         runs = [["-n2"], *(chance.sample(tests, len(tests)) for _ in range(arguments.rounds))]
         runs += [[test] for test in chance.sample(cyclic, arguments.alone)]
         for run in runs:
-            for test, numbers in peaks(folder, *run).items():
-                seen[test].add(numbers)
+            for test, peak in peaks(folder, *run).items():
+                seen[test].add(peak)
     different = {test: numbers for test, numbers in seen.items() if len(numbers) > 1}
     for test, found in different.items():
         print(f"{test}: {sorted(found)}")

@@ -28,3 +28,23 @@ def test_every_body_is_reported_and_no_other_test_notices(
         if f"test_it.py::test_after_{name}" in tests
     }
     assert after == dict.fromkeys(BODIES, AFTER)
+
+
+def test_a_worker_that_ends_loses_its_own_test_alone(project: Project) -> None:
+    project.write(
+        test_it="""
+    import os
+
+    @pytest.mark.gpumem
+    @pytest.mark.parametrize("number", range(6))
+    def test_it(number):
+        kept = torch.empty(1024, device="cuda")
+        if number == 2:
+            os._exit(1)
+    """
+    )
+
+    tests = project.report("-n2", "-pxdist", apart=True)
+
+    peaks = {nodeid[-2]: test["measurement"]["peak_allocated"] for nodeid, test in tests.items()}
+    assert peaks == dict.fromkeys("01345", 4096)
