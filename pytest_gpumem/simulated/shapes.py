@@ -21,6 +21,8 @@ META = torch.device("meta")
 MOST_SHAPES = 50_000
 
 _empty_strided = torch.empty_strided
+_Generator = torch._C.Generator
+"""What ``torch.Generator`` is while nothing replaces it."""
 _Make = Callable[[tuple[Any, ...]], Any]
 
 NEW: Any = object()
@@ -78,7 +80,7 @@ class Shapes:
             return tuple([self._describe(item) for item in value])
         if isinstance(value, dict):
             return tuple([(name, self._describe(item)) for name, item in value.items()])
-        if isinstance(value, torch.Generator):
+        if isinstance(value, _Generator):
             return None
         # True == 1 == 1.0, but they promote differently.
         return value.__class__, value

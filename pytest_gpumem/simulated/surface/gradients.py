@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function_unary
-
-from pytest_gpumem.simulated import raw
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _grad: Any = vars(torch._C.TensorBase)["grad"]
-_get: Any = _grad.__get__
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:
@@ -23,23 +19,21 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     Source: torch/csrc/autograd/python_variable.cpp (THPVariable_set_grad), torch 2.6 to 2.15.
     """
 
-    def read(tensor: torch.Tensor) -> Any:
-        if tensor.__class__ in raw.PLAIN or not has_torch_function_unary(tensor):
-            return _get(tensor)
-        # Subclasses know torch's own getter, whose result is not of their class.
-        return handle_torch_function(_get, (tensor,), tensor)
-
     def assign(tensor: torch.Tensor, gradient: Any) -> None:
-        if isinstance(gradient, torch.Tensor) and tensor.dtype is gradient.dtype:
+        if gradient is not None and isinstance(gradient, torch.Tensor):
             _check_devices(tensor, gradient)
         _grad.__set__(tensor, gradient)
 
-    patches.plan(torch.Tensor, "grad", property(read, assign, _grad.__delete__))
+    replaced = property(_grad.__get__, assign, _grad.__delete__)
+    # Subclasses know by it that what it returns is not of their class.
+    nowrap = frozenset({*torch._tensor.get_default_nowrap_functions(), replaced.__get__})
+    patches.plan(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
+    patches.plan(torch.Tensor, "grad", replaced)
 
 
 def _check_devices(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
     here, there = tensor.device, gradient.device
-    if here == there:
+    if here == there or tensor.dtype is not gradient.dtype:
         return
     if here.type != there.type:
         what = f"with device type '{there.type}' to a tensor with device type '{here.type}'"

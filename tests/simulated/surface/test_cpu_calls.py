@@ -579,6 +579,7 @@ FUNCTIONS: dict[str, list[Call]] = {
     ],
     "init_gpu_context": [lambda: FakeTensorMode().from_tensor(untyped.ones(2)).shape],
     "_get_obj_state": [lambda: pickle.loads(pickle.dumps(Tagged([1.0])))],
+    "get_default_nowrap_functions": [lambda: Tagged([1.0]).requires_grad_().grad],
     "_make_subclass": [
         lambda: untyped.Tensor._make_subclass(Tagged, untyped.ones(2), True),
         lambda: untyped.Tensor._make_subclass(cls=Tagged, data=untyped.ones(2)),
