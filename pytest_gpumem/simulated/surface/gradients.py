@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.overrides
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -26,7 +27,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
 
     replaced = property(_grad.__get__, assign, _grad.__delete__)
     # Subclasses know by it that what it returns is not of their class.
-    nowrap = frozenset({*torch._tensor.get_default_nowrap_functions(), replaced.__get__})
+    nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
     patches.plan(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
     patches.plan(torch.Tensor, "grad", replaced)
 
