@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.overrides
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches

@@ -664,8 +664,13 @@ def _encoded() -> Any:
 def _flexible() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    validates = torch.distributions.Distribution._validate_args
     q = torch.ones(1, 1, 16, 16)
-    return flex_attention(q, q, q)
+    try:
+        return flex_attention(q, q, q)
+    finally:
+        # Outside a simulation it begins to compile, which switches that off for good.
+        torch.distributions.Distribution.set_default_validate_args(validates)
 
 
 NOT_OF_THE_CPU = frozenset(
