@@ -396,7 +396,7 @@ def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", capture)
     with simulate("T4"):
-        model = torch.compile(nn.Linear(4, 4).cuda(), dynamic=False)
+        model: Any = torch.compile(nn.Linear(4, 4).cuda(), dynamic=False)
         assert model._options == {"dynamic": False}
         assert torch.compile.__wrapped__ is own  # type: ignore[attr-defined]  # of a wrapper
         before = torch.cuda.memory_allocated()
