@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated import real_sync_batch_norm
+from pytest_gpumem.simulated import real_convolutions, real_sync_batch_norm
 
 UNREAD = ...
 _aten = torch.ops.aten
@@ -435,68 +435,9 @@ def _autograd() -> Iterator[None]:
         yield
 
 
-# Convolutions under cuDNN's own names.
-
-
-def _cudnn_convolution(
-    input: Tensor,
-    weight: Tensor,
-    padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    *_: bool,
-) -> Tensor:
-    zeros = [0] * len(stride)
-    return torch.convolution(input, weight, None, stride, padding, dilation, False, zeros, groups)
-
-
-def _cudnn_convolution_transpose(
-    input: Tensor,
-    weight: Tensor,
-    padding: list[int],
-    output_padding: list[int],
-    stride: list[int],
-    dilation: list[int],
-    groups: int,
-    *_: bool,
-) -> Tensor:
-    return torch.convolution(
-        input, weight, None, stride, padding, dilation, True, output_padding, groups
-    )
-
-
-def _cudnn_convolution_relu(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], *rest: Any
-) -> Tensor:
-    padding, dilation, groups = rest
-    zeros = [0] * len(stride)
-    return torch.convolution(
-        input, weight, bias, stride, padding, dilation, False, zeros, groups
-    ).relu()
-
-
-def _cudnn_convolution_add_relu(
-    input: Tensor,
-    weight: Tensor,
-    z: Tensor,
-    alpha: float | None,
-    bias: Tensor | None,
-    stride: list[int],
-    *rest: Any,
-) -> Tensor:
-    padding, dilation, groups = rest
-    zeros = [0] * len(stride)
-    plain = torch.convolution(input, weight, bias, stride, padding, dilation, False, zeros, groups)
-    return (plain + z * (1.0 if alpha is None else alpha)).relu()
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
+    **real_convolutions.KERNELS,
     **real_sync_batch_norm.KERNELS,
-    "aten::cudnn_convolution": _cudnn_convolution,
-    "aten::cudnn_convolution_transpose": _cudnn_convolution_transpose,
-    "aten::cudnn_convolution_relu": _cudnn_convolution_relu,
-    "aten::cudnn_convolution_add_relu": _cudnn_convolution_add_relu,
     "aten::_scaled_dot_product_flash_attention": _flash,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,

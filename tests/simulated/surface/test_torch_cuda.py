@@ -397,8 +397,8 @@ def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", capture)
     with simulate("T4"):
-        model = torch.compile(nn.Linear(4, 4).cuda(), dynamic=False)
-        assert vars(model)["_options"] == {"dynamic": False}
+        model: Any = torch.compile(nn.Linear(4, 4).cuda(), dynamic=False)
+        assert model._options == {"dynamic": False}
         assert torch.compile.__wrapped__ is own  # type: ignore[attr-defined]  # of a wrapper
         before = torch.cuda.memory_allocated()
         y = model(torch.ones(2, 4, device="cuda"))
