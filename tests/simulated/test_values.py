@@ -307,7 +307,11 @@ def test_an_optimizer_on_the_cpu_steps_with_gradients_of_the_gpu() -> None:
             weight.tolist()
 
 
-def test_arguments_that_torch_validates_are_taken_for_valid() -> None:
+def test_arguments_that_torch_validates_are_taken_for_valid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch.compile turns validation off for the rest of the process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     with simulate("T4") as gpu:
         mean, scale = torch.rand(3, device="cuda"), torch.rand(3, device="cuda")
         torch.distributions.Normal(mean, scale).log_prob(mean)

@@ -71,6 +71,11 @@ def _mm(given: Given) -> Exception | None:
 
 def _addmm(given: Given) -> Exception | None:
     other = given["mat2"].dtype
+    if (wanted := given["out_dtype"]) is not None:
+        # _addmm_dtype_out_cuda of ATen/native/cuda/Blas.cpp, since 2.8.
+        if given["self"].dtype not in (wanted, given["mat1"].dtype):
+            return RuntimeError("self dtype must match either out_dtype or mat1 dtype")
+        return _product("addmm_cuda", given)
     for name in ("self", "mat1"):
         if given[name].dtype is not other:
             return RuntimeError(
@@ -88,7 +93,7 @@ def _bmm(given: Given) -> Exception | None:
 
 def _baddbmm(given: Given) -> Exception | None:
     types = [given[name].dtype for name in ("self", "batch1", "batch2")]
-    if types[0] is not types[1]:
+    if types[0] is not types[1] and given["out_dtype"] is None:
         return RuntimeError(
             f"Input dtypes must be the same, got: input {type_meta(types[0])}, batch1: "
             f"{type_meta(types[1])}, batch2: {type_meta(types[2])}"

@@ -400,8 +400,8 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         patches.plan(module, "Stream", stream)
         patches.plan(module, "ExternalStream", type("ExternalStream", (_External, stream), {}))
     patches.plan(torch, "Stream", generic)
-    plan_functions(_Api(simulation), patches)
     api = _Api(simulation)
+    plan_functions(api, patches)
     patches.plan(
         torch.Tensor, "register_hook", _register_hook(simulation, torch.Tensor.register_hook)
     )

@@ -402,6 +402,11 @@ METHODS: dict[str, list[Callable[[Any], Any]]] = {
         lambda x: x.copy_(torch.ones(7)),
         lambda x: x.copy_(3.0),
     ],
+    "register_hook": [
+        lambda x: type(x.register_hook(lambda grad: None)),
+        lambda x: type(x.register_hook(hook=lambda grad: None)),
+        lambda x: x.register_hook(),
+    ],
     "_reduce_ex_internal": [lambda x: pickle.loads(pickle.dumps(x))],
     "__dlpack__": [
         lambda x: np.from_dlpack(x),

@@ -190,7 +190,7 @@ class TestCheckpoints:
     core: Any = torch._C
 
     def test_what_lived_lives_again_and_what_came_later_is_freed(self) -> None:
-        with simulate("T4", torch_version="2.13"):  # graphs of which have no random state
+        with simulate("T4", torch_version="2.14"):  # graphs of which have no random state
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 first, gap, last = mebibytes(2), mebibytes(3), mebibytes(4)
@@ -220,7 +220,7 @@ class TestCheckpoints:
             assert torch.cuda.memory_allocated() == 2 * MIB
 
     def test_a_storage_may_point_to_memory_and_own_it_later(self) -> None:
-        with simulate("T4", torch_version="2.13"):  # graphs of which have no random state
+        with simulate("T4", torch_version="2.14"):  # graphs of which have no random state
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 x = mebibytes(2)
