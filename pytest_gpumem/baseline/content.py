@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from pytest_gpumem.baseline.entry import BaselineEntry
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import schema_problem
 
 SCHEMA_VERSION = 1
@@ -155,7 +154,7 @@ def unusable(verb: str, path: Path, error: OSError) -> BaselineError:
 
 def _parsed(path: Path, content: bytes) -> BaselineFile:
     try:
-        with uncollected():
+        with paused():
             data = json.loads(
                 content,
                 object_pairs_hook=_unique,
@@ -173,18 +172,6 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
     if problem := schema_problem(__package__, data):
         raise _damaged(path, problem)
     return BaselineFile(Environment.from_dict(data["environment"]), Entries(data["tests"]))
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from looking again and again at a large document that grows."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baseline.content import uncollected
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.sizes import format_exact, format_size
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def update_baselines(
     another environment, other parameters may exist. Whatever is in doubt stays, and a message
     says so.
     """
-    with uncollected():
+    with paused():
         return _updated(_Work(store), tests, mode, prune, collected, environments)
 
 

@@ -115,18 +115,6 @@ def garbage_kept() -> Iterator[None]:
 
 
 @contextmanager
-def paused() -> Iterator[None]:
-    """Let nothing be collected inside, but for who asks for it."""
-    enabled = isenabled()
-    disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            enable()
-
-
-@contextmanager
 def settings_kept() -> Iterator[None]:
     """Put back what code inside sets the collector to: it was meant for itself."""
     enabled, thresholds = isenabled(), get_threshold()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_gpumem.device.collector import paused
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.simulated.workspace_settings import (
     LARGE_BYTES,
     lt_workspace_bytes,

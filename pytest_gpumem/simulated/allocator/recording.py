@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL
 from pytest_gpumem.simulated.allocator.constants import SMALL_SEGMENT
 from pytest_gpumem.simulated.allocator.messages import AllocatorError
@@ -291,20 +291,8 @@ def _unpickled(content: bytes) -> Any:
 
     if not content:
         raise EOFError("it is empty")
-    with _memory_for(len(content)), _without_garbage_collection():
+    with _memory_for(len(content)), paused():
         return PlainUnpickler(BytesIO(content)).load()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Unpickling makes nothing but new objects: looking through them takes half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager
