@@ -103,6 +103,9 @@ class CudaDevice:
     def begin_test(self, shared: Iterable[object]) -> None:
         """Do nothing: the memory of a real device cannot be arranged anew."""
 
+    def begin_unmeasured(self) -> None:
+        """Do nothing: a real device remembers nothing."""
+
     def end_body(self) -> None:
         """Do nothing: a real device runs everything."""
 

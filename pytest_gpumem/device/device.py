@@ -36,6 +36,9 @@ class Device(Protocol):
     def begin_test(self, shared: Iterable[object]) -> None:
         """Forget earlier tests, but for the ``shared`` fixtures that they have set up."""
 
+    def begin_unmeasured(self) -> None:
+        """Forget what was remembered of earlier tests, and leave the memory as it is."""
+
     def end_body(self) -> None:
         """Raise what threads that a test's body has left to themselves could not run."""
 

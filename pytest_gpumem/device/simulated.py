@@ -62,9 +62,7 @@ class SimulatedDevice:
         A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
         the device that another test made the current one.
         """
-        self._simulation.notes.clear()
-        self._simulation.threads.forget_failures()
-        self._simulation.forget_reads()
+        self._forget()
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]
@@ -75,6 +73,22 @@ class SimulatedDevice:
             # Also where nothing is held: a test may have changed settings, or the memory fraction.
             gpu.renew([each.logs[position] for each in earlier])
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
+
+    def begin_unmeasured(self) -> None:
+        """Forget what happened in earlier tests: a long run would hold, and look through, all of it.
+
+        What the code under test has asked the allocator to record stays, as on a GPU.
+        """
+        self._forget()
+        for gpu in self._gpus:
+            trace = gpu.allocator.trace
+            if trace.recording is None or not trace.recording.on:
+                trace.clear()
+
+    def _forget(self) -> None:
+        self._simulation.notes.clear()
+        self._simulation.threads.forget_failures()
+        self._simulation.forget_reads()
 
     def end_body(self) -> None:
         """Raise what a thread that nobody joined could not run: :class:`SimulationError`."""
