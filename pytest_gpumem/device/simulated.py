@@ -75,7 +75,7 @@ class SimulatedDevice:
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
     def begin_unmeasured(self) -> None:
-        """Forget what happened in earlier tests: a long run would hold, and look through, all of it.
+        """Forget what happened in earlier tests: a long run would hold and search all of it.
 
         What the code under test has asked the allocator to record stays, as on a GPU.
         """
