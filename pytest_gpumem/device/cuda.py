@@ -127,6 +127,9 @@ class CudaDevice:
         """Let the garbage collector's young generations be empty."""
         collect_young()
 
+    def begin_unmeasured(self) -> None:
+        """Do nothing: a real device remembers nothing."""
+
     def end_body(self) -> None:
         """Do nothing: a real device runs everything."""
 

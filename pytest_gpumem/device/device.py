@@ -52,6 +52,9 @@ class Device(Protocol):
     def restart_collector(self) -> None:
         """Let the garbage collector know nothing of what has run so far."""
 
+    def begin_unmeasured(self) -> None:
+        """Forget what was remembered of earlier tests, and leave the memory as it is."""
+
     def end_body(self) -> None:
         """Raise what threads that a test's body has left to themselves could not run."""
 

@@ -76,9 +76,8 @@ class SimulatedDevice:
         A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
         the device that another test made the current one.
         """
-        self._simulation.notes.clear()
+        self._forget()
         self._simulation.threads.begin(name)
-        self._simulation.forget_reads()
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]
@@ -106,6 +105,22 @@ class SimulatedDevice:
         self._collector.restart()
         for gpu in self._gpus:
             gpu.restart_collector(self._collector)
+
+    def begin_unmeasured(self) -> None:
+        """Forget what happened in earlier tests: a long run would hold and search all of it.
+
+        What the code under test has asked the allocator to record stays, as on a GPU.
+        """
+        self._forget()
+        for gpu in self._gpus:
+            trace = gpu.allocator.trace
+            if trace.recording is None or not trace.recording.on:
+                trace.clear()
+
+    def _forget(self) -> None:
+        self._simulation.notes.clear()
+        self._simulation.threads.forget_failures()
+        self._simulation.forget_reads()
 
     def end_body(self) -> None:
         """Raise what a thread that nobody joined could not run: :class:`SimulationError`."""

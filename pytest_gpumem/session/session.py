@@ -236,6 +236,8 @@ class GpumemSession:
             self.current = self._measured(item, expectation, device)
         else:
             self._renew(item, self._ambient)
+            if self._ambient is not None:
+                self._ambient.begin_unmeasured()
 
     def end(self) -> None:
         """Stop measuring the current test."""

@@ -152,9 +152,12 @@ class Threads:
         task = self._tasks.get(get_ident())
         return self.owner if task is None else task.owner
 
+    def forget_failures(self) -> None:
+        """Drop what threads of an earlier test could not run."""
+        self._failures.clear()
+
     def begin(self, owner: str) -> None:
         """The test ``owner`` begins: what others have left running is no part of it."""
-        self._failures.clear()
         self.owner = owner
         for thread, task in list(self._tasks.items()):
             if task.owner is not None:

@@ -184,3 +184,33 @@ def test_tasks_left_to_an_executor_are_not_charged_to_others(project: Project) -
     assert another["notes"] == [
         "test_it.py::test_submits left 'work' running in a thread: what it allocates is not charged"
     ]
+
+
+def test_of_unmeasured_tests_nothing_is_remembered_but_what_they_record(project: Project) -> None:
+    project.write(
+        test_it="""
+        from pytest_gpumem.simulated.simulation import active_simulation
+
+        KEPT = []
+
+        def events():
+            return len(active_simulation().current.allocator.trace)
+
+        def test_allocates():
+            KEPT.append(torch.empty(1_000, device="cuda"))
+            assert events() > 0
+
+        def test_forgets_events_and_not_memory():
+            assert events() == 0
+            assert torch.cuda.memory_allocated() == 4096
+            torch.cuda.memory._record_memory_history(stacks="python")
+            KEPT.append(torch.empty(128, device="cuda"))
+
+        def test_remembers_what_is_recorded():
+            (event,) = torch.cuda.memory._snapshot()["device_traces"][0]
+            assert event["action"] == "alloc"
+            torch.cuda.memory._record_memory_history(None)
+        """
+    )
+
+    project.run("--gpumem-sim-scope=session").assert_outcomes(passed=3)
