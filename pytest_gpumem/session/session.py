@@ -400,7 +400,7 @@ class GpumemSession:
         """Return what this process may reserve while the test runs, ``None`` for no limit."""
         if expectation is not None and expectation.quota is not None:
             return expectation.quota
-        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        workers = getattr(self._config, "workerinput", {}).get("workercount", 1)
         quota = self.settings.quota
         return None if quota is None else quota.of(device.total_memory, workers)
 

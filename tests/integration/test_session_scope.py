@@ -32,7 +32,9 @@ def asked(project: Project) -> list[str]:
 
 
 @pytest.fixture
-def suite(project: Project) -> Project:
+def suite(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    # This suite may run under pytest-xdist itself.
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     project.write(
         conftest=CONFTEST + "    from constants import torch_device\n",
         constants=CONSTANTS,
