@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.ledger import Answer, Ledger, State
 from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sizes import format_size
@@ -117,19 +118,24 @@ class Gate:
         try:
             yield self._waited(test, nodeid, need)
         finally:
-            with suppress(Exception):
+            # Where the ledger is gone, so is what it says of this process; the test stands.
+            with suppress(SharingError):
                 self.declare()
-            self._ledger.release(test)
+            with suppress(SharingError):
+                self._ledger.release(test)
 
     def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
         began = self._clock()
         pause = FIRST_PAUSE
+        is_tidy = False
         while True:
             answer = self._ledger.try_grant(test, self.view())
             waited = self._clock() - began
             if answer.granted:
                 return self._admission(answer, test, need, waited)
-            if answer.tidy:
+            if answer.tidy and not is_tidy:
+                # Once: what is left then is a leak, which no teardown gives back.
+                is_tidy = True
                 self._tidy()
                 self.declare()
                 self._ledger.ask_anew(test, self._above_held(need))
