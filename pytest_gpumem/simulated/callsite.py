@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -220,6 +221,7 @@ def _is_own(filename: str) -> bool:
 
 @cache
 def is_internal(filename: str) -> bool:
-    """Whether code of this file is torch's or this package's own."""
+    """Whether code of this file is torch's or this package's own, or is passed through."""
     torch_folder = str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep
-    return filename.startswith((torch_folder, _OWN, "<")) or Path(filename).name == "contextlib.py"
+    passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
+    return passed or filename.startswith((torch_folder, _OWN, "<"))

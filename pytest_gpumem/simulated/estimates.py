@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.callsite import user_line
@@ -34,6 +35,17 @@ class Estimates:
         self._in_peak = 0
         self._largest: tuple[int, str] | None = None
         self._latest = self._at_peak = ""
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Let no peak count inside."""
+        self._settle(self._read()[1], self.live)
+        known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
+        try:
+            yield
+        finally:
+            self._seen = self._read()[1]
+            self._highest, self._in_peak, self._largest, self._latest, self._at_peak = known
 
     def taken(self, nbytes: int, what: str) -> None:
         """A block of ``nbytes`` has been allocated for ``what``."""

@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.described import (
 from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.nesting import tensors_in
 from pytest_gpumem.simulated.on_host import OnHost
-from pytest_gpumem.simulated.operators import transfers
+from pytest_gpumem.simulated.operators import sparse, transfers
 from pytest_gpumem.simulated.placement import source_of_node
 from pytest_gpumem.simulated.shapes import META, NEW, Shapes
 from pytest_gpumem.simulated.storages import storage_key
@@ -372,6 +372,8 @@ class ShapeExecution(TorchDispatchMode):
             execute = _shaped_by(rule.shapes)
         checks = checks_of(func)
         is_checked = not resizes or "out" in func._schema.overload_name
+        overload = str(func)
+        may_be_sparse = overload in sparse.PARTS
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             device = simulation.current if placement is None else placement.of(name, args, kwargs)
@@ -382,6 +384,11 @@ class ShapeExecution(TorchDispatchMode):
                 if owner == HOST:
                     return self._run_on_host(operator, args, kwargs)
             key, make = (None, NEW) if resizes else shapes.find(func, args, kwargs)
+            if may_be_sparse and make is NEW:
+                in_parts = sparse.parts_of(overload, args)
+                if in_parts is not None and self._owner(args, kwargs) == CUDA:
+                    with self:
+                        return in_parts(*args, **kwargs)
             if make is NEW and is_checked and self._is_elsewhere(func, checks, args, kwargs):
                 return self._run_elsewhere(func, args, kwargs)
             scratch = None
@@ -618,6 +625,9 @@ class ShapeExecution(TorchDispatchMode):
                 return self._run_elsewhere(func, args, kwargs)
             if self._storages.of(source) is None and self._is_users_own(source):
                 raise NotImplementedError(NO_DATA)
+            if sparse.is_sparse(target) and raw.is_meta(target):
+                with self:
+                    return sparse.copy_(target, source)
             if not raw.is_meta(target) and self._owner((source,), {}) is not None:
                 self._stage(target, source, args, kwargs)
                 if self._values.everything and self._values.records(operator, args, kwargs, None):
@@ -701,8 +711,12 @@ class ShapeExecution(TorchDispatchMode):
         """Whose memory the tensors among the arguments stand for."""
         owner = None
         simulation = self._simulation
+        of = self._storages.of
+        first = args[0] if args and not simulation.has_real_meta else None
+        if isinstance(first, torch.Tensor) and of(first) is not None:  # nearly always
+            return CUDA
         for tensor in tensors_in((args, kwargs)):
-            if self._storages.of(tensor) is not None:
+            if of(tensor) is not None:
                 if simulation.has_real_meta:
                     simulation.here.on_meta = False
                 return CUDA

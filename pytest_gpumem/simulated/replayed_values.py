@@ -1,18 +1,19 @@
 """What a CUDA graph does to values: nothing while it is captured, all of it at each replay.
 
 Operators are remembered with the storages that they read and write, not with their tensors: memory
-is freed when it would be. Of a storage that has died since, a replay keeps the values to itself.
+is freed when it would be. What a replay writes where a storage has died since stays in the pool.
 """
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.simulated import raw, real_kernels
+from pytest_gpumem.simulated.generators import shared_state
+from pytest_gpumem.simulated.pool_contents import Place, PoolContents
 from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.values import view_of
 
@@ -22,24 +23,11 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-class _Place:
-    """A storage that captured work reads or writes."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.reference = weakref.ref(storage)
-        self.key: int = storage._cdata
-        self.nbytes = storage.nbytes()
-
-    @property
-    def lives(self) -> bool:
-        return self.reference() is not None
-
-
 @dataclass(frozen=True)
 class _View:
     """A tensor of captured work, without hold on its storage; answers as far as values ask."""
 
-    place: _Place
+    place: Place
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
@@ -72,10 +60,11 @@ class _Step:
 class Recording:
     """The operators of one capture, in their order."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, contents: PoolContents) -> None:
         self._values = values
+        self._contents = contents
         self._steps: list[_Step] = []
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, Place] = {}
 
     def add(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -97,7 +86,7 @@ class Recording:
     def replay(self) -> None:
         """Do it all again; where values are not all computed, what it writes is unknown."""
         if self._values.everything:
-            run = _Replay(self._values)
+            run = _Replay(self._values, self._contents)
             for step in self._steps:
                 run.do(step)
             return
@@ -118,37 +107,43 @@ class Recording:
             return type(value)([self._described(item) for item in value])
         if isinstance(value, dict):
             return {name: self._described(item) for name, item in value.items()}
+        if isinstance(value, torch.Generator):
+            return shared_state(value)  # as it is now: another may be set before the replay
         return CPU if isinstance(value, torch.device) else value
 
-    def _place(self, tensor: torch.Tensor) -> _Place:
+    def _place(self, tensor: torch.Tensor) -> Place:
         key = storage_key(tensor)
         place = self._places.get(key)
         if place is None or not place.lives:
-            place = self._places[key] = _Place(tensor.untyped_storage())
+            place = self._places[key] = Place(tensor, self._contents)
+            self._contents.add(place)
         return place
 
 
 class _Replay:
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Values, contents: PoolContents) -> None:
         self._values = values
-        self._own: dict[_Place, torch.Tensor] = {}
-        """What storages hold that have died since the capture."""
+        self._contents = contents
+        self._blank: set[Place] = set()
+        """Made for something to write to: what was there before does not matter."""
 
     def do(self, step: _Step) -> None:
         operator = step.operator
         if operator.blank:
+            self._blank.update(view.place for view in _views(step.result))
             return
         for target in step.targets:
-            self._base(target, make=operator.overwrites)
+            self._base(target, make=operator.overwrites or target.place in self._blank)
+            self._contents.overwritten(target.place)
         try:
             args, kwargs = self._real(step.args, operator), self._real(step.kwargs, operator)
         except KeyError:  # an argument that is not known
             for view in (*step.targets, *_views(step.result)):
-                self._forget(view.place)
+                self._contents.forget(view.place)
             return
         computed = self._values.run(operator, args, kwargs)
-        if not step.targets:
-            self._write(step.result, computed)
+        # Some write to an argument and return something else: batch norm, rrelu with noise.
+        self._write(step.result, computed, {target.place for target in step.targets})
 
     def _real(self, value: Any, operator: Operator) -> Any:
         if isinstance(value, _View):
@@ -162,9 +157,12 @@ class _Replay:
             return {name: self._real(item, operator) for name, item in value.items()}
         return value
 
-    def _write(self, result: Any, computed: Any) -> None:
+    def _write(self, result: Any, computed: Any, written: set[Place]) -> None:
         if isinstance(result, _View):
+            if result.place in written:
+                return
             base = self._base(result, make=True)
+            self._contents.overwritten(result.place)
             assert base is not None
             view = view_of(base, result)
             if isinstance(computed, torch.Tensor) and computed.numel() == view.numel():
@@ -172,29 +170,19 @@ class _Replay:
             elif computed is real_kernels.UNREAD or isinstance(computed, int):
                 view.fill_(0 if computed is real_kernels.UNREAD else computed)
             else:
-                self._forget(result.place)
+                self._contents.forget(result.place)
         elif isinstance(result, (list, tuple)):
             given = computed if isinstance(computed, (list, tuple)) else [None] * len(result)
             for one, other in zip(result, given, strict=False):
-                self._write(one, other)
+                self._write(one, other, written)
 
     def _base(self, view: _View, *, make: bool) -> torch.Tensor | None:
-        place = view.place
-        base = self._values.base(place.key) if place.lives else self._own.get(place)
+        base = self._contents.at(view.place)
         if base is None and make:
-            size = place.nbytes // view.dtype.itemsize
+            size = view.place.nbytes // view.dtype.itemsize
             base = torch.empty(size, dtype=view.dtype, device=CPU)
-            if place.lives:
-                self._values.put(place.key, base)
-            else:
-                self._own[place] = base
+            self._contents.put(view.place, base)
         return base
-
-    def _forget(self, place: _Place) -> None:
-        if place.lives:
-            self._values.forget(place.key)
-        else:
-            self._own.pop(place, None)
 
 
 def _views(value: Any) -> list[_View]:

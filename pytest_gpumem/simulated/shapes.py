@@ -8,6 +8,7 @@ has been seen, equal outputs are made directly, and an in-place operator is not 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 META = torch.device("meta")
 MOST_SHAPES = 50_000
+
+_NUMBERS = frozenset({int, float, bool, complex})
 
 _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
@@ -38,6 +41,8 @@ class Shapes:
 
     def __init__(self, storages: Storages, place: Callable[[torch.Tensor], str]) -> None:
         self._known: dict[Any, _Make | None] = {}
+        self._kinds: dict[Any, tuple[bool, Callable[[Any], Any]]] = {}
+        """Of each operator: whether it writes, and how its arguments are described."""
         self._of = storages.of
         self._place = place
 
@@ -46,14 +51,18 @@ class Shapes:
 
         That is ``NEW`` or a function of ``args``; ``None`` if the operator has to be run each time.
         """
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = func._schema.is_mutable, self._describing(func)
+        is_mutable, describe = kind
         try:
             key = (
                 func,
                 torch.get_default_dtype(),
-                self._describe(args),
-                self._describe(kwargs),
+                describe(args),
+                describe(kwargs) if kwargs else None,
             )
-            if func._schema.is_mutable and _has_values(args):
+            if is_mutable and _has_values(args):
                 # CPU tensors are real: writing to them must happen.
                 return None, NEW
             return key, self._known.get(key, NEW)
@@ -62,13 +71,28 @@ class Shapes:
 
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Remember what an operator returned for arguments described by ``key``."""
-        try:
-            make = _recipe(result, args, _storages((args, kwargs)))
-        except _UnknownError:
-            make = None
+        make = None
+        # unsqueeze_ and its relatives write to the tensor's own shape: they must run each time.
+        if torch.Tag.inplace_view not in key[0].tags:
+            with suppress(_UnknownError):
+                make = _recipe(result, args, _storages((args, kwargs)))
         if len(self._known) >= MOST_SHAPES:
             self._known.clear()
         self._known[key] = make
+
+    def _describing(self, func: Any) -> Callable[[Any], Any]:
+        if func._schema.name.startswith("aten::_foreach_"):
+            # Element by element: of numbers, which an optimizer has new ones of in each step,
+            # only the type counts.
+            return self._describe_by_class
+        return self._describe
+
+    def _describe_by_class(self, value: Any) -> Any:
+        if value.__class__ in _NUMBERS:
+            return value.__class__
+        if isinstance(value, (list, tuple)):
+            return tuple([self._describe_by_class(item) for item in value])
+        return self._describe(value)
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -28,6 +28,7 @@ from pytest_gpumem.simulated.storages import Storages
 from pytest_gpumem.simulated.surface import events, graphs, pools, streams
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.pinned import Pinned
+from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.threads import Threads, ThreadState
 from pytest_gpumem.simulated.values import Values
 
@@ -54,7 +55,7 @@ class Simulation:
         self.gpus = tuple(gpus)
         self.storages = Storages()
         self.values = Values(self, everything=real_values)
-        self.storages.died = self.values.forget
+        self.storages.died = self.values.died
         self.storages.regrown = self.values.resized
         self.neutral_reads: Counter[str] = Counter()
         """By line: how often a neutral value was read there."""
@@ -71,6 +72,7 @@ class Simulation:
         self.stream_type: type[streams.SimulatedStream]
         self.event_type: type[events.SimulatedEvent]
         self.pool_ids = graphs.PoolIds()
+        self.pool_contents = graphs.EveryPoolContents()
         self.active_pools = pools.ActivePool()
         self.random_state = graphs.RandomState()
         self.execution = ShapeExecution(self)
@@ -211,6 +213,7 @@ class Simulation:
     def _enter(self) -> None:
         with ExitStack() as resources:
             self._patches.apply()
+            be_no_sequences()
             resources.callback(self._patches.undo)
             resources.enter_context(_as_initialized())
             lifts = torch._C._only_lift_cpu_tensors()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -33,8 +34,10 @@ from pytest_gpumem.simulated.storages import storage_key
 from pytest_gpumem.simulated.work import Work
 
 if TYPE_CHECKING:
+    from pytest_gpumem.simulated.pool_contents import PoolContents
     from pytest_gpumem.simulated.replayed_values import Recording
     from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.storages import SimulatedStorage
 
 MOST_INTEGERS = 65_536
 """Elements of an integer or boolean tensor whose values are kept."""
@@ -148,6 +151,8 @@ class Values:
         self.facts = Facts(self)
         self.work = Work()
         self._ignoring = False
+        self.pooled: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
+        """By key: where values go when a storage in a graph's pool dies."""
         self.recording: Callable[[], Recording | None] | None = None
         """Says where operators of a capture go, while there is one."""
         self._held = 0
@@ -351,6 +356,17 @@ class Values:
             return
         if source.shape == tensor.shape and source.layout is torch.strided:
             self._keep(tensor, source, shared=True)
+
+    def died(self, key: int) -> None:
+        """Drop the values of a storage that has died; a graph's pool keeps what is left there."""
+        contents = self.pooled.pop(key, None) if self.pooled else None
+        if contents is not None:
+            contents.died(key, self._bases.get(key))
+        self.forget(key)
+
+    def record(self, key: int) -> SimulatedStorage | None:
+        """Return the block of a storage."""
+        return self._simulation.storages.by_key.get(key)
 
     def forget(self, key: int) -> None:
         """Drop the values of a storage, because they are no longer known or it has died."""

@@ -93,3 +93,14 @@ def test_reserve_of_a_recurrent_layer_lives_as_long_as_its_graph() -> None:
         del output, _
         torch.zeros(2**21, device="cuda")
         assert gpu.estimated == 0
+
+
+def test_what_is_not_measured_leaves_no_sentence() -> None:
+    memory = [0, 0]
+    estimates = Estimates(lambda: (memory[0], memory[1]))
+    with estimates.unmeasured():
+        memory[:] = 100, 100
+        estimates.taken(100, "a workspace")
+        memory[0] = 0
+        estimates.freed(100)
+    assert (estimates.note, estimates.in_peak) == (None, 0)

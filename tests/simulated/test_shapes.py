@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.shapes import Shapes
 
 
 def describe(value: Any) -> Any:
@@ -88,6 +89,26 @@ def test_in_place_operators_return_their_own_tensor() -> None:
         assert gpu.peak_allocated == 3 * 512
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.squeeze_(),
+        lambda x: x.t_(),
+        lambda x: x.transpose_(0, 1),
+        lambda x: x.swapdims_(0, 1),
+        lambda x: x.as_strided_((2,), (1,)),
+    ],
+)
+def test_what_changes_a_tensors_own_shape_does_so_every_time(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    expected = describe(change(torch.ones(1, 6)))[:3]
+    with simulate("T4"):
+        for _ in range(3):
+            assert describe(change(torch.ones(1, 6, device="cuda").abs()))[:3] == expected
+
+
 def test_cpu_tensors_are_written_every_time() -> None:
     with simulate("T4"):
         x = [torch.zeros(2), torch.zeros(3)]
@@ -109,3 +130,24 @@ def test_complex_tensors_are_run_each_time() -> None:
         x = torch.ones(4, dtype=torch.complex64, device="cuda")
         assert (x.conj() * x).dtype == torch.complex64
         assert (x * x).shape == (4,)
+
+
+def test_numbers_of_foreach_operators_are_told_apart_by_type_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learned: list[Any] = []
+    with simulate("T4"):
+        x = [torch.ones(4, dtype=torch.int32, device="cuda") for _ in range(3)]
+        numbers: list[list[float]] = [[2, 3, 4], [2.0, 3.0, 4.0], [5, 6, 7], [5.0, 6.0, 7.0]]
+        monkeypatch.setattr(Shapes, "learn", _counted(Shapes.learn, learned))
+        dtypes = [torch._foreach_mul(x, each)[0].dtype for each in numbers]
+    assert dtypes == [torch.int32, torch.float32, torch.int32, torch.float32]
+    assert learned.count(torch.ops.aten._foreach_mul.ScalarList) == 2
+
+
+def _counted(learn: Callable[..., None], learned: list[Any]) -> Callable[..., None]:
+    def count(shapes: Shapes, key: Any, *rest: Any) -> None:
+        learned.append(key[0])
+        learn(shapes, key, *rest)
+
+    return count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pytest_gpumem.simulated.allocator.blocks import Block
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, Block, PoolId
 from pytest_gpumem.simulated.allocator.messages import AllocatorError
 from pytest_gpumem.simulated.allocator.state import AllocatorState
 from pytest_gpumem.simulated.allocator.statistics import memory_stats
@@ -96,6 +96,11 @@ class Readings(AllocatorState):
         if address in self._memory.uncached:
             return self._memory.uncached[address]
         raise self._not_live(address)
+
+    def pool_of(self, address: int) -> PoolId:
+        """The pool of the live block at ``address``; the shared one where there is no block."""
+        found = self._live.get(address) or self._uses.live.get(address)
+        return SHARED_POOL if found is None else found.free_list.pool.identity
 
     def live_blocks(self) -> dict[int, int]:
         """Address and size of every live block."""

@@ -403,6 +403,16 @@ _TO_FLOATING = (
     "sinh sqrt tan tanh xlogy"
 ).split()
 
+
+def _soft_margin_loss(given: Given) -> Exception | None:
+    # Loss.cpp (soft_margin_loss_out) computes in place, in a tensor of the input's type.
+    dtype = given.dtype()
+    if not _is_whole(dtype):
+        return None
+    wanted = scalar_type(dtype)
+    return RuntimeError(f"result type Float can't be cast to the desired output type {wanted}")
+
+
 _TYPES: dict[str, tuple[Check, ...]] = {
     "mm": (_mm,),
     "addmm": (_addmm,),
@@ -414,10 +424,7 @@ _TYPES: dict[str, tuple[Check, ...]] = {
     "addmv": (_addmv,),
     "dot": (_dot,),
     "vdot": (_dot,),
-    # Loss.cpp (soft_margin_loss_out) computes in place.
-    "soft_margin_loss": (
-        _refusing(_is_whole, "result type Float can't be cast to the desired output type {}"),
-    ),
+    "soft_margin_loss": (_soft_margin_loss,),
     # transformers/cuda/flash_attn/flash_api.cpp and mem_eff_attention/gemm_kernel_utils.h.
     "_flash_attention_forward": (_NO_FLASH,),
     "_scaled_dot_product_flash_attention": (_NO_FLASH,),

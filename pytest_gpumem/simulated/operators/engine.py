@@ -76,6 +76,8 @@ _SOLE_OWNER = _references_of_sole_owner()
 
 
 def _is_temporary(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False  # it has no storage of its own
     tensor_uses, storage_uses = _references(tensor)
     return tensor_uses <= _SOLE_OWNER[0] and storage_uses <= _SOLE_OWNER[1]
 

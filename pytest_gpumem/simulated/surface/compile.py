@@ -27,6 +27,8 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     is_wrapped = hasattr(original, "__wrapped__")
 
     def compile(model: Any = None, **options: Any) -> Any:
+        if not simulation.is_active:  # called by a wrapper that a library has put around it
+            return original(model, **options)
         simulation.note(
             f"torch.compile at {user_line()} runs eagerly on a simulated GPU: compiled code "
             f"allocates less"
@@ -55,7 +57,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
             )
         return False
 
-    patches.plan(torch, "compile", compile)
+    patches.plan(torch, "compile", compile, wrappable=True)
     patches.plan(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     # Nothing was compiled; torch would look for CUDA graphs to drop.
     patches.plan(torch._dynamo, "reset", lambda: None)

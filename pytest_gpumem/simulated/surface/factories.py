@@ -14,6 +14,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext, _device_constructors
 
 from pytest_gpumem.simulated.shapes import META
+from pytest_gpumem.simulated.surface.sequences import numbers_in
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.patching import Patches
@@ -136,9 +137,12 @@ def _is_faking() -> bool:
 def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        numbers = numbers_in(data, kwargs.get("dtype"))
+        if numbers is not None:
+            return factory(numbers[0], *args[1:], **_without_data(kwargs), dtype=numbers[1])
         if not _is_cuda(device):
             return factory(*args, **kwargs)
-        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if _is_faking():
             # It keeps the values of constants, and would copy them to a real device.
             made = factory(*args, **{**kwargs, "device": "cpu"})
@@ -152,6 +156,10 @@ def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
         return made.requires_grad_() if requires_grad else made
 
     return call
+
+
+def _without_data(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in ("data", "obj", "dtype")}
 
 
 def _as_it_is(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,6 +297,10 @@ def _as_tensor(simulation: Simulation, as_tensor: Callable[..., Any]) -> Callabl
     def call(*args: Any, **kwargs: Any) -> Any:
         # In C++ as_tensor copies to the device out of sight of any dispatch mode.
         device = _numbered(kwargs.get("device"))
+        data, dtype = args[0] if args else kwargs.get("data"), kwargs.get("dtype")
+        numbers = numbers_in(data, dtype)
+        if numbers is not None:
+            args, kwargs = numbers[:1], {**_without_data(kwargs), "dtype": numbers[1]}
         if _is_meta(device):
             return asked_for_meta(simulation, as_tensor, args, kwargs)
         if not _is_cuda(device):

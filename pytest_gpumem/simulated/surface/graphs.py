@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,6 +18,8 @@ from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.timeline import StreamKey
 from pytest_gpumem.simulated.callsite import user_line
 from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.generators import drawn_from
+from pytest_gpumem.simulated.pool_contents import PoolContents
 from pytest_gpumem.simulated.replayed_values import Recording
 from pytest_gpumem.simulated.surface.streams import cuda_error, plan_functions
 
@@ -35,8 +38,6 @@ RNG_PER_CAPTURE = (2, 12)
 """From this release on a capture has them of its own, on the default stream."""
 LAZY_RNG = (2, 14)
 """From this release on a capture allocates them at its first random operator."""
-DEFAULT_GENERATOR = "default"
-"""Stands for the generator that random operators use where none is given."""
 
 
 class PoolIds:
@@ -56,6 +57,30 @@ class PoolIds:
         return self._graphs, 0
 
 
+class EveryPoolContents:
+    """What is known of the memory of graphs' pools, for as long as there is a graph."""
+
+    def __init__(self) -> None:
+        self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
+
+    def of(self, gpu: SimulatedGPU, pool: PoolId) -> PoolContents:
+        """The contents of a GPU's pools, ``pool`` among them from now on."""
+        found = self._by_index.get(gpu.index)
+        if found is None or found.memory is not gpu.allocator:
+            found = PoolContents(gpu.simulation.values, gpu.allocator)
+            self._by_index[gpu.index] = found
+        found.pools.add(pool)
+        return found
+
+    def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
+        """All elements of what some pool has at ``address``; ``None`` where nobody knows."""
+        for contents in list(self._by_index.values()):
+            base = contents.behind(address, nbytes)
+            if base is not None:
+                return base
+        return None
+
+
 class Capture:
     """One capture under way, on the stream it began on and those that wait for it."""
 
@@ -66,7 +91,9 @@ class Capture:
         self.pool = pool
         self.stream = gpu.stream
         self.memory = gpu.allocator
-        self.recording = Recording(gpu.simulation.values)
+        self.recording = Recording(
+            gpu.simulation.values, gpu.simulation.pool_contents.of(gpu, pool)
+        )
         self.under_way = True
         self.is_empty = True
         """Whether nothing was captured yet that a graph has a node for."""
@@ -115,24 +142,24 @@ class RandomState:
     def __init__(self) -> None:
         self._shared: dict[object, tuple[set[int], Memory, list[int]]] = {}
 
-    def register(self, graph: SimulatedGraph, generator: object, gpu: SimulatedGPU) -> None:
-        """``register_graph`` of a generator, up to 2.12."""
-        graphs, _, _ = self._shared.setdefault(generator, (set(), gpu.allocator, []))
-        if not graphs:
-            self._shared[generator] = (graphs, gpu.allocator, _tensors(gpu, gpu.stream))
-        graphs.add(id(graph))
+    def register(self, graph: SimulatedGraph, state: object, gpu: SimulatedGPU) -> None:
+        """``register_graph`` of a generator's state, up to 2.11."""
+        if state not in self._shared:
+            self._shared[state] = (set(), gpu.allocator, _tensors(gpu, gpu.stream))
+        self._shared[state][0].add(id(graph))
 
     def unregister(self, graph: SimulatedGraph) -> None:
         """``unregister_graph``: the graph is gone."""
-        for graphs, memory, addresses in self._shared.values():
+        for state, (graphs, memory, addresses) in list(self._shared.items()):
             graphs.discard(id(graph))
             if not graphs:
                 _free(memory, addresses)
+                del self._shared[state]
 
 
-def _generator_key(generator: object) -> object:
-    known = (None, *torch.cuda.default_generators)
-    return DEFAULT_GENERATOR if any(generator is each for each in known) else generator
+def _state_of(generator: torch.Generator | None, gpu: SimulatedGPU) -> object:
+    """The state of a generator, by default of the GPU's own: generators can share one."""
+    return drawn_from(torch.cuda.default_generators[gpu.index] if generator is None else generator)
 
 
 def _tensors(gpu: SimulatedGPU, stream: int) -> list[int]:
@@ -155,8 +182,9 @@ class SimulatedGraph:
         self._captured: Capture | None = None
         self._memory: Memory | None = None
         self._random: dict[object, list[int]] = {}
-        """Seed and offset of the capture, by generator; empty up to 2.11."""
-        self._generators: list[object] = [DEFAULT_GENERATOR]
+        """Seed and offset of the capture, by state of a generator; empty up to 2.11."""
+        self._states: list[object] = []
+        """Of generators that captured operators may use."""
 
     def capture_begin(
         self,
@@ -173,7 +201,7 @@ class SimulatedGraph:
                 "create a new instance."
             )
         if gpu.version < LAZY_RNG:
-            self._register(gpu, self._generators)
+            self._register(gpu, _state_of(None, gpu))
         if gpu.stream == 0:
             raise RuntimeError(
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, "
@@ -198,8 +226,8 @@ class SimulatedGraph:
         simulation.values.recording = self._recording
         self._capture, self._memory = capture, gpu.allocator
         if RNG_PER_CAPTURE <= gpu.version < LAZY_RNG:
-            for generator in self._generators:
-                self._random[generator] = _tensors(gpu, 0)
+            for state in self._states:
+                self._random[state] = _tensors(gpu, 0)
 
     def _recording(self) -> Recording | None:
         simulation = self._simulation
@@ -275,11 +303,9 @@ class SimulatedGraph:
 
     def register_generator_state(self, generator: Any) -> None:
         """Let random operators of another generator be captured; since 2.14 any may be."""
-        gpu, key = self._simulation.current, _generator_key(generator)
-        if gpu.version >= LAZY_RNG or key in self._generators:
-            return
-        self._register(gpu, [key])
-        self._generators.append(key)
+        gpu = self._simulation.current
+        if gpu.version < LAZY_RNG:
+            self._register(gpu, _state_of(generator, gpu))
 
     def enable_debug_mode(self) -> None:
         """Keep what ``debug_dump`` needs: nothing here."""
@@ -300,22 +326,24 @@ class SimulatedGraph:
         """The nodes of the graph: there are none."""
         raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
 
-    def use_random_operator(self, gpu: SimulatedGPU, generator: object) -> None:
+    def use_random_operator(self, gpu: SimulatedGPU, generator: torch.Generator | None) -> None:
         """A random operator is captured: from 2.14 on it asks for the capture's own state."""
-        if gpu.version >= LAZY_RNG and (key := _generator_key(generator)) not in self._random:
-            self._random[key] = _tensors(gpu, 0)
+        if gpu.version >= LAZY_RNG and (state := _state_of(generator, gpu)) not in self._random:
+            self._random[state] = _tensors(gpu, 0)
 
-    def _register(self, gpu: SimulatedGPU, generators: list[object]) -> None:
-        """``register_graph`` of each generator, up to 2.13."""
+    def _register(self, gpu: SimulatedGPU, state: object) -> None:
+        """``register_graph`` of a generator, up to 2.13."""
         if self._simulation.streams.is_capturing(gpu.index):
             raise RuntimeError(
                 "Cannot register the state during capturing stage. during CUDA graph capture. If "
                 "you need this call to be captured, please file an issue. Current "
                 "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
             )
+        if state in self._states:
+            return
+        self._states.append(state)
         if gpu.version < RNG_PER_CAPTURE:
-            for generator in generators:
-                self._simulation.random_state.register(self, (gpu.index, generator), gpu)
+            self._simulation.random_state.register(self, state, gpu)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         if exiting():  # what this needs may be gone, and nobody will ask for the memory

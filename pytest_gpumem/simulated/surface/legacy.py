@@ -90,7 +90,16 @@ def _is_on_cpu(device: Any) -> bool:
 
 
 def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
-    return _legacy(args, tensor.dtype, tensor.device if device is None else device)
+    device = tensor.device if device is None else device
+    if tensor.layout is not torch.sparse_coo:
+        return _legacy(args, tensor.dtype, device)
+    # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or a size alone.
+    if args and isinstance(args[0], torch.Tensor):
+        # As said, and not left open: the constructors of old do not warn of that.
+        checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
+        return torch.sparse_coo_tensor(*args, device=device, check_invariants=checks)
+    size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)
+    return torch.empty(size, dtype=tensor.dtype, layout=tensor.layout, device=device)
 
 
 def new_tensor(

@@ -60,7 +60,10 @@ class _Surface:
         """A storage at ``pointer``, which frees nothing."""
         storage = torch.UntypedStorage(nbytes, device="meta")
         gpu = self._simulation.device(torch.device(device).index)
-        self._simulation.storages.refer(storage, pointer, gpu)
+        record = self._simulation.storages.refer(storage, pointer, gpu)
+        left = self._simulation.pool_contents.behind(pointer, nbytes)
+        if left is not None:
+            self._simulation.values.put(record.key, left)
         return storage
 
     def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:

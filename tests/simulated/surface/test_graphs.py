@@ -283,6 +283,118 @@ class TestValues:
             torch.cuda.manual_seed(3)
             assert torch.equal(torch.rand(8, device="cuda"), first)
 
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_graphs_read_memory_that_others_have_left_or_overwritten(self, shared: bool) -> None:
+        """test_graph_three_successive of PyTorch 2.6."""
+        with simulate("T4", real_values=True):
+            a = torch.ones(1000, device="cuda")
+            graphs = [torch.cuda.CUDAGraph() for _ in range(3)]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graphs[0].capture_begin()
+                b = a.clone()
+                c, d = b + 1, b + 2
+                graphs[0].capture_end()
+                pool = (graphs[0].pool(),) if shared else ()
+                graphs[1].capture_begin(*pool)
+                e = c + 3
+                del c
+                graphs[1].capture_end()
+                graphs[2].capture_begin(*pool)
+                f = d + 4
+                graphs[2].capture_end()
+            for graph in graphs:
+                graph.replay()
+            assert (e[0].item(), f[0].item()) == (5, 7)
+            for at in (0, 2, 1):
+                graphs[at].replay()
+            # In a shared pool "f" has the memory of "c".
+            assert (e[0].item(), f[0].item()) == (10 if shared else 5, 7)
+            graphs[0].replay()
+            assert f[0].item() == (2 if shared else 7)
+
+    def test_a_result_has_the_memory_of_a_larger_temporary(self) -> None:
+        with simulate("T4", real_values=True):
+            wide = torch.full((1024,), 2.0, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                doubled = wide * 2
+                total = doubled.sum()
+                del doubled
+                narrow = wide[:512] * 3
+                beside = wide[:512] * 4
+            graph.replay()
+            assert beside.data_ptr() - narrow.data_ptr() == 2048
+            assert (narrow[0].item(), beside[0].item(), total.item()) == (6, 8, 4096)
+
+    def test_what_lies_across_other_tensors_makes_them_unknown(self) -> None:
+        with simulate("T4", real_values=True):
+            a = torch.ones(256, device="cuda")
+            first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(first):
+                small = [a + 1, a + 2]
+            del small[0]
+            pair = small
+            del small
+            with torch.cuda.graph(second, pool=first.pool()):
+                pair.clear()
+                large = torch.cat([a, a])
+            first.replay()
+            second.replay()
+            assert large.tolist() == [1.0] * 512
+            first.replay()
+            with pytest.raises(UnknownValueError):
+                large.sum().item()
+
+    def test_storages_that_point_into_a_pool_show_what_is_there(self) -> None:
+        with simulate("T4", real_values=True):
+            a = torch.ones(256, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                b = a + 1
+            graph.replay()
+            pointer = b.untyped_storage().data_ptr()
+            del b
+            storage = torch._C._construct_storage_from_data_pointer(pointer, a.device, 1024)
+            again = torch.empty(0, device="cuda").set_(storage, 0, (256,), (1,))
+            assert again[0].item() == 2
+            a.fill_(5)
+            graph.replay()
+            assert again[0].item() == 6
+
+    def test_what_writes_to_an_argument_has_a_result_as_well(self) -> None:
+        with simulate("T4", real_values=True):
+            x = torch.randn(100, 4, device="cuda")
+            norm = nn.BatchNorm1d(4).cuda()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = nn.functional.rrelu(x, training=True)
+                z = norm(x)
+            torch.cuda.manual_seed(5)
+            graph.replay()
+            assert norm.running_mean is not None
+            assert torch.allclose(norm.running_mean, x.mean(0) / 10)
+            torch.cuda.manual_seed(5)
+            assert torch.equal(y, nn.functional.rrelu(x, training=True))
+            assert torch.allclose(z, norm(x))
+
+    def test_a_generator_draws_from_the_state_it_had_in_the_capture(self) -> None:
+        with simulate("T4", real_values=True):
+            default = torch.cuda.default_generators[0]
+            own, other = default.graphsafe_get_state(), default.clone_state()
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(other)
+            with torch.cuda.graph(graph):
+                default.graphsafe_set_state(other)
+                drawn = torch.rand(4, device="cuda", generator=default)
+                default.graphsafe_set_state(own)
+            before = own.get_offset()
+            other.manual_seed(3)
+            graph.replay()
+            assert own.get_offset() == before
+            default.manual_seed(3)
+            assert torch.equal(drawn, torch.rand(4, device="cuda"))
+            assert own.get_offset() == other.get_offset()
+
     def test_a_training_step_in_a_graph_learns_what_it_would_without(self) -> None:
         assert losses(captured=True) == losses(captured=False)
 
@@ -373,6 +485,20 @@ class TestRandomState:
             with torch.cuda.graph(graph):
                 pass
             assert torch.cuda.memory_allocated() == bytes_of_two
+
+    @pytest.mark.parametrize("version", ["2.6", "2.13"])
+    def test_generators_that_share_a_state_share_them(self, version: str) -> None:
+        with simulate("T4", torch_version=version):
+            default = torch.cuda.default_generators[0]
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(default.graphsafe_get_state())
+            graph.register_generator_state(default.clone_state())
+            with torch.cuda.graph(graph):
+                torch.rand(1, device="cuda")
+            # Of the default one and of its copy.
+            assert torch.cuda.memory_allocated() == 2 * 1024
+            del graph
+            assert torch.cuda.memory_allocated() == 0
 
     @pytest.mark.parametrize("version", ["2.14", "2.15"])
     def test_since_2_14_a_capture_has_them_at_its_first_random_operator(self, version: str) -> None:

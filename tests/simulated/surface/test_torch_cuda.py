@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -404,6 +405,31 @@ def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         y = model(torch.ones(2, 4, device="cuda"))
         assert y.device == torch.device("cuda:0")
         assert torch.cuda.memory_allocated() > before
+
+
+def test_a_library_that_is_imported_in_a_simulation_wraps_compile_for_good() -> None:
+    own = torch.compile
+
+    def capture(compile: Any) -> Any:
+        @functools.wraps(compile)
+        def call(model: Any, **options: Any) -> Any:
+            compiled = compile(model, **options)
+            compiled._options = options
+            return compiled
+
+        return call
+
+    try:
+        with simulate("T4"):
+            torch.compile = capture(torch.compile)
+        wrapper: Any = torch.compile
+        for place in (simulate("T4"), simulate("T4"), contextlib.nullcontext()):
+            with place:
+                model: Any = torch.compile(nn.Linear(4, 4), dynamic=False)
+                assert model._options == {"dynamic": False}
+        assert torch.compile is wrapper
+    finally:
+        torch.compile = own
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,0 +1,318 @@
+"""Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
+
+What ``meta`` has for them gets shapes wrong: a clone, a copy and a sum have no elements there. What
+is not here has no shapes on ``meta`` either, and is refused by name: products, among others.
+
+Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),
+SparseTensorMath.cpp (intersection_binary_op_sparse_dense_out, add_sparse), FlattenIndicesCommon.h,
+cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and SparseCUDATensorMath.cu (add_out_sparse_cuda,
+add_out_dense_sparse_cuda), native/TensorConversions.cpp (dense_to_sparse, sparse_to_dense),
+torch/csrc/autograd/functions/accumulate_grad.h, of torch 2.6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.operators import cub
+from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
+from pytest_gpumem.simulated.storages import storage_key
+from pytest_gpumem.simulated.values import Operator
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.device import SimulatedGPU
+
+_aten = torch.ops.aten
+_ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_ACCUMULATES = Operator.of(_aten.index_put_.default)
+_MERGE_SORT_TILE = 256 * 8
+"""Threads and 8-byte keys of each: cub/device/dispatch/dispatch_merge_sort.cuh."""
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether ``value`` is a sparse COO tensor."""
+    return isinstance(value, Tensor) and value.layout is torch.sparse_coo
+
+
+def _made(indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool) -> Tensor:
+    made: Tensor = _aten._sparse_coo_tensor_unsafe(indices, values, like.shape)
+    return made._coalesced_(coalesced)
+
+
+def _become(tensor: Tensor, result: Tensor) -> Tensor:
+    """What ``alias_into_sparse`` does: ``tensor`` has the indices and values of ``result``."""
+    tensor.data = result
+    return tensor
+
+
+def _clone(tensor: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    indices, values = tensor._indices(), tensor._values()
+    node = torch._C._current_autograd_node()
+    is_kept = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+    if is_kept and indices.is_contiguous() and values.is_contiguous():
+        # A leaf takes the gradient's own parts. Here Python holds them too, and torch would copy.
+        return _made(indices, values, tensor, coalesced=tensor.is_coalesced())
+    parts = indices.clone(), values.clone()
+    return _made(*parts, tensor, coalesced=tensor.is_coalesced())
+
+
+def copy_(target: Tensor, source: Tensor) -> Tensor:
+    """``target.copy_(source)`` of two sparse tensors of one GPU."""
+    if not (is_sparse(target) and is_sparse(source)):
+        raise UnsupportedOperatorError(
+            f"copy_ between a sparse and a dense tensor at {user_line()} cannot run on a simulated "
+            "GPU"
+        )
+    values = source._values().to(target.dtype, copy=True)
+    copied = _made(source._indices().clone(), values, source, coalesced=source.is_coalesced())
+    return _become(target, copied)
+
+
+def _flattened(tensor: Tensor, *, clone: bool) -> Tensor:
+    """One index for each element, by ``flatten_indices``."""
+    indices = tensor._indices()
+    dims = indices.shape[0]
+    if dims == 1:
+        only = indices.squeeze(0)
+        return only.clone(memory_format=torch.contiguous_format) if clone else only
+    values = gpu_of(indices).simulation.values
+    flat = torch.arange(indices.shape[1], device=indices.device)
+    known = values.known(indices)
+    values.forget(storage_key(flat))
+    if known is not None:
+        values.keep(flat, _flat(known, tensor.shape[:dims]))
+    return flat
+
+
+def _flat(indices: Tensor, sizes: torch.Size) -> Tensor:
+    with torch._C._DisableTorchDispatch():
+        flat = torch.zeros(indices.shape[1], dtype=torch.int64, device="cpu")
+        for at, size in enumerate(sizes):
+            flat = flat * size + indices[at]
+        return flat
+
+
+def _coalesce(tensor: Tensor) -> Tensor:
+    count, dims = tensor._nnz(), tensor.sparse_dim()
+    if count < 2:
+        return _clone(tensor)._coalesced_(True)
+    gpu = gpu_of(tensor)
+    simulation = gpu.simulation
+    values = tensor._values()
+    flat = _flattened(tensor, clone=True)
+    origins, offsets = (flat.new_empty(count) for _ in range(2))
+    known = simulation.values.known(flat)
+    if known is None:
+        raise UnknownValueError(simulation.values.refusal(f"coalesce() at {user_line()} reads"))
+    _sort(gpu, count)
+    simulation.streams.host_waits(gpu.index)
+    with torch._C._DisableTorchDispatch():
+        unique, group = known.unique(return_inverse=True)
+    found = len(unique)
+    flat.resize_((1, found))
+    summed = values.new_empty((found, *values.shape[1:]))
+    indices = flat if dims == 1 else flat.new_empty((dims, found))
+    del origins, offsets
+    contents = simulation.values.known(values)
+    with torch._C._DisableTorchDispatch():
+        places = torch.stack(torch.unravel_index(unique, tensor.shape[:dims]))
+        simulation.values.keep(indices, places)
+        if contents is not None:
+            wide = contents.to(_ACCUMULATED_IN.get(contents.dtype, contents.dtype))
+            sums = wide.new_zeros((found, *contents.shape[1:]))
+            simulation.values.keep(summed, sums.index_add_(0, group, wide))
+    return _made(indices, summed, tensor, coalesced=True)
+
+
+def _sort(gpu: SimulatedGPU, count: int) -> None:
+    """Thrust's temporary memory, of a merge sort of pairs and of finding the first of each key."""
+    partitions = (1 + -(-count // _MERGE_SORT_TILE)) * 4
+    of_sort = cub.alias_temporaries(partitions, count * 8, count * 8, 0)
+    capability = gpu.model.compute_capability
+    for nbytes in (of_sort, cub.unique_by_key_bytes(count, 8, capability, gpu.version)):
+        scratch = Scratch(gpu)
+        scratch.estimate(nbytes, "Thrust", "coalesce")
+        scratch.free()
+
+
+def _add(left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
+    dtype = torch.result_type(left, right)
+    if not is_sparse(left):
+        result = left.new_empty(left.shape, dtype=dtype).copy_(left)
+        return _scatter(result, right, alpha)
+    if not is_sparse(right):
+        raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
+    if not right._nnz():
+        return _clone(left)
+    added = right._values().to(dtype)
+    if alpha != 1:
+        added = added.mul(alpha)
+    if not left._nnz():
+        return _made(right._indices().clone(), added, left, coalesced=right.is_coalesced())
+    indices = torch.cat([left._indices(), right._indices()], 1)
+    values = torch.cat([left._values().to(dtype), added], 0)
+    result = _made(indices, values, left, coalesced=False)
+    del indices, values, added
+    return _coalesce(result) if result._nnz() > left.numel() else result
+
+
+def _add_(left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
+    if is_sparse(left):
+        return _become(left, _add(left, right, alpha=alpha))
+    return _scatter(left, right, alpha)
+
+
+def _scatter(dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
+    """Add ``sparse`` to ``dense``, in place."""
+    if dense.shape != sparse.shape:
+        raise RuntimeError(
+            f"add: expected 'self' and 'other' to have same size, but self has size "
+            f"{list(dense.shape)} while other has size {list(sparse.shape)} (FYI: dense-sparse "
+            "addition does not currently support broadcasting)"
+        )
+    if not sparse._nnz():
+        return dense
+    values = sparse._values().to(dense.dtype)
+    dims = sparse.sparse_dim()
+    if not sparse.is_coalesced():
+        flat = _flattened(sparse, clone=False)
+        rows, columns = math.prod(dense.shape[:dims]), math.prod(dense.shape[dims:])
+        dense.view(rows, columns).index_add_(
+            0, flat, values.reshape(sparse._nnz(), columns), alpha=alpha
+        )
+        return dense
+    # One kernel, which takes no memory.
+    known = gpu_of(dense).simulation.values
+    places, contents = known.known(sparse._indices()), known.known(values)
+    with torch._C._DisableTorchDispatch():
+        if places is None or contents is None:
+            known.forget(storage_key(dense))
+        else:
+            written = (dense, list(places.unbind(0)), contents * alpha, True)
+            known.follow(_ACCUMULATES, written, {}, dense)
+    return dense
+
+
+def _to_dense(tensor: Tensor, dtype: Any = None, masked_grad: bool | None = None) -> Tensor:
+    if dtype is not None:
+        raise RuntimeError("dtype argument is not supported by sparse_to_dense")
+    dense = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._values().device)
+    return _scatter(dense, tensor, 1)
+
+
+def _to_sparse(tensor: Tensor, sparse_dim: int | None = None, **layout: Any) -> Tensor:
+    kind, dense_dim = layout.get("layout"), layout.get("dense_dim") or 0
+    dims = tensor.dim() - dense_dim if sparse_dim is None else sparse_dim
+    if kind not in (None, torch.sparse_coo) or dims != tensor.dim() or not dims:
+        raise UnsupportedOperatorError(
+            f"to_sparse at {user_line()} cannot run on a simulated GPU with dense dimensions, "
+            "without any dimension or to a compressed layout"
+        )
+    found = tensor.nonzero().t()
+    indices = found.clone()
+    del found
+    chosen = tensor[tuple(row.squeeze(0) for row in indices.chunk(dims, 0))]
+    values = chosen.clone()
+    del chosen
+    return _made(indices, values, tensor, coalesced=True)
+
+
+def _sparse_mask(tensor: Tensor, mask: Tensor) -> Tensor:
+    if is_sparse(tensor):
+        raise _refusal("sparse_mask of a sparse tensor")
+    if tensor.shape != mask.shape:
+        raise RuntimeError(
+            "sparse_mask(): operands have incompatible sizes; self has size "
+            f"{list(tensor.shape)} but mask has size {list(mask.shape)}"
+        )
+    if not mask._nnz():
+        return copy_(_clone(mask), mask)
+    kept = mask._values()
+    ones = kept.new_ones(1).expand_as(kept)
+    template = _made(mask._indices(), ones, mask, coalesced=mask.is_coalesced())
+    return _mul(tensor, template)
+
+
+def _mul(left: Any, right: Any) -> Tensor:
+    sparse, other = (left, right) if is_sparse(left) else (right, left)
+    if is_sparse(other):
+        raise _refusal("mul of two sparse tensors")
+    values = sparse._values()
+    if isinstance(other, Tensor) and other.dim():
+        if other.shape != sparse.shape:
+            raise _refusal("mul of a sparse and a dense tensor of other sizes")
+        other = other[tuple(sparse._indices().unbind(0))]
+    indices = sparse._indices().clone()
+    return _made(indices, torch.mul(other, values), sparse, coalesced=sparse.is_coalesced())
+
+
+def _div(left: Tensor, right: Any) -> Tensor:
+    if isinstance(right, Tensor) and right.dim():
+        raise RuntimeError(
+            "Sparse division requires a scalar or zero-dim dense tensor divisor (got shape "
+            f"{list(right.shape)} for divisor)"
+        )
+    indices = left._indices().clone()
+    return _made(indices, left._values() / right, left, coalesced=left.is_coalesced())
+
+
+def _neg(tensor: Tensor) -> Tensor:
+    copied = _clone(tensor)
+    copied._values().neg_()
+    return copied
+
+
+def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda tensor, *args: _become(tensor, function(tensor, *args))
+
+
+def _sum(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor._values().sum(dtype=dtype)
+
+
+def _refusal(what: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
+
+
+def _refused(name: str) -> Callable[..., Tensor]:
+    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+        raise _refusal(f"{name} of a sparse tensor")
+
+    return refuse
+
+
+PARTS: dict[str, Callable[..., Tensor]] = {
+    "aten.add.Tensor": _add,
+    "aten.add_.Tensor": _add_,
+    "aten.clone.default": _clone,
+    "aten._coalesce.default": _coalesce,
+    "aten.div.Tensor": _div,
+    "aten.div_.Tensor": _in_place(_div),
+    "aten.mul.Tensor": _mul,
+    "aten.mul_.Tensor": _in_place(_mul),
+    "aten.neg.default": _neg,
+    "aten.sparse_mask.default": _sparse_mask,
+    "aten.sum.default": _sum,
+    "aten._to_dense.default": _to_dense,
+    "aten._to_sparse.default": _to_sparse,
+    "aten._to_sparse.sparse_dim": _to_sparse,
+    # meta has kernels for these, which count no elements.
+    "aten.add.out": _refused("add(out=)"),
+    "aten.copy_sparse_to_sparse_.default": _refused("copy_sparse_to_sparse_"),
+    "aten.isinf.default": _refused("isinf"),
+}
+"""By overload, where an argument is sparse, or the result is."""
+
+
+def parts_of(name: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+    """What stands for an operator whose arguments are sparse; ``None`` for all others."""
+    if any(map(is_sparse, args)) or name.startswith("aten._to_sparse"):
+        return PARTS[name]
+    return None

@@ -1,0 +1,168 @@
+"""Sparse COO tensors: as many elements, the same values and memory as CUDA's functions give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+@pytest.fixture(params=[False, True], ids=["shapes", "real_values"])
+def gpu(request: pytest.FixtureRequest) -> Any:
+    with simulate("A100-40GB", real_values=request.param) as simulated:
+        yield simulated
+
+
+def on_cuda() -> Tensor:
+    """Two elements of one place and one of another."""
+    indices = torch.tensor([[0, 2, 2], [1, 0, 0]], device="cuda")
+    return torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, 3.0], device="cuda"), (3, 3))
+
+
+DENSE = [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]]
+
+
+def test_values_follow(gpu: Any) -> None:
+    sparse, dense = on_cuda(), torch.ones(3, 3, device="cuda")
+    merged = sparse.coalesce()
+    assert (merged.is_cuda, merged._nnz(), merged.is_coalesced()) == (True, 2, True)
+    assert (merged.indices().tolist(), merged.values().tolist()) == ([[0, 2], [1, 0]], [1.0, 5.0])
+    assert sparse.to_dense().tolist() == merged.to_dense().tolist() == DENSE
+    assert (dense + sparse)[2].tolist() == [6.0, 1.0, 1.0]
+    assert dense.add_(merged, alpha=2)[2].tolist() == [11.0, 1.0, 1.0]
+    assert dense.sparse_mask(merged).values().tolist() == [3.0, 11.0]
+    assert (sparse * 2)._values().tolist() == [2.0, 4.0, 6.0]
+    assert (-sparse)._values().tolist() == [-1.0, -2.0, -3.0]
+    assert sparse.div_(2)._values().tolist() == [0.5, 1.0, 1.5]
+    assert sparse.sum().item() == 3.0
+    assert (sparse + merged)._values().tolist() == [0.5, 1.0, 1.5, 1.0, 5.0]
+    assert sparse.copy_(merged)._nnz() == 2
+    assert sparse.clone()._values().tolist() == [1.0, 5.0]
+
+
+def test_a_dense_tensor_becomes_sparse(gpu: Any) -> None:
+    sparse = torch.tensor(DENSE, device="cuda").to_sparse()
+    assert (sparse.is_coalesced(), sparse._indices().tolist()) == (True, [[0, 2], [1, 0]])
+    assert sparse._values().tolist() == [1.0, 5.0]
+    again = sparse.new(sparse._indices(), sparse._values(), sparse.shape)
+    assert again.to_dense().tolist() == DENSE
+    assert sparse.new()._nnz() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_elements_of_one_place_are_added_up(gpu: Any, dtype: torch.dtype) -> None:
+    # Rows of a table, and what the CPU makes of them.
+    rows = torch.tensor([3, 1, 3, 0])
+    numbers = torch.arange(8.0).view(4, 2).to(dtype)
+    expected = torch.sparse_coo_tensor(rows[None], numbers, (5, 2)).coalesce()
+    merged = torch.sparse_coo_tensor(rows[None].cuda(), numbers.cuda(), (5, 2)).coalesce()
+    assert merged._indices().tolist() == expected._indices().tolist()
+    assert merged._values().tolist() == expected._values().tolist()
+
+
+def gradient_of(table: nn.Embedding) -> Tensor:
+    assert table.weight.grad is not None
+    return table.weight.grad
+
+
+def test_gradients_of_a_table_are_added_one_after_the_other(gpu: Any) -> None:
+    table = nn.Embedding(10, 2, sparse=True).cuda()
+    tokens = torch.tensor([1, 1, 2], device="cuda")
+    (table(tokens).sum() + table(tokens).sum()).backward()
+    assert gradient_of(table)._nnz() == 6
+    table(tokens).sum().backward()
+    assert gradient_of(table)._nnz() == 9
+    assert gradient_of(table).coalesce()._values().tolist() == [[6.0, 6.0], [3.0, 3.0]]
+
+
+def test_a_leaf_keeps_the_parts_of_its_first_gradient() -> None:
+    with simulate("A100-40GB") as gpu:
+        table = nn.Embedding(1000, 128, sparse=True).cuda()
+        tokens = torch.arange(100, device="cuda")
+        before = gpu.allocated
+        table(tokens).square().sum().backward()
+        # 100 rows; their indices are the tokens themselves.
+        assert gradient_of(table)._nnz() == 100
+        assert gpu.allocated - before == 100 * 128 * 4
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], float]] = [
+    (torch.optim.SGD, 0.6),  # two steps of 0.1 times two
+    (torch.optim.Adagrad, 1 - 0.1 - 0.1 / 2**0.5),
+    (torch.optim.SparseAdam, 0.8),
+]
+
+
+@pytest.mark.parametrize(("kind", "expected"), OPTIMIZERS)
+def test_optimizers_step_tables(
+    gpu: Any, kind: type[torch.optim.Optimizer], expected: float
+) -> None:
+    table = nn.Embedding(4, 2, sparse=True).cuda()
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+    optimizer = kind(table.parameters(), lr=0.1)  # type: ignore[call-arg]  # all three have one
+    tokens = torch.tensor([1, 1], device="cuda")
+    for _ in range(2):
+        optimizer.zero_grad()
+        table(tokens).sum().backward()
+        optimizer.step()
+    assert table.weight[0].tolist() == [1.0, 1.0]
+    assert table.weight[1, 0].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_merging_takes_indices_three_times_and_thrusts_memory() -> None:
+    with simulate("A100-40GB") as gpu:
+        rows = torch.arange(1000, device="cuda") // 2
+        table = torch.sparse_coo_tensor(rows[None], torch.ones(1000, 16, device="cuda"), (600, 16))
+        start = len(gpu.trace)
+        merged = table.coalesce()
+        taken = [event.size for event in gpu.trace[start:] if event.action == "alloc"]
+        # Indices, their order, where each begins; keys, places and tiles; then the rows.
+        assert taken[:3] == [8000] * 3
+        assert taken[3] == 8192 + 8192 + 256 + 255
+        assert taken[5:] == [500 * 16 * 4]
+        assert merged._nnz() == 500
+        assert any("Thrust's workspace for coalesce" in note for note in gpu.notes)
+
+
+def test_without_indices_nobody_knows_how_many_there_are() -> None:
+    with simulate("A100-40GB"):
+        rows = torch.randint(9, (1, 100_000), device="cuda")
+        table = torch.sparse_coo_tensor(rows, torch.ones(100_000, device="cuda"), (9,))
+        with pytest.raises(UnknownValueError, match=r"coalesce\(\) at .* reads a value"):
+            table.coalesce()
+        assert table.sum().is_cuda
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda sparse: sparse @ torch.ones(3, 3, device="cuda"),
+        lambda sparse: sparse * sparse,
+        lambda sparse: torch.isinf(sparse),
+        lambda sparse: torch.add(sparse, sparse, out=sparse),
+        lambda sparse: torch.ones(3, 3, device="cuda").to_sparse(1),
+        lambda sparse: torch.ones(3, 3, device="cuda").to_sparse(layout=torch.sparse_csr),
+        lambda sparse: sparse.copy_(torch.ones(3, 3, device="cuda")),
+    ],
+)
+def test_the_rest_is_refused_by_name(use: Any) -> None:
+    with (
+        simulate("A100-40GB"),
+        pytest.raises(UnsupportedOperatorError, match="cannot run on a simulated GPU"),
+    ):
+        use(on_cuda())
+
+
+def test_a_dense_tensor_is_not_added_to_a_sparse_one() -> None:
+    with simulate("A100-40GB"):
+        sparse, dense = on_cuda(), torch.ones(3, 3, device="cuda")
+        with pytest.raises(RuntimeError, match=r"Use add\(dense, sparse\)"):
+            torch.add(sparse, dense)

@@ -1,0 +1,53 @@
+"""Lists of tensors become tensors, of a GPU's and of the CPU's alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.surface.sequences import is_sequence
+
+
+def on_cpu() -> torch.Tensor:
+    return torch.tensor([torch.tensor(1.5), 2, torch.tensor(True)])
+
+
+def test_numbers_of_the_cpu_stay_numbers_during_and_after_a_simulation() -> None:
+    with simulate("T4"):
+        assert on_cpu().tolist() == [1.5, 2.0, 1.0]
+        assert not is_sequence(torch.tensor(1.0))
+        assert not is_sequence(torch.nn.Parameter(torch.ones(())))
+        assert torch.arange(3, device="cuda")[[2, 0]].tolist() == [2, 0]
+    assert on_cpu().tolist() == [1.5, 2.0, 1.0]
+    assert not is_sequence(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("real_values", [False, True])
+def test_numbers_of_a_gpu_are_read(real_values: bool) -> None:
+    with simulate("T4", real_values=real_values):
+        x = torch.tensor(3.0, device="cuda")
+        row = torch.tensor([1, 2], device="cuda")
+        half = x.half()
+        made: list[tuple[Any, Any, str, torch.dtype]] = [
+            (torch.tensor([x, x / 2]), [3.0, 1.5], "cpu", torch.float32),
+            (torch.tensor(data=(x, 1)), [3.0, 1.0], "cpu", torch.float32),
+            (torch.tensor([half, half]), [3.0, 3.0], "cpu", torch.float16),
+            (torch.tensor([[x, 1], [2, x]], device="cuda"), [[3, 1], [2, 3]], "cuda", x.dtype),
+            (torch.tensor([row, row]), [[1, 2], [1, 2]], "cpu", torch.int64),
+            (torch.tensor([x], dtype=torch.int32), [3], "cpu", torch.int32),
+            (torch.as_tensor([x, 2.5]), [3.0, 2.5], "cpu", torch.float32),
+            (torch.as_tensor([x], device="cuda"), [3.0], "cuda", torch.float32),
+            (row.new_tensor([x]), [3], "cuda", torch.int64),
+        ]
+        for found, expected, device, dtype in made:
+            assert (found.tolist(), found.device.type, found.dtype) == (expected, device, dtype)
+
+
+def test_numbers_that_shapes_do_not_have_are_neutral_and_noted() -> None:
+    with simulate("T4") as gpu:
+        losses = torch.tensor([torch.randn((), device="cuda") for _ in range(3)])
+        assert (losses.shape, losses.device.type) == ((3,), "cpu")
+        assert any("item()" in note for note in gpu.notes)
