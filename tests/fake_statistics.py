@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pytest_gpumem.measurement.statistics import Block, Reading, Readings
 
@@ -72,6 +73,17 @@ class FakeStatistics:
 
     def empty_cache(self) -> None:
         self._reserved = -(-self.allocated // SEGMENT) * SEGMENT
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        self.harvest()
+        listeners, self.listeners = self.listeners, []
+        try:
+            yield
+        finally:
+            self.harvest()
+            self.listeners = listeners
+            self.harvest()
 
     def forget_peaks(self) -> None:
         self._peak, self._peak_reserved = self.allocated, self._reserved

@@ -15,12 +15,15 @@ import torch
 from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.fault import fault_of
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.device.quota import limited
+from pytest_gpumem.device.refusals import RELAY, told_to
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
+from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpus import GPUS, GpuModel, Machine
 
 
@@ -54,6 +57,8 @@ class CudaDevice:
         self.index = index or 0
         self._threads = LeftThreads()
         self._notes: tuple[str, ...] = ()
+        self._shared: dict[str, tuple[int, NvmlDevice]] = {}
+        """By name: what other processes take from, too, and CUDA's index of it here."""
 
     @cached_property
     def environment(self) -> Environment:
@@ -123,6 +128,10 @@ class CudaDevice:
         """
         return self._threads.started_by(name)
 
+    def unmeasured(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: there are no sentences but those of others."""
+        return nullcontext()
+
     def restart_collector(self) -> None:
         """Let the garbage collector's young generations be empty."""
         collect_young()
@@ -145,20 +154,51 @@ class CudaDevice:
         return replace(measurement, notes=measurement.notes + self._notes)
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
-        """Return the device as NVML sees it; raises ``SharingError`` where it does not."""
-        return [NvmlDevice.find(self.index)]
+        """Return the device and those beside it as NVML sees them.
+
+        Raises ``SharingError`` where it does not.
+        """
+        others = [index for index in range(torch.cuda.device_count()) if index != self.index]
+        for index in (self.index, *others):
+            has_context = torch.cuda.is_initialized if index == self.index else lambda: False
+            device = NvmlDevice.find(index, has_context=has_context)
+            self._shared[device.name] = index, device
+        return [device for _, device in self._shared.values()]
 
     def held(self, name: str) -> tuple[int, int]:
         """Return the bytes of the CUDA context, as NVML tells or estimated, and those reserved."""
+        index, device = self._shared[name]
+        estimate = CONTEXT if index == self.index else 0
         if not torch.cuda.is_initialized():
-            return CONTEXT, 0
-        reserved: int = torch.cuda.memory_reserved(self.index)
-        used = NvmlDevice.find(self.index).taken().get(os.getpid())
-        return CONTEXT if used is None else max(used - reserved, 0), reserved
+            return estimate, 0
+        reserved: int = torch.cuda.memory_reserved(index)
+        used = device.taken().get(os.getpid())
+        return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
         """Let this process reserve ``size`` bytes at most inside; raises ``QuotaError``."""
         return limited(self.index, size)
+
+    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+        """Return the list that takes what the allocator cannot serve inside; initialises CUDA."""
+        torch.cuda.init()
+
+        def note(index: int, asked: int, free: int) -> Refusal | None:
+            if index != self.index:
+                return None
+            context, reserved = self.held(str(index))
+            return Refusal(asked, reserved, free, self.total_memory, context)
+
+        return told_to(RELAY.attach, RELAY.detach, note)
+
+    def fault(self) -> str | None:
+        """Return the error that the CUDA context is left with, ``None`` where it is sound."""
+        return fault_of(self.index) if torch.cuda.is_initialized() else None
+
+    @property
+    def shares_faults(self) -> bool:
+        """Whether the process is a client of an MPS server."""
+        return "MPS" in self.environment.partition.split("-")
 
     def empty_cache(self) -> None:
         """Give unused segments back to the driver."""

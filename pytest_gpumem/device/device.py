@@ -12,6 +12,7 @@ from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.gate import HostDevice
+from pytest_gpumem.sharing.refusal import Refusal
 
 
 class Device(Protocol):
@@ -49,6 +50,9 @@ class Device(Protocol):
         Threads that start there are its own; Python's garbage collector runs as befits numbers.
         """
 
+    def unmeasured(self) -> AbstractContextManager[None]:
+        """Let what happens inside leave no sentence about the test's numbers."""
+
     def restart_collector(self) -> None:
         """Let the garbage collector know nothing of what has run so far."""
 
@@ -84,6 +88,16 @@ class Device(Protocol):
 
         Raises ``QuotaError`` where that does not take effect.
         """
+
+    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+        """Return the list that takes what the allocator cannot serve inside, in order."""
+
+    def fault(self) -> str | None:
+        """Return the error that every further use of the device raises, ``None`` for none."""
+
+    @property
+    def shares_faults(self) -> bool:
+        """Whether a fault in another process that uses the device is one in this process, too."""
 
     def empty_cache(self) -> None:
         """Give unused segments back to the driver, where the device has been used at all."""

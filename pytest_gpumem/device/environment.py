@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -25,6 +25,12 @@ def alloc_conf_variable(version: tuple[int, int]) -> str:
     if version >= (2, 10):
         names += ["PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
     return next((name for name in names if name in os.environ), names[0])
+
+
+_PLAIN_SETTINGS = re.compile(r"[a-z_]+:[A-Za-z0-9_.]+(,[a-z_]+:[A-Za-z0-9_.]+)*")
+"""Settings that name a folder as they are, but for the colon, which Windows does not have."""
+_MOST_SETTINGS = 100
+"""Characters of settings in the name of a folder."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Environment:
     cublas_workspace_config: str = ""
     """CUBLAS_WORKSPACE_CONFIG; empty for the library's default."""
     partition: str = ""
-    """MIG profile, MPS or vGPU mode; empty for a whole device of its own."""
+    """MIG profile, MPS, vGPU or exclusive mode, HAMi, cGPU or cgroup; empty for a whole device."""
 
     @cached_property
     def key(self) -> str:
@@ -59,10 +65,22 @@ class Environment:
             parts.append(f"cu{self.cuda}")
         if self.partition:
             parts.append(self.partition)
-        settings = "\0".join((self.alloc_conf, self.cublas_workspace_config))
-        if settings != "\0":
-            parts.append("conf" + sha256(settings.encode()).hexdigest()[:8])
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+        key = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
+        return "-".join([key, *self._settings()])
+
+    def _settings(self) -> Iterator[str]:
+        """Yield the settings as parts of a folder's name, or a hash where it cannot hold them."""
+        plain = _PLAIN_SETTINGS.fullmatch(self.alloc_conf) if self.alloc_conf else True
+        config = self.cublas_workspace_config
+        plain = plain and (not config or re.fullmatch(r"(:\d+)+", config))
+        if not plain or len(self.alloc_conf) + len(config) > _MOST_SETTINGS:
+            both = f"{self.alloc_conf}\0{config}"
+            yield "conf" + sha256(both.encode()).hexdigest()[:8]
+            return
+        if self.alloc_conf:
+            yield self.alloc_conf.replace(":", "=")
+        if config:
+            yield f"cublas{config.replace(':', '=')}"
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: builtin types only."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from pytest_gpumem.device.environment import alloc_conf_variable
 from pytest_gpumem.sizes import format_size
 
 SEGMENT = 2 * 2**20
 """Bytes of the smallest segment that the allocator asks the driver for."""
+
+
+SETTING = "per_process_memory_fraction"
+INHERITED_SINCE = (2, 10)
 
 
 class QuotaError(Exception):
@@ -32,12 +38,38 @@ def limited(index: int, size: int) -> Iterator[None]:
         return
     found = torch.cuda.get_per_process_memory_fraction(index)
     # The allocator cuts the product down to whole bytes.
-    torch.cuda.set_per_process_memory_fraction((size + 0.5) / total, index)
+    fraction = (size + 0.5) / total
+    torch.cuda.set_per_process_memory_fraction(fraction, index)
     try:
         _try_out(index, size)
-        yield
+        with inherited(fraction):
+            yield
     finally:
         torch.cuda.set_per_process_memory_fraction(found, index)
+
+
+@contextmanager
+def inherited(fraction: float) -> Iterator[None]:
+    """Let processes that are started inside reserve ``fraction`` of a device at most, each.
+
+    By the allocator setting ``per_process_memory_fraction``, which torch has since 2.10
+    (c10/cuda/CUDAAllocatorConfig.h); earlier releases have nothing that a child would inherit.
+    """
+    major, minor = torch.__version__.split(".")[:2]
+    release = int(major), int(minor)
+    if release < INHERITED_SINCE:
+        yield
+        return
+    name = alloc_conf_variable(release)
+    found = os.environ.get(name)
+    os.environ[name] = ",".join(filter(None, (found, f"{SETTING}:{fraction:.12f}")))
+    try:
+        yield
+    finally:
+        if found is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = found
 
 
 def _try_out(index: int, size: int) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.device.left_threads import is_shared
+from pytest_gpumem.device.quota import inherited
+from pytest_gpumem.device.refusals import told_to
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.sharing.placement import Spot, take_place
+from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
 from pytest_gpumem.simulated.gpus import Machine
@@ -100,6 +105,14 @@ class SimulatedDevice:
         with self._simulation.threads.owned_by(name), self._collector.in_charge():
             yield
 
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Let no peak inside have anything to say of the test's estimates."""
+        with ExitStack() as paused:
+            for gpu in self._gpus:
+                paused.enter_context(gpu.estimates.unmeasured())
+            yield
+
     def restart_collector(self) -> None:
         """Let the garbage collector begin anew."""
         self._collector.restart()
@@ -174,13 +187,23 @@ class SimulatedDevice:
         self._simulation.note(sentence)
 
     def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
-        """Take memory from the devices of the same name that other processes simulate too."""
-        shared = []
-        for gpu in self._gpus:
-            name = f"simulated {gpu.model.name} cuda:{gpu.index}"
-            shared.append(SharedSimulatedDevice(folder, name, gpu.model.total_memory))
-            gpu.share(shared[-1])
-            self._shared[name] = gpu
+        """Take memory from the devices of the same name that other processes simulate too.
+
+        Of several in the machine, this process's ``cuda:0`` is the least loaded one.
+        """
+        model, count = self._gpus[0].model, len(self._gpus)
+        devices = [
+            SharedSimulatedDevice(
+                folder, f"simulated {model.name} cuda:{index}", model.total_memory
+            )
+            for index in range(count)
+        ]
+        spots = [Spot(device.name, device.capacity, device.taken()) for device in devices]
+        first = take_place(folder, spots, os.environ.get("PYTEST_XDIST_TESTRUNUID", ""))
+        shared = [devices[(first + index) % count] for index in range(count)]
+        for gpu, device in zip(self._gpus, shared, strict=True):
+            gpu.share(device)
+            self._shared[device.name] = gpu
         return shared
 
     def held(self, name: str) -> tuple[int, int]:
@@ -191,13 +214,36 @@ class SimulatedDevice:
     def limited(self, size: int) -> Iterator[None]:
         """Let the first GPU's allocator reserve ``size`` bytes at most inside."""
         gpu = self._gpus[0]
-        if size < gpu.model.total_memory:
-            # The allocator cuts the product down to whole bytes.
-            gpu.allocator.set_memory_fraction((size + 0.5) / gpu.model.total_memory)
-        try:
+        if size >= gpu.model.total_memory:
             yield
+            return
+        # The allocator cuts the product down to whole bytes.
+        fraction = (size + 0.5) / gpu.model.total_memory
+        gpu.allocator.set_memory_fraction(fraction)
+        try:
+            with inherited(fraction):
+                yield
         finally:
             gpu.allocator.set_memory_fraction(1.0)
+
+    def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
+        """Return the list that takes what the first GPU's allocator cannot serve inside."""
+        gpu = self._gpus[0]
+
+        def note(index: int, asked: int, free: int) -> Refusal:
+            return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)
+
+        observers = gpu.allocator.observers
+        return told_to(observers.append, observers.remove, note)
+
+    def fault(self) -> str | None:
+        """Return nothing: what is simulated has no kernels that could fail."""
+        return None
+
+    @property
+    def shares_faults(self) -> bool:
+        """No: what is simulated is this process's own."""
+        return False
 
     def empty_cache(self) -> None:
         """Give unused segments back."""

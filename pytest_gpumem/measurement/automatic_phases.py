@@ -46,8 +46,9 @@ class _Step:
 class AutomaticPhases:
     """Finds the phases of a body by itself: what is outermost counts, whatever it calls.
 
-    Automatic phases never contain each other: a module that a step's closure calls, or that
-    checkpointing runs again during backward, belongs to the phase that is under way.
+    Automatic phases never contain each other: a module that checkpointing runs again during
+    backward belongs to backward. A step that is handed a closure, as Lightning's loop does, is
+    interrupted while the closure runs: the forward and backward in there are phases of their own.
     """
 
     def __init__(self, tracker: PhaseTracker, witness: Witness | None = None) -> None:
@@ -68,6 +69,10 @@ class AutomaticPhases:
                     forward = self._witness.calling(forward)
                     moved = self._witness.moving(torch.nn.Module._apply)
                     patches.setattr(torch.nn.Module, "_apply", moved)
+                    made = self._witness.making(torch.nn.Parameter.__new__)
+                    patches.setattr(torch.nn.Parameter, "__new__", staticmethod(made))
+                    restored = self._witness.restoring(torch.nn.Module.__setstate__)
+                    patches.setattr(torch.nn.Module, "__setstate__", restored)
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
                     run = self._outermost(BACKWARD, place._engine_run_backward)
@@ -94,13 +99,42 @@ class AutomaticPhases:
 
         return watched
 
-    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _step_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         if self._busy and not self._abandoned_step():
-            return
+            return None
         self._busy = True
         if self._witness is not None:
             self._witness.begin(STEP)
         self._step = _Step(self._tracker.enter(STEP), sys._getframe(1), get_ident())
+        return self._with_closure(self._step, args, kwargs)
+
+    def _with_closure(
+        self, step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of ``step`` with its closure watched, ``None`` without one."""
+        if len(args) > 1 and callable(args[1]):  # the first one is the optimizer
+            return (args[0], self._interrupting(step, args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._interrupting(step, kwargs["closure"])}
+        return None
+
+    def _interrupting(self, step: _Step, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if step is not self._step or step.phase is None:
+                return closure(*args, **kwargs)
+            self._step, self._busy = None, False
+            if self._witness is not None:
+                self._witness.end()
+            try:
+                with self._tracker.interrupted(step.phase):
+                    return closure(*args, **kwargs)
+            finally:
+                self._close_step()  # one inside that was left by an exception
+                self._step, self._busy = step, True
+                if self._witness is not None:
+                    self._witness.begin(STEP)
+
+        return watched
 
     def _step_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._step is not None and self._step.frame is sys._getframe(1):

@@ -63,7 +63,9 @@ class Beginning:
 class Account:
     """Accounts for the bytes of one test: composes its peaks, and what it left behind."""
 
-    def __init__(self, recorder: Recorder, root: str) -> None:
+    def __init__(self, recorder: Recorder, root: str, *, timelines: bool = False) -> None:
+        self.timelines = timelines
+        """Whether a report shows what was allocated over time."""
         self._recorder = recorder
         self._root = root
         self._set_up = self._beginning = Beginning((), {})
@@ -166,6 +168,10 @@ class Account:
                 (position_on(device, b) - begin, position_on(device, e) - begin)
                 for b, e in tracker.asides
             ],
+            unmeasured=[
+                (position_on(device, b) - begin, position_on(device, e) - begin)
+                for b, e in tracker.unmeasured_windows
+            ],
             root=self._root,
         )
 
@@ -192,7 +198,12 @@ def explained_by(first: Measurement, again: Measurement) -> Measurement:
     phases = composed(first.phases, found)
     call = phases[CALL]
     return replace(
-        first, phases=phases, composition=call.composition, sites=call.sites, leaks=again.leaks
+        first,
+        phases=phases,
+        composition=call.composition,
+        sites=call.sites,
+        leaks=again.leaks,
+        timeline=again.timeline,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
+from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.device.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account, composed, leaks
@@ -39,8 +40,15 @@ class Meter:
     """
 
     def __init__(
-        self, statistics: Statistics, ledger: FixtureLedger, account: Account | None = None
+        self,
+        statistics: Statistics,
+        ledger: FixtureLedger,
+        account: Account | None = None,
+        *,
+        numbered: bool = False,
     ) -> None:
+        self._numbered = numbered
+        """Whether each window of a phase is one of its own."""
         self._statistics = statistics
         self._account = account
         self._ledger = ledger
@@ -50,7 +58,7 @@ class Meter:
         self._before: frozenset[Block] = frozenset()
         self._running = False
         self._max_leak: int | None = None
-        self.tracker = PhaseTracker(statistics, account.positions if account else _nothing_recorded)
+        self.tracker = self._tracker()
         self._clean_start()
 
     @contextmanager
@@ -112,7 +120,11 @@ class Meter:
     def account_by(self, account: Account) -> None:
         """Let ``account`` say what holds the memory of the runs to come."""
         self._account = account
-        self.tracker = PhaseTracker(self._statistics, account.positions)
+        self.tracker = self._tracker()
+
+    def _tracker(self) -> PhaseTracker:
+        positions = self._account.positions if self._account else _nothing_recorded
+        return PhaseTracker(self._statistics, positions, numbered=self._numbered)
 
     def out_of_memory(
         self, device: int, *, total: int, version: tuple[int, int]
@@ -127,6 +139,16 @@ class Meter:
         if self._account is not None:
             return self._account.watching(self.tracker)
         return AutomaticPhases(self.tracker).watching()
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Charge nothing for what happens inside, but from its end on for what it keeps."""
+        with ExitStack() as paused:
+            paused.enter_context(self.tracker.unmeasured())
+            if self._account is not None:
+                paused.enter_context(self._account.witness.unmeasured())
+            paused.enter_context(self._statistics.unmeasured())
+            yield
 
     def phases(self, device: int) -> Mapping[str, PhaseRecord]:
         """Return the phases left so far; their cuBLAS workspaces are known only in the end."""
@@ -170,6 +192,7 @@ class Meter:
         stray = self._stray_on(device)
         phases = self.tracker.records(device, stray, workspaces)
         left: tuple[Mapping[str, Any], ...] = ()
+        timeline = None
         if self._account is not None:
             history = self._account.history(device, self.tracker, workspaces)
             of_fixtures = self._account.compositions(device, self.tracker)
@@ -177,6 +200,7 @@ class Meter:
             most = self._max_leak
             named = most is not None and bytes_on(device, leaked or frozenset()) > most
             left = leaks(history, device, leaked or (), named=named)
+            timeline = timeline_of(history) if self._account.timelines else None
         call = phases[CALL]
         return Measurement(
             device=f"cuda:{device}",
@@ -192,6 +216,7 @@ class Meter:
             composition=call.composition,
             sites=call.sites,
             leaks=left,
+            timeline=timeline,
         )
 
     def _clean_start(self) -> None:

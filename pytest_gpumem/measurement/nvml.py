@@ -5,60 +5,33 @@ processes. Whatever NVML does not tell is ``None``; where it tells nothing, the 
 :class:`NvmlAbsent` with the reason, never an exception.
 """
 
-# ruff: noqa: D102, N802, N803 - the protocol repeats pynvml's own names
 from __future__ import annotations
 
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from typing import Any, Protocol, TypeVar, cast
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pytest_gpumem.measurement.device_mode import NvmlMode, container_limit, mps_daemon_runs
+from pytest_gpumem.measurement.nvml_library import (
+    NoDeviceError,
+    Nvml,
+    NvmlSession,
+    load_nvml,
+    reason_of,
+)
+from pytest_gpumem.measurement.visible import visible_devices
 
 T = TypeVar("T")
 
-# nvml.h, nvmlReturn_t: what users meet, in their words.
-REASONS: Mapping[int, str] = {
-    4: "NVML refuses access to the device (insufficient permissions)",
-    9: "the NVIDIA driver is not loaded",
-    12: "NVML's shared library was not found, so no NVIDIA driver is installed",
-    15: "the GPU has fallen off the bus",
-    18: "the NVIDIA driver and NVML's library are of different versions (reboot after an update)",
-}
-
-COMPUTE_MODE_EXCLUSIVE_PROCESS = 3  # nvml.h, nvmlComputeMode_t
+COMPUTE_MODE_PROHIBITED, COMPUTE_MODE_EXCLUSIVE_PROCESS = 2, 3  # nvml.h, nvmlComputeMode_t
 VIRTUALIZATION_MODE_VGPU = 2  # nvml.h, nvmlGpuVirtualizationMode_t
-MIG_ENABLED = 1  # nvml.h, NVML_DEVICE_MIG_ENABLE
-MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without what the driver reserves
+NO_MEMORY_LIMIT = 2**64 - 1  # nvml.h, NVML_DEVICE_MEMORY_LIMIT_MAX
 MPS_SERVER = "nvidia-cuda-mps-server"
 
-
-class Nvml(Protocol):
-    """The part of the ``pynvml`` module (package nvidia-ml-py) that is used here."""
-
-    NVMLError: type[Exception]
-
-    def nvmlInit(self) -> None: ...
-    def nvmlShutdown(self) -> None: ...
-    def nvmlSystemGetDriverVersion(self) -> str: ...
-    def nvmlSystemGetProcessName(self, pid: int) -> str: ...
-    def nvmlDeviceGetCount(self) -> int: ...
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
-    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
-    def nvmlDeviceGetName(self, handle: Any) -> str: ...
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any: ...
-    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
-    def nvmlDeviceGetProcessUtilization(self, handle: Any, timeStamp: int) -> Sequence[Any]: ...
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
-    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
-    def nvmlDeviceGetVirtualizationMode(self, handle: Any) -> int: ...
-    def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
+NOT_INSTALLED = "the package nvidia-ml-py is not installed"
 
 
 @dataclass(frozen=True)
@@ -80,23 +53,8 @@ class NvmlProcess:
     """As the driver counts: in a container it may be the host's."""
     name: str | None
     used: int | None
-
-
-@dataclass(frozen=True)
-class NvmlMode:
-    """How the device is divided and who may use it."""
-
-    mig_profile: str | None = None
-    """``1g.5gb``; empty for a MIG instance whose name does not tell; ``None`` for a whole GPU."""
-    vgpu: bool = False
-    mps: bool = False
-    exclusive_process: bool = False
-
-    @property
-    def partition(self) -> str:
-        """``MIG-1g.5gb``, ``vGPU``, ``MPS`` or a combination; empty for a whole device."""
-        mig = None if self.mig_profile is None else f"MIG-{self.mig_profile}".rstrip("-")
-        return "-".join(part for part in (mig, self.vgpu and "vGPU", self.mps and "MPS") if part)
+    gpu_percent: int | None = None
+    """Share of its last sample period in which its kernels ran; ``None`` without a sample."""
 
 
 @dataclass(frozen=True)
@@ -151,22 +109,20 @@ def read_device(
 
 
 def _reading(
-    nvml: Nvml | None, read: Callable[[_Session], T], environ: Mapping[str, str]
+    nvml: Nvml | None, read: Callable[[_Reader], T], environ: Mapping[str, str]
 ) -> T | NvmlAbsent:
-    library = nvml if nvml is not None else _load()
-    if isinstance(library, NvmlAbsent):
-        return library
+    library = nvml if nvml is not None else load_nvml()
+    if library is None:
+        return NvmlAbsent(NOT_INSTALLED)
     try:
         library.nvmlInit()
     except library.NVMLError as error:
-        return NvmlAbsent(_reason(error))
-    session = _Session(library, environ)
+        return NvmlAbsent(reason_of(error))
+    session = _Reader(library, environ)
     try:
         return read(session)
-    except _NoDeviceError as error:
-        return NvmlAbsent(str(error))
-    except library.NVMLError as error:
-        return NvmlAbsent(_reason(error))
+    except (NoDeviceError, library.NVMLError) as error:
+        return NvmlAbsent(reason_of(error))
     finally:
         session.ask(library.nvmlShutdown)
 
@@ -176,53 +132,83 @@ def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
 
     Whatever ``CUDA_VISIBLE_DEVICES`` says.
     """
-    return _reading(nvml, lambda session: session.read_all(os.getpid()), {})
+    return _reading(nvml, lambda session: session.read_all(os.getpid()), os.environ)
 
 
-def _load() -> Nvml | NvmlAbsent:
-    try:
-        with warnings.catch_warnings():
-            # The superseded package `pynvml` warns on import; it answers all the same.
-            warnings.simplefilter("ignore")
-            return cast(Nvml, import_module("pynvml"))
-    except ImportError:
-        return NvmlAbsent("the package nvidia-ml-py is not installed")
+def read_visible(
+    nvml: Nvml | None = None, *, environ: Mapping[str, str] | None = None
+) -> list[NvmlReading] | NvmlAbsent:
+    """Read every device that CUDA shows a process of this environment, in CUDA's order.
+
+    Of a GPU that MIG divides, every instance, though CUDA shows a process one alone.
+    """
+    known = os.environ if environ is None else environ
+    return _reading(nvml, lambda session: session.read_visible(os.getpid()), known)
 
 
-def _reason(error: Exception) -> str:
-    code = getattr(error, "value", None)
-    return REASONS.get(cast(int, code), f"NVML says: {error}")
+class NvmlMemory:
+    """Asks again and again what one device holds; NVML stays initialised meanwhile.
 
+    Raises :class:`LookupError`, with one clause, where NVML does not tell.
+    """
 
-class _NoDeviceError(Exception):
-    """The device asked for cannot be found; the message is the reason."""
+    def __init__(self, uuid: str, nvml: Nvml | None = None) -> None:
+        self._uuid = uuid
+        self._given = nvml
+        self._session: _Reader | None = None
+        self._handle: Any = None
+        self._process = 0
 
-
-@dataclass(frozen=True)
-class _Session:
-    nvml: Nvml
-    environ: Mapping[str, str]
-
-    def ask(self, call: Callable[..., T], *args: Any) -> T | None:
-        """The answer, or ``None`` where this device, driver or permission does not give one."""
+    def read(self) -> tuple[int, dict[int, int | None]]:
+        """Return the bytes used by everyone, and by each process that NVML lists."""
+        session = self._opened()
         try:
-            return call(*args)
-        except (self.nvml.NVMLError, UnicodeDecodeError):
-            return None
+            used = int(session.memory(self._handle).used)
+        except session.nvml.NVMLError as error:
+            raise LookupError(reason_of(error)) from error
+        return used, session.used_by_process(self._handle) or {}
 
+    def _opened(self) -> _Reader:
+        if self._session is None or self._process != os.getpid():
+            library = self._given if self._given is not None else load_nvml()
+            if library is None:
+                raise LookupError(NOT_INSTALLED)
+            session = _Reader(library, {})
+            try:
+                library.nvmlInit()
+                self._handle = session.by_uuid(self._uuid)
+            except (library.NVMLError, NoDeviceError) as error:
+                raise LookupError(reason_of(error)) from error
+            self._session, self._process = session, os.getpid()
+        return self._session
+
+
+class _Reader(NvmlSession):
     def read(self, device: int | str, pid: int) -> NvmlReading:
-        return self._read(self._instance(self._find(device)), pid)
+        return self._read(self.instance(self.find(device)), pid)
 
     def read_all(self, pid: int) -> list[NvmlReading]:
+        return self._read_with_instances(self.handles(), pid)
+
+    def read_visible(self, pid: int) -> list[NvmlReading]:
+        handles = list(self.handles())
+        entries = visible_devices(self.environ.get("CUDA_VISIBLE_DEVICES"), len(handles))
+        chosen = [entry for entry in entries if isinstance(entry, int)]
+        if len(chosen) not in (0, len(handles)):
+            self.require_one_order(handles)
+        found = [handles[one] if isinstance(one, int) else self.by_uuid(one) for one in entries]
+        return self._read_with_instances(found, pid)
+
+    def _read_with_instances(self, handles: Iterable[Any], pid: int) -> list[NvmlReading]:
         found = []
-        for handle in self._handles():
-            instances = list(self._instances(handle))
+        for handle in handles:
+            instances = list(self.instances(handle))
             found += [self._read(one, pid) for one in instances or [handle]]
         return found
 
     def _read(self, handle: Any, pid: int) -> NvmlReading:
         nvml = self.nvml
-        memory = self._memory(handle)
+        memory = self.memory(handle)
         rates = self.ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         processes = self._processes(handle)
         own = None if processes is None else processes.get(pid)
@@ -237,160 +223,86 @@ class _Session:
             unattributed=_unattributed(processes, pid),
             others=None if processes is None else _others(processes, pid),
             alone=_alone(processes, pid),
-            mode=self._mode(handle, processes or {}),
+            mode=self._mode(handle, processes or {}, int(memory.total)),
             gpu_percent=None if rates is None else int(rates.gpu),
             memory_percent=None if rates is None else int(rates.memory),
-            process_gpu_percent=self._process_percent(handle, pid),
+            process_gpu_percent=self._percents(handle).get(pid),
         )
 
-    def _mode(self, handle: Any, processes: Mapping[int, NvmlProcess]) -> NvmlMode:
+    def _mode(self, handle: Any, processes: Mapping[int, NvmlProcess], total: int) -> NvmlMode:
         nvml = self.nvml
         name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
         virtualization = self.ask(nvml.nvmlDeviceGetVirtualizationMode, handle)
         compute_mode = self.ask(nvml.nvmlDeviceGetComputeMode, handle)
+        limited_by, limit = self._limit(handle, uuid, total) or (None, None)
         return NvmlMode(
             mig_profile=_mig_profile(name) if uuid.startswith("MIG-") else None,
             vgpu=virtualization == VIRTUALIZATION_MODE_VGPU,
             mps=bool(self.ask(nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle))
-            or "CUDA_MPS_PIPE_DIRECTORY" in self.environ
+            or mps_daemon_runs(self.environ)
             or any(process.name == MPS_SERVER for process in processes.values()),
             exclusive_process=compute_mode == COMPUTE_MODE_EXCLUSIVE_PROCESS,
+            prohibited=compute_mode == COMPUTE_MODE_PROHIBITED,
+            limited_by=limited_by,
+            limit=limit,
         )
 
-    def _memory(self, handle: Any) -> Any:
-        # Drivers before 510 only know the first form, whose `used` includes the driver's reserve.
-        newer = self.ask(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
-        return self.nvml.nvmlDeviceGetMemoryInfo(handle) if newer is None else newer
+    def _limit(self, handle: Any, uuid: str, total: int) -> tuple[str, int | None] | None:
+        """Who leaves this container a part of the device, and how many bytes."""
+        uuids = [self.ask(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
+        index = uuids.index(uuid) if uuid in uuids else 0
+        by_cgroup = self._cgroup_limit(handle)
+        found = container_limit(self.environ, index, total)
+        if by_cgroup is None or (found and (found[1] or total) <= by_cgroup):
+            return found
+        return "cgroup", by_cgroup
+
+    def _cgroup_limit(self, handle: Any) -> int | None:
+        # Of newer drivers and of nvidia-ml-py since 13; for Linux, and not for MIG handles.
+        question = getattr(self.nvml, "nvmlDeviceGetMemoryLimits_v1", None)
+        if question is None:
+            return None
+        limits = self.nvml.c_nvmlGetMemoryLimits_v1_t()  # type: ignore[attr-defined]  # as above
+        limits.nameSpace = os.fsencode(own_cgroup())
+        if self.ask(_answered, question, handle, limits) is None:
+            return None
+        hard = int(limits.hardLimit)
+        return hard if 0 < hard < NO_MEMORY_LIMIT else None
 
     def _processes(self, handle: Any) -> dict[int, NvmlProcess] | None:
-        listed = [
-            self.ask(self.nvml.nvmlDeviceGetComputeRunningProcesses, handle),
-            self.ask(self.nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
-            self.ask(self.nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle),
-        ]
-        if all(entries is None for entries in listed):
+        used = self.used_by_process(handle)
+        if used is None:
             return None
-        used: dict[int, int | None] = {}
-        for entries in listed:
-            for entry in entries or ():
-                # A process that computes and draws stands in two lists with the same bytes.
-                known = max(used.get(entry.pid) or 0, entry.usedGpuMemory or 0)
-                used[entry.pid] = known or None
-        return {pid: NvmlProcess(pid, self._name(pid), used[pid]) for pid in sorted(used)}
+        busy = self._percents(handle)
+        return {
+            pid: NvmlProcess(pid, self.process_name(pid), used[pid], busy.get(pid))
+            for pid in sorted(used)
+        }
 
-    def _name(self, pid: int) -> str | None:
-        name = self.ask(self.nvml.nvmlSystemGetProcessName, pid)
-        return re.split(r"[/\\]", name.split(" ")[0])[-1] or None if name else None
-
-    def _process_percent(self, handle: Any, pid: int) -> int | None:
-        # NVML raises "not found" where it has no sample, which is the rule for a short test.
+    def _percents(self, handle: Any) -> dict[int, int]:
+        """By process; of several samples the latest counts."""
+        # NVML raises "not found" where it has no sample, which is the rule for a short test, and
+        # has been seen to return numbers above 100 (github.com/Syllo/nvtop/issues/110).
         samples = self.ask(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
-        own = [sample for sample in samples if sample.pid == pid]
-        return int(max(own, key=lambda sample: int(sample.timeStamp)).smUtil) if own else None
-
-    def _find(self, device: int | str) -> Any:
-        wanted = self._visible(device) if isinstance(device, int) else device
-        return self._by_uuid(wanted) if isinstance(wanted, str) else wanted
-
-    def _visible(self, index: int) -> Any:
-        """What CUDA's ``index`` stands for: a UUID (possibly shortened) or a handle of NVML's."""
-        handles = list(self._handles())
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES")
-        entries = visible_devices(visible, len(handles))
-        if not 0 <= index < len(entries):
-            shown = "unset" if visible is None else repr(visible)
-            raise _NoDeviceError(
-                f"there is no CUDA device {index}: NVML sees {len(handles)}, "
-                f"CUDA_VISIBLE_DEVICES is {shown}"
-            )
-        entry = entries[index]
-        if isinstance(entry, str):
-            return entry
-        self._require_one_order(handles)
-        return handles[entry]
-
-    def _require_one_order(self, handles: Sequence[Any]) -> None:
-        # CUDA counts the fastest first unless told otherwise, NVML by PCI bus: only equal devices
-        # are counted alike.
-        if self.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-            return
-        if len({self.nvml.nvmlDeviceGetName(handle) for handle in handles}) > 1:
-            raise _NoDeviceError(
-                "the GPUs differ and CUDA may count them in another order than NVML: "
-                "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-            )
-
-    def _by_uuid(self, wanted: str) -> Any:
-        complete = wanted.startswith(("GPU-", "MIG-"))
-        candidates = (wanted,) if complete else (f"GPU-{wanted}", f"MIG-{wanted}")
-        for candidate in candidates:
-            handle = self.ask(self.nvml.nvmlDeviceGetHandleByUUID, candidate)
-            if handle is not None:
-                return handle
-        everything = [
-            one for handle in self._handles() for one in (handle, *self._instances(handle))
-        ]
-        found = [
-            handle
-            for handle in everything
-            if str(self.ask(self.nvml.nvmlDeviceGetUUID, handle)).startswith(candidates)
-        ]
-        if len(found) == 1:
-            return found[0]
-        trouble = "more than one device matches" if found else "NVML sees no device with"
-        raise _NoDeviceError(f"{trouble} the UUID {wanted!r}")
-
-    def _handles(self) -> Iterator[Any]:
-        for index in range(self.nvml.nvmlDeviceGetCount()):
-            yield self.nvml.nvmlDeviceGetHandleByIndex(index)
-
-    def _instances(self, handle: Any) -> Iterator[Any]:
-        mode = self.ask(self.nvml.nvmlDeviceGetMigMode, handle)
-        if mode is None or mode[0] != MIG_ENABLED:
-            return
-        for index in range(self.ask(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-            instance = self.ask(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-            if instance is not None:
-                yield instance
-
-    def _instance(self, handle: Any) -> Any:
-        """The device itself, or the instance of a GPU in MIG mode that CUDA would use.
-
-        That is the first, unless CUDA_VISIBLE_DEVICES names another: torch may tell the UUID of
-        the whole GPU.
-        """
-        visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        wanted = tuple(text for text in map(str.strip, visible) if text.startswith("MIG-"))
-        instances = list(self._instances(handle))
-        named = (one for one in instances if self.nvml.nvmlDeviceGetUUID(one).startswith(wanted))
-        return next(named, instances[0] if instances else handle)
+        latest = sorted(samples, key=lambda sample: int(sample.timeStamp))
+        return {int(one.pid): int(one.smUtil) for one in latest if one.smUtil <= 100}
 
 
-def visible_devices(value: str | None, count: int) -> list[int | str]:
-    """The devices CUDA sees, in CUDA's order: indices of ``count`` devices, or UUID beginnings.
-
-    ``value`` is ``CUDA_VISIBLE_DEVICES``: enumeration stops at the first entry that is no device,
-    and a repeated entry makes all of them invisible (CUDA C++ Programming Guide, "CUDA
-    Environment Variables"; ``torch.cuda._parse_visible_devices``).
-    """
-    if value is None:
-        return list(range(count))
-    entries: list[int | str] = []
-    for text in (part.strip() for part in value.split(",")):
-        entry = _visible_entry(text, count)
-        if entry is None:
-            break
-        if entry in entries:
-            return []
-        entries.append(entry)
-    return entries
+def own_cgroup() -> str:
+    """Return the folder of this process's cgroup; the root of them where it is not known."""
+    root = "/sys/fs/cgroup"
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return root
+    found = [line.removeprefix("0::") for line in lines if line.startswith("0::")]
+    return root + found[0].rstrip("/") if found else root
 
 
-def _visible_entry(text: str, count: int) -> int | str | None:
-    if text.startswith(("GPU-", "MIG-")):
-        return text
-    digits = re.match(r"\+?\d+", text)
-    return int(digits[0]) if digits and int(digits[0]) < count else None
+def _answered(question: Callable[..., None], *args: Any) -> bool:
+    """Ask what is answered into an argument."""
+    question(*args)
+    return True
 
 
 def _unattributed(processes: Mapping[int, NvmlProcess] | None, pid: int) -> str | None:

@@ -21,6 +21,9 @@ def position_on(device: int, positions: Positions) -> int:
 
 KEPT_NAMES = (SETUP, CALL)
 
+MOST_NUMBERED = 100
+"""Windows of one phase that are phases of their own; those beyond are part of the whole alone."""
+
 SNAPSHOTS_OF_EACH_ENTRY = 8
 """A phase entered more often has its blocks looked at on entries that are powers of two: workspaces
 live on once they exist, and a snapshot of a large model costs milliseconds."""
@@ -82,6 +85,8 @@ class Phase:
     extents: dict[int, Extent] = field(default_factory=dict)
     blocks: frozenset[Block] = frozenset()
     """What was live when the phase was last left and looked at."""
+    loop: str | None = None
+    """The phase one of whose windows it is, where windows are numbered."""
     opened: Positions = ()
     windows: list[tuple[Positions, Positions]] = field(default_factory=list)
     """How far the allocators had come when each window began and ended."""
@@ -100,6 +105,10 @@ class Phase:
         self.entered += 1
         self.open = True
         self.thread = get_ident()
+        self.begin_at(readings)
+
+    def begin_at(self, readings: Readings) -> None:
+        """Begin, or go on, at the present values."""
         for device, now in readings.items():
             extent = self.extents.setdefault(device, Extent(allocated_before=now.allocated))
             extent.reach(now.at_rest)
@@ -121,11 +130,17 @@ class PhaseTracker:
     """The phases of one run of a test's body.
 
     Safe to use from several threads: autograd and data-parallel code run modules in their own.
+    ``numbered``: each window of a phase that is entered again is a phase inside it, ``forward_1``.
     """
 
     def __init__(
-        self, statistics: Statistics, positions: Callable[[], Positions] = lambda: ()
+        self,
+        statistics: Statistics,
+        positions: Callable[[], Positions] = lambda: (),
+        *,
+        numbered: bool = False,
     ) -> None:
+        self._numbered = numbered
         self._statistics = statistics
         self._positions = positions
         statistics.listeners.append(self._reach)
@@ -136,6 +151,9 @@ class PhaseTracker:
         self.phases: dict[str, Phase] = {}
         self.asides: list[tuple[Positions, Positions]] = []
         """When something happened that belongs to no phase."""
+        self.unmeasured_windows: list[tuple[Positions, Positions]] = []
+        """When peaks did not count."""
+        self._unmeasured = False
 
     def restart(self) -> None:
         """Forget every phase but those from before the first restart."""
@@ -144,6 +162,7 @@ class PhaseTracker:
                 self._kept = tuple(phase.copy() for phase in self.phases.values())
             self._open.clear()
             self.asides.clear()
+            self.unmeasured_windows.clear()
             self.phases = {phase.name: phase.copy() for phase in self._kept}
 
     @contextmanager
@@ -171,20 +190,26 @@ class PhaseTracker:
             )
 
     def enter(self, name: str) -> Phase | None:
-        """Begin the phase ``name``; ``None`` where it is open already."""
+        """Begin the phase ``name``; ``None`` where it is open already, or nothing is measured."""
         with self._lock:
-            if self.is_open(name):
+            if self._unmeasured or self.is_open(name):
                 return None
             readings = self._statistics.harvest()
-            parent = self._open[-1].name if self._open else None
-            phase = self.phases.setdefault(name, Phase(name, parent))
-            if phase.parent != parent:
-                phase.parent = None
-            phase.begin(readings)
-            phase.opened = self._positions()
-            phase.in_window = False
-            self._open.append(phase)
+            phase = self._begin(name, readings)
+            if self._numbered and name not in KEPT_NAMES and phase.entered <= MOST_NUMBERED:
+                self._begin(f"{name}_{phase.entered}", readings).loop = name
             return phase
+
+    def _begin(self, name: str, readings: Readings) -> Phase:
+        parent = self._open[-1].name if self._open else None
+        phase = self.phases.setdefault(name, Phase(name, parent))
+        if phase.parent != parent:
+            phase.parent = None
+        phase.begin(readings)
+        phase.opened = self._positions()
+        phase.in_window = False
+        self._open.append(phase)
+        return phase
 
     def leave(self, phase: Phase) -> list[Phase]:
         """End a phase that :meth:`enter` began, and what its thread has left open inside it.
@@ -204,6 +229,37 @@ class PhaseTracker:
                 self._open.remove(one)
                 self._close(one)
             return within
+
+    @contextmanager
+    def interrupted(self, phase: Phase) -> Iterator[None]:
+        """Leave what happens inside out of ``phase``, and of what it has open inside it.
+
+        It goes on afterwards: it has been entered once.
+        """
+        with self._lock:
+            self._statistics.harvest()
+            found = self._open.index(phase) if phase in self._open else len(self._open)
+            inner, self._open[found:] = self._open[found:], []
+            for one in inner:
+                one.windows.append((one.opened, self._positions()))
+        try:
+            yield
+        finally:
+            with self._lock:
+                readings = self._statistics.harvest()
+                for one in inner:
+                    self._go_on(one, readings)
+                self._open += inner
+
+    def _go_on(self, phase: Phase, readings: Readings) -> None:
+        phase.opened = self._positions()
+        phase.begin_at(readings)
+        if phase.entered == len(phase.windows) == 1:
+            # What happened meanwhile came before its own work: it stands behind that, and begins
+            # with what that has left.
+            self.phases[phase.name] = self.phases.pop(phase.name)
+            for device, now in readings.items():
+                phase.extents[device].allocated_before = now.allocated
 
     def is_open(self, name: str) -> bool:
         """Whether a window of this name is open."""
@@ -230,6 +286,17 @@ class PhaseTracker:
                         phase.extents.setdefault(device, Extent()).raise_by(amount)
                 self._reach({device: now.at_rest for device, now in readings.items()})
 
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Begin no phase inside; those that are open have no peak there."""
+        begin = self._positions()
+        self._unmeasured = True
+        try:
+            yield
+        finally:
+            self._unmeasured = False
+            self.unmeasured_windows.append((begin, self._positions()))
+
     def records(
         self, device: int, stray: Bytes, workspaces: frozenset[Block] = frozenset()
     ) -> dict[str, PhaseRecord]:
@@ -240,7 +307,7 @@ class PhaseTracker:
         return {
             phase.name: _record(phase, device, stray, workspaces)
             for phase in self.phases.values()
-            if not phase.open
+            if not phase.open and (phase.loop is None or self.phases[phase.loop].entered > 1)
         }
 
     def _reach(self, readings: Readings) -> None:

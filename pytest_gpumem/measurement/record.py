@@ -80,6 +80,8 @@ class Measurement:
     """What was left behind, by source line and operator."""
     notes: tuple[str, ...] = ()
     """Sentences a reader of the numbers has to know, e.g. neutral values that were read."""
+    timeline: Mapping[str, Any] | None = None
+    """What was allocated over time, where a report shows it; see ``attribution.timeline``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -103,6 +105,7 @@ class Measurement:
             "sites": [dict(site) for site in self.sites],
             "leaks": [dict(site) for site in self.leaks],
             "notes": list(self.notes),
+            **({} if self.timeline is None else {"timeline": dict(self.timeline)}),
         }
 
     @classmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -80,6 +80,9 @@ class Statistics(Protocol):
     def forget_peaks(self) -> None:
         """Let the body's peaks begin here, too."""
 
+    def unmeasured(self) -> AbstractContextManager[None]:
+        """Return a context in which nobody is told how high memory goes."""
+
 
 class CudaStatistics:
     """``torch.cuda``'s statistics of every visible device, real or simulated.
@@ -95,6 +98,7 @@ class CudaStatistics:
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._remembered: dict[int, dict[Path, int]] = {}
         self.listeners: list[Callable[[Readings], None]] = []
+        self._unmeasured = False
 
     def harvest(self) -> Readings:
         """Return each device's reading, and begin new peaks; the body's peaks remain."""
@@ -104,9 +108,22 @@ class CudaStatistics:
             self._remember(device, stats)
             self._reset_peaks(device)
             readings[device] = _reading(stats)
-        for listener in self.listeners:
-            listener(readings)
+        if not self._unmeasured:
+            for listener in self.listeners:
+                listener(readings)
         return readings
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Tell nobody how high memory goes inside."""
+        self.harvest()
+        self._unmeasured = True
+        try:
+            yield
+        finally:
+            self.harvest()  # what was reached inside
+            self._unmeasured = False
+            self.harvest()
 
     def live_blocks(self) -> frozenset[Block]:
         """Return every block in use; not those that were given up while a stream works on them.

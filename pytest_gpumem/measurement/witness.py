@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -69,6 +70,22 @@ class Witness:
         self._stepped.add(optimizer)
         self.watch(optimizer)
 
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Forget what goes on inside, but for the modules and optimizers that there are then."""
+        notes: tuple[list[Any], ...] = (self._marks, self._spans, self._sightings)
+        known, span = [len(each) for each in notes], self._span
+        try:
+            yield
+        finally:
+            self._span = span  # a step that ran out of memory has not told of its end
+            for each, count in zip(notes, known, strict=True):
+                del each[count:]
+            for module in list(self._roots):
+                self.watch(module)
+            for optimizer in list(self._optimizers):
+                self.watch(optimizer)
+
     # What surrounds torch's functions while a test runs.
 
     def calling(self, call: Function) -> Function:
@@ -109,6 +126,31 @@ class Witness:
             return result
 
         return moved
+
+    def making(self, new: Function) -> Function:
+        """Return ``Parameter.__new__`` as ``new`` does it: modules may never be called."""
+
+        @functools.wraps(new)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            parameter = new(*args, **kwargs)
+            if isinstance(parameter, torch.Tensor):
+                self._see(self._positions(), parameter, PARAMETERS, "", "")
+            return parameter
+
+        return made
+
+    def restoring(self, set_state: Function) -> Function:
+        """Return ``Module.__setstate__`` as ``set_state`` does it: what ``deepcopy`` comes to."""
+
+        @functools.wraps(set_state)
+        def restored(module: torch.nn.Module, state: Any) -> None:
+            set_state(module, state)
+            now, owner = self._positions(), type(module).__name__
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._see(now, buffer, OTHER, owner, name)
+
+        return restored
 
     def running_backward(self, run: Function) -> Function:
         """Return autograd's entry as ``run`` does it, seen."""

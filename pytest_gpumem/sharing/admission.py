@@ -107,6 +107,33 @@ def to_tidy(
     return frozenset()
 
 
+def to_yield(
+    waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
+) -> frozenset[int]:
+    """Return the opportunistic tests that run and make room for the first guaranteed one waiting.
+
+    No more than it takes, the youngest first, which have done least; none where all of them
+    together would not be enough.
+    """
+    head = next((one for one in in_order(waiting, now) if one.guaranteed), None)
+    if head is None or _fits(head, running, devices):
+        return frozenset()
+    kept = list(running)
+    candidates = [one for one in kept if not one.guaranteed and _shares(one, [head])]
+    candidates.sort(key=lambda one: (-one.since, -one.id))
+    given: list[Request] = []
+    while candidates and not _fits(head, kept, devices):
+        given.append(candidates.pop(0))
+        kept.remove(given[-1])
+    if not _fits(head, kept, devices):
+        return frozenset()
+    for one in list(given):  # the last may have been enough
+        if _fits(head, [*kept, one], devices):
+            given.remove(one)
+            kept.append(one)
+    return frozenset(one.id for one in given)
+
+
 def in_order(waiting: Iterable[Request], now: float) -> list[Request]:
     """Return the tests as they come: by priority, which grows as they wait, then by arrival."""
 

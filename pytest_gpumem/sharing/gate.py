@@ -12,6 +12,8 @@ from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.database import SharingError
 from pytest_gpumem.sharing.ledger import Answer, Ledger, State
 from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sharing.processes import descends_from, name_of
+from pytest_gpumem.sharing.strangers import NOBODY, claims_of, without_hidden
 from pytest_gpumem.sizes import format_size
 
 FIRST_PAUSE = 0.005
@@ -38,9 +40,14 @@ class HostDevice(Protocol):
 class Admission:
     """How a test came in."""
 
+    nodeid: str
+    test: int
+    """Its number in the ledger."""
     need: Need
     waited: float
     """Seconds."""
+    waited_for: str
+    """Who held what it waited for, when it was last seen to wait; empty if it did not."""
     reserved: Mapping[str, int]
     """Bytes by device that are the test's while it runs."""
     alone: bool
@@ -55,6 +62,10 @@ class NotAdmittedError(Exception):
     """A test waited too long; the message is one sentence that says for whom."""
 
 
+def _say_nothing(nodeid: str, waited: float, holders: str) -> None:
+    """Keep it to itself."""
+
+
 class Gate:
     """One worker's way to the devices that it shares.
 
@@ -63,8 +74,10 @@ class Gate:
         worker: its number there.
         devices: those that its tests use; the first is the one that needs are stated for.
         held: what this process holds between two tests, by device: context and fixtures in bytes.
+        reach: how many devices a test uses, the first ones, by its id; ``None`` for all.
         tidy: tears down the fixtures that live between two tests.
         patience: seconds that a test may wait.
+        waits: told again and again of a test that waits: its id, for how long, and for whom.
     """
 
     def __init__(
@@ -74,8 +87,10 @@ class Gate:
         devices: Sequence[HostDevice],
         *,
         held: Callable[[str], tuple[int, int]],
+        reach: Callable[[str], int | None] = lambda nodeid: 1,
         tidy: Callable[[], None],
         patience: float,
+        waits: Callable[[str, float, str], None] = _say_nothing,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -83,10 +98,17 @@ class Gate:
         self._worker = worker
         self._devices = {device.name: device for device in devices}
         self._held = held
+        self._reach = reach
         self._tidy = tidy
         self._patience = patience
+        self._waits = waits
         self._clock = clock
         self._sleep = sleep
+
+    @property
+    def name(self) -> str:
+        """Of the first device."""
+        return next(iter(self._devices))
 
     @property
     def capacity(self) -> int:
@@ -109,7 +131,7 @@ class Gate:
         test = self._ledger.ask(
             self._worker,
             nodeid,
-            self._above_held(need),
+            self._above_held(nodeid, need),
             duration=need.duration,
             exclusive=need.exclusive or need.bytes is None,
             priority=need.priority,
@@ -128,52 +150,83 @@ class Gate:
         began = self._clock()
         pause = FIRST_PAUSE
         is_tidy = False
+        holders = ""
         while True:
             answer = self._ledger.try_grant(test, self.view())
             waited = self._clock() - began
             if answer.granted:
-                return self._admission(answer, test, need, waited)
+                return self._admission(answer, test, nodeid, need, waited, holders)
             if answer.tidy and not is_tidy:
                 # Once: what is left then is a leak, which no teardown gives back.
                 is_tidy = True
                 self._tidy()
                 self.declare()
-                self._ledger.ask_anew(test, self._above_held(need))
+                self._ledger.ask_anew(test, self._above_held(nodeid, need))
                 continue
             self._refuse_too_large(answer.state, nodeid, need)
+            holders = self._holders(answer.state)
             if waited > self._patience:
                 raise NotAdmittedError(
-                    f"{nodeid} waited {waited:.0f} s for {_amount(need)}: "
-                    f"{holders_of(answer.state, self.view())}"
+                    f"{nodeid} waited {waited:.0f} s for {_amount(need)}: {holders}"
                 )
+            self._waits(nodeid, waited, f"{_amount(need)}: {holders}")
             self._sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
 
     def view(self) -> dict[str, Device]:
         """Return what there is of each device, and what strangers hold of it."""
-        workers = {process.pid for process in self._ledger.owners().values()}
         return {
-            name: Device(
-                capacity=device.capacity,
-                foreign=sum(size for pid, size in device.taken().items() if pid not in workers),
-            )
+            name: Device(capacity=device.capacity, foreign=sum(self._strangers(device).values()))
             for name, device in self._devices.items()
         }
 
-    def _above_held(self, need: Need) -> dict[str, int]:
-        """What the test takes of each device beyond what its worker holds anyway."""
-        needs = dict.fromkeys(self._devices, 0)
-        first = next(iter(needs))
-        if need.bytes is not None:
-            needs[first] = max(need.bytes - self._held(first)[1], 0)
-        return needs
+    def strangers(self) -> str:
+        """Return which other processes hold memory, as a clause; empty where none does."""
+        return _strangers_of(
+            {name: self._strangers(device) for name, device in self._devices.items()}
+        )
 
-    def _admission(self, answer: Answer, test: int, need: Need, waited: float) -> Admission:
+    def _strangers(self, device: HostDevice) -> dict[int, int]:
+        """The bytes of ``device`` by process, but for the workers and what their tests start."""
+        workers = {process.pid for process in self._ledger.owners().values()}
+        return {
+            pid: size
+            for pid, size in self._taken(device).items()
+            if size and pid not in workers and not descends_from(pid, workers)
+        }
+
+    def _taken(self, device: HostDevice) -> Mapping[int, int]:
+        """The bytes of ``device`` by process; nobody's only beyond what workers may hold."""
+        taken = device.taken()
+        if not taken.get(NOBODY):
+            return taken
+        state = self._ledger.state({device.name: Device(device.capacity)})
+        return without_hidden(taken, claims_of(state, device.name, self._ledger.owners()))
+
+    def _holders(self, state: State) -> str:
+        """Who holds the memory that a test waits for, as a clause."""
+        parts = [*holding(state), *filter(None, [self.strangers()])]
+        return ", ".join(parts) or "nobody holds anything, and tests before it wait too"
+
+    def _above_held(self, nodeid: str, need: Need) -> dict[str, int]:
+        """What the test takes of each device beyond what its worker holds anyway.
+
+        The same of each: that is what limits and baselines say. One of which nobody knows what it
+        needs has all of them to itself.
+        """
+        if need.bytes is None:
+            return dict.fromkeys(self._devices, 0)
+        names = list(self._devices)[: self._reach(nodeid)]
+        return {name: max(need.bytes - self._held(name)[1], 0) for name in names}
+
+    def _admission(
+        self, answer: Answer, test: int, nodeid: str, need: Need, waited: float, holders: str
+    ) -> Admission:
         request = next(one.request for one in answer.state.waiting if one.request.id == test)
         beside = [
             one for one in answer.state.running if one.request.needs.keys() & request.needs.keys()
         ]
-        return Admission(need, waited, request.needs, alone=not beside)
+        return Admission(nodeid, test, need, waited, holders, request.needs, alone=not beside)
 
     def _refuse_too_large(self, state: State, nodeid: str, need: Need) -> None:
         if need.bytes is None:
@@ -187,21 +240,27 @@ class Gate:
             )
 
 
-def holders_of(state: State, devices: Mapping[str, Device]) -> str:
-    """Return who holds the memory that a test waits for, as a clause."""
+def holding(state: State) -> list[str]:
+    """Return what tests that run, and fixtures of all workers, hold: a clause for each."""
     parts = [
         f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} ({lease.nodeid})"
         for lease in state.running
     ]
-    for name, device in state.devices.items():
-        parts += [
-            f"fixtures of worker {worker} hold {format_size(held)}"
-            for worker, held in device.fixtures.items()
-            if held
-        ]
-        if devices[name].foreign:
-            parts.append(f"other processes hold {format_size(devices[name].foreign)} of {name}")
-    return ", ".join(parts) or "nobody holds anything, and tests before it wait too"
+    parts += [
+        f"fixtures of worker {worker} hold {format_size(held)}"
+        for device in state.devices.values()
+        for worker, held in device.fixtures.items()
+        if held
+    ]
+    return parts
+
+
+def _strangers_of(found: Mapping[str, Mapping[int, int]]) -> str:
+    return ", ".join(
+        f"{name_of(pid) if pid else 'nobody whom NVML names'} holds {format_size(size)} of {name}"
+        for name, processes in found.items()
+        for pid, size in processes.items()
+    )
 
 
 def _amount(need: Need) -> str:

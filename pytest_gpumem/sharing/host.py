@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
-from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_device
+import psutil
+
+from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlMemory, NvmlReading, read_device
+from pytest_gpumem.measurement.nvml_library import Nvml
 from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.strangers import NOBODY
 
 CONTEXT = 600 * 2**20
 """Bytes of a CUDA context that has not been measured: 300 to 600 MB are usual."""
@@ -16,18 +19,35 @@ MARGIN = 0.02
 """Share of a device that is left free for what nobody announces, library handles and kernels."""
 
 
-@dataclass(frozen=True)
 class NvmlDevice:
-    """One GPU or MIG instance; ``name`` is its UUID."""
+    """One GPU or MIG instance; ``name`` is its UUID.
 
-    name: str
-    total: int
+    Raises :class:`SharingError` where NVML does not tell.
+    """
+
+    def __init__(
+        self,
+        reading: NvmlReading,
+        nvml: Nvml | None = None,
+        *,
+        has_context: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.name = reading.uuid
+        self.total = min(reading.total, reading.mode.limit or reading.total)
+        """Bytes that this container may have of it, all processes together."""
+        self._memory = NvmlMemory(reading.uuid, nvml)
+        self._has_context = has_context
 
     @classmethod
-    def find(cls, index: int) -> NvmlDevice:
-        """Return the device that CUDA calls ``index``; raises :class:`SharingError`."""
-        reading = _read(index)
-        return cls(reading.uuid, reading.total)
+    def find(cls, index: int, *, has_context: Callable[[], bool] = lambda: False) -> NvmlDevice:
+        """Return the device that CUDA calls ``index``.
+
+        ``has_context`` says whether this process uses it, so that NVML ought to list it.
+        """
+        reading = read_device(index)
+        if isinstance(reading, NvmlAbsent):
+            raise _blind(reading.reason)
+        return cls(reading, has_context=has_context)
 
     @property
     def capacity(self) -> int:
@@ -35,17 +55,23 @@ class NvmlDevice:
         return round(self.total * (1 - MARGIN))
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds; 0 is nobody whose number NVML tells."""
-        reading = _read(self.name)
-        processes = {process.pid: process.used or 0 for process in reading.others or ()}
-        if reading.process_used is not None:
-            processes[os.getpid()] = reading.process_used
-        rest = reading.used - sum(processes.values())
-        return {**processes, 0: rest} if rest > 0 else processes
+        """Return the bytes that each process holds; those of :data:`NOBODY` may be anybody's.
+
+        That is what NVML puts down to no process, and everything where it numbers processes as
+        another host or container does, by which none of them can be told: it lists some that do
+        not exist here, or not this one though it uses the device.
+        """
+        try:
+            used, listed = self._memory.read()
+        except LookupError as error:
+            raise _blind(str(error)) from error
+        is_missed = self._has_context() and os.getpid() not in listed
+        if is_missed or not all(psutil.pid_exists(pid) for pid in listed):
+            return {NOBODY: used}
+        known = {pid: size for pid, size in listed.items() if size}
+        rest = used - sum(known.values())
+        return {**known, NOBODY: rest} if rest > 0 else known
 
 
-def _read(device: int | str) -> NvmlReading:
-    reading = read_device(device)
-    if isinstance(reading, NvmlAbsent):
-        raise SharingError(f"--gpumem-share needs NVML to see what the GPU holds: {reading.reason}")
-    return reading
+def _blind(reason: str) -> SharingError:
+    return SharingError(f"--gpumem-share needs NVML to see what the GPU holds: {reason}")

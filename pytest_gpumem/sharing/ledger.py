@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy
+from pytest_gpumem.sharing.admission import Device, Request, admissible, to_tidy, to_yield
 from pytest_gpumem.sharing.database import Database
-from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.processes import Process, is_alive, this_process
 
 FILE_NAME = "ledger.sqlite3"
@@ -38,13 +37,14 @@ CREATE TABLE IF NOT EXISTS test (
 CREATE TABLE IF NOT EXISTS need (
     test INTEGER NOT NULL REFERENCES test ON DELETE CASCADE,
     device TEXT NOT NULL, bytes INTEGER NOT NULL, PRIMARY KEY (test, device));
-CREATE TABLE IF NOT EXISTS plan (
-    run TEXT NOT NULL, nodeid TEXT NOT NULL, bytes INTEGER, source TEXT NOT NULL, duration REAL,
-    exclusive INTEGER NOT NULL, priority INTEGER NOT NULL, guaranteed INTEGER NOT NULL,
-    capacity INTEGER NOT NULL, time REAL NOT NULL, PRIMARY KEY (run, nodeid));
+CREATE TABLE IF NOT EXISTS yielding (
+    test INTEGER PRIMARY KEY REFERENCES test ON DELETE CASCADE);
+CREATE TABLE IF NOT EXISTS suspect (
+    run TEXT NOT NULL, nodeid TEXT NOT NULL, time REAL NOT NULL, PRIMARY KEY (run, nodeid));
 CREATE TABLE IF NOT EXISTS log (
     time REAL NOT NULL, event TEXT NOT NULL, run TEXT NOT NULL, worker TEXT NOT NULL,
     pid INTEGER NOT NULL, nodeid TEXT NOT NULL, device TEXT NOT NULL, bytes INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS log_time ON log (time);
 """
 
 
@@ -117,7 +117,7 @@ class Ledger:
         process = process or this_process()
         with self._database.transaction():
             self._void_dead()
-            for table in ("log", "plan"):
+            for table in ("log", "suspect"):
                 outdated = (self._clock() - KEPT,)
                 self._database.execute(f"DELETE FROM {table} WHERE time < ?", outdated)
             entered = self._database.execute(
@@ -174,19 +174,34 @@ class Ledger:
         ``devices`` say how much there is; what workers hold of them is known here.
         """
         with self._database.transaction():
-            self._void_dead()
-            state = self._state(devices)
-            now = self._clock()
-            requests = {lease.request.id: lease for lease in state.waiting}
-            asked = requests[test]
-            running = [lease.request for lease in state.running]
-            waiting = [lease.request for lease in state.waiting]
-            if test in {one.id for one in admissible(waiting, running, state.devices, now)}:
-                self._database.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
-                self._log("granted", replace(asked, is_running=True))
-                return Answer(granted=True, tidy=False, state=state)
-            tidy = asked.request.owner in to_tidy(waiting, running, state.devices, now)
-            return Answer(granted=False, tidy=tidy, state=state)
+            answer = self._answer(test, devices)
+            # Asking the system who is dead costs more than the rest, and only makes more room.
+            if not answer.granted and self._void_dead():
+                answer = self._answer(test, devices)
+            return answer
+
+    def _answer(self, test: int, devices: Mapping[str, Device]) -> Answer:
+        state = self._state(devices)
+        now = self._clock()
+        requests = {lease.request.id: lease for lease in state.waiting}
+        asked = requests[test]
+        running = [lease.request for lease in state.running]
+        waiting = [lease.request for lease in state.waiting]
+        if test in {one.id for one in admissible(waiting, running, state.devices, now)}:
+            self._database.execute("UPDATE test SET granted = ? WHERE id = ?", (now, test))
+            self._log("granted", replace(asked, is_running=True))
+            return Answer(granted=True, tidy=False, state=state)
+        tidy = asked.request.owner in to_tidy(waiting, running, state.devices, now)
+        self._database.executemany(
+            "INSERT OR IGNORE INTO yielding VALUES (?)",
+            [(one,) for one in to_yield(waiting, running, state.devices, now)],
+        )
+        return Answer(granted=False, tidy=tidy, state=state)
+
+    def has_to_yield(self, test: int) -> bool:
+        """Return whether ``test``, which runs, has to make room for another."""
+        found = self._database.execute("SELECT 1 FROM yielding WHERE test = ?", (test,))
+        return found.fetchone() is not None
 
     def release(self, test: int) -> None:
         """Take a test out, whether it runs or waits."""
@@ -196,35 +211,57 @@ class Ledger:
                     self._log("released" if lease.is_running else "withdrawn", lease)
             self._database.execute("DELETE FROM test WHERE id = ?", (test,))
 
+    def beside(self, worker: int) -> int | None:
+        """Return how many other tests have been on the devices of the test that ``worker`` runs.
+
+        ``None`` where it runs none.
+        """
+        with self._database.transaction():
+            leases = list(self._leases())
+            running = [one for one in leases if one.is_running and one.request.owner == worker]
+            if not running:
+                return None
+            own = running[0]
+            devices = own.request.needs.keys()
+            others = {
+                (one.run, one.worker, one.nodeid)
+                for one in leases
+                if one.is_running and one is not own and one.request.needs.keys() & devices
+            }
+            ended = self._database.execute(
+                "SELECT DISTINCT run, worker, nodeid, device FROM log "
+                "WHERE time >= ? AND event IN ('released', 'void')",
+                (own.request.since,),
+            )
+            others |= {tuple(who) for *who, device in ended if device in devices}
+            return sum((run, name) != (own.run, own.worker) for run, name, _ in others)
+
     def state(self, devices: Mapping[str, Device]) -> State:
         """Return who holds and who waits for what now."""
         with self._database.transaction():
             self._void_dead()
             return self._state(devices)
 
-    def plan(self, run: str, needs: Mapping[str, Need], capacity: int) -> None:
-        """Say what the tests of ``run`` will need, by id, of a device of ``capacity`` bytes."""
-        now = self._clock()
+    def suspect(self, run: str, nodeid: str) -> None:
+        """Remember a test of ``run`` that ran on a device when that failed: it or another did."""
         with self._database.transaction():
-            self._database.executemany(
-                "INSERT OR IGNORE INTO plan VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [(run, nodeid, *astuple(need), capacity, now) for nodeid, need in needs.items()],
+            self._database.execute(
+                "INSERT OR IGNORE INTO suspect VALUES (?, ?, ?)", (run, nodeid, self._clock())
             )
 
-    def planned(self, run: str) -> tuple[dict[str, Need], int]:
-        """Return what :meth:`plan` was told of ``run``; nothing and 0 where nobody did."""
-        rows = self._database.execute("SELECT * FROM plan WHERE run = ?", (run,)).fetchall()
-        needs = {
-            nodeid: Need(size, source, duration, bool(exclusive), priority, bool(guaranteed))
-            for _, nodeid, size, source, duration, exclusive, priority, guaranteed, *_ in rows
-        }
-        return needs, max((row[-2] for row in rows), default=0)
+    def is_suspect(self, run: str, nodeid: str) -> bool:
+        """Return whether :meth:`suspect` was told of the test."""
+        found = self._database.execute(
+            "SELECT 1 FROM suspect WHERE run = ? AND nodeid = ?", (run, nodeid)
+        )
+        return found.fetchone() is not None
 
     def owners(self) -> dict[int, Process]:
-        """Return the processes of all workers that live, by the worker's number."""
-        with self._database.transaction():
-            self._void_dead()
-            return self._processes()
+        """Return the processes of all workers, by the worker's number.
+
+        Some may be dead, which hold nothing any more.
+        """
+        return self._processes()
 
     def log(self, since: float = 0.0) -> list[Entry]:
         """Return what was granted and released, in order."""
@@ -241,10 +278,12 @@ class Ledger:
         rows = self._database.execute("SELECT id, pid, started FROM worker")
         return {worker: Process(pid, started) for worker, pid, started in rows}
 
-    def _void_dead(self) -> None:
-        for worker, process in self._processes().items():
-            if not is_alive(process):
-                self._take_out(worker, event="void")
+    def _void_dead(self) -> bool:
+        """Take out the workers whose process is gone; whether there were any."""
+        dead = [worker for worker, one in self._processes().items() if not is_alive(one)]
+        for worker in dead:
+            self._take_out(worker, event="void")
+        return bool(dead)
 
     def _take_out(self, worker: int, event: str = "released") -> None:
         for lease in self._leases():

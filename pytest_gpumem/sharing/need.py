@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,8 @@ class Need:
     bytes: int | None
     """Of its device, what its fixtures hold with it; ``None``: nobody knows, so it runs alone."""
     source: str
-    """Who says so: ``max``, ``max_reserved``, ``baseline``, ``prediction`` or ``nobody``."""
+    """Who says so: ``max``, ``max_reserved``, ``baseline``, ``earlier run``, ``prediction`` or
+    ``nobody``."""
     duration: float | None = None
     """Seconds; ``None`` where nobody knows."""
     exclusive: bool = False
@@ -24,6 +25,18 @@ class Need:
     def on(self, capacity: int) -> int:
         """Bytes that nobody else may have while it runs on a device of ``capacity`` bytes."""
         return capacity if self.exclusive or self.bytes is None else self.bytes
+
+    def alone(self, least: int) -> Need:
+        """The same with the device to itself, and ``least`` bytes of it at the least."""
+        return replace(self, bytes=max(self.bytes or 0, least), exclusive=True)
+
+    def as_guaranteed(self) -> Need:
+        """The same for a test that makes no more room for others."""
+        return replace(self, guaranteed=True)
+
+    def larger(self, size: int) -> Need:
+        """The same with ``size`` bytes at the least."""
+        return self if self.bytes is None else replace(self, bytes=max(self.bytes, size))
 
 
 NO_MEMORY = Need(0, "no marker")

@@ -7,12 +7,13 @@ still runs the one before, so every choice is made one test ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xdist.scheduler.load import LoadScheduling
 
 from pytest_gpumem.sharing.need import NO_MEMORY, Need
+from pytest_gpumem.sharing.place import Place
 
 if TYPE_CHECKING:
     import pytest
@@ -43,38 +44,50 @@ def next_test(pending: Sequence[Need], beside: Sequence[Need], capacity: int) ->
 class MemoryScheduling(LoadScheduling):  # type: ignore[misc]  # untyped in pytest-xdist
     """pytest-xdist's ``load`` in the order of :func:`next_test`.
 
-    ``plan`` is asked once, when everything has been collected: what is known of the tests by id,
-    and the bytes of the device that they share.
+    ``place_of`` says what a worker, by its id, runs its tests on; it is asked when everything has
+    been collected. Tests that use a GPU go to workers that have a real one, if any has.
     """
 
     def __init__(
         self,
         config: pytest.Config,
         log: Any,
-        plan: Callable[[], tuple[Mapping[str, Need], int]],
+        place_of: Callable[[str], Place],
     ) -> None:
         super().__init__(config, log)
         self.maxschedchunk = 1
-        self._plan = plan
-        self._tests: list[Need] = []
-        self._capacity = 0
+        self._place_of = place_of
 
     def _send_tests(self, node: WorkerController, num: int) -> None:
-        if not self._tests:
-            assert self.collection is not None
-            known, self._capacity = self._plan()
-            self._tests = [known.get(nodeid, NO_MEMORY) for nodeid in self.collection]
+        place = self._place(node)
+        others = [one for one in self.nodes if one != node and self._place(one).name == place.name]
         chosen = []
-        for _ in range(min(num, len(self.pending))):
-            others = [
-                tests[-1] for one, tests in self.node2pending.items() if tests and one != node
-            ]
+        for _ in range(num):
+            fitting = [index for index in self.pending if self._may_run(index, place)]
+            if not fitting:
+                break
+            beside = [self.node2pending[one][-1] for one in others if self.node2pending[one]]
             at = next_test(
-                [self._tests[index] for index in self.pending],
-                [self._tests[index] for index in others],
-                self._capacity,
+                [self._need(index, place) for index in fitting],
+                [self._need(index, place) for index in beside],
+                place.capacity,
             )
-            chosen.append(self.pending.pop(at))
-            self.node2pending[node].append(chosen[-1])
+            self.pending.remove(fitting[at])
+            chosen.append(fitting[at])
+            self.node2pending[node].append(fitting[at])
         if chosen:
             node.send_runtest_some(chosen)
+
+    def _place(self, node: WorkerController) -> Place:
+        return self._place_of(node.gateway.id)
+
+    def _need(self, index: int, place: Place) -> Need:
+        assert self.collection is not None
+        return place.needs.get(self.collection[index], NO_MEMORY)
+
+    def _may_run(self, index: int, place: Place) -> bool:
+        """Whether a test has its device there: a real one, where any worker has a real one."""
+        assert self.collection is not None
+        nodeid = self.collection[index]
+        places = map(self._place, self.nodes)
+        return place.real or not any(one.real and nodeid in one.needs for one in places)

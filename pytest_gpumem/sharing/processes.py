@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import NamedTuple
 
 import psutil
@@ -30,3 +31,19 @@ def is_alive(process: Process) -> bool:
         return False
     except psutil.AccessDenied:
         return True
+
+
+def descends_from(pid: int, ancestors: Collection[int]) -> bool:
+    """Whether a process that runs was started by one of ``ancestors``, or by what they started."""
+    try:
+        return any(parent.pid in ancestors for parent in psutil.Process(pid).parents())
+    except psutil.Error:
+        return False
+
+
+def name_of(pid: int) -> str:
+    """Return what a person knows a process by: its number, and its program where that is told."""
+    try:
+        return f"PID {pid} ({psutil.Process(pid).name()})"
+    except psutil.Error:
+        return f"PID {pid}"

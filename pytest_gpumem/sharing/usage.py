@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pytest_gpumem.sharing.ledger import Entry
+from pytest_gpumem.sizes import format_size
 
 BARS = "▁▂▃▄▅▆▇█"
+WORTH_SAYING = 0.5
+"""Seconds of waiting for memory from which on a person is told."""
 COLUMNS = 60
 """Of the picture of a device's use over time."""
 
@@ -123,8 +127,35 @@ def lines(found: Sequence[Usage]) -> list[str]:
     for usage in found:
         ratio = usage.makespan / usage.bound if usage.bound else 1.0
         text.append(
-            f"{usage.device}: {len(usage.spans)} tests on {usage.workers} workers in "
-            f"{usage.makespan:.1f} s, {ratio:.2f} x the {usage.bound:.1f} s that no order can beat"
+            f"{usage.device}: {_count(len(usage.spans), 'test')} on "
+            f"{_count(usage.workers, 'worker')} in {usage.makespan:.1f} s, {ratio:.2f} x the "
+            f"{usage.bound:.1f} s that no order can beat"
         )
         text.append(f"  use over time  {usage.picture()}")
     return text
+
+
+def waits(tests: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what a person reads of how tests came to their devices: records' ``sharing`` by id."""
+    waited = {nodeid: one for nodeid, one in tests.items() if one["waited"] >= WORTH_SAYING}
+    text = []
+    if waited:
+        longest = max(waited, key=lambda nodeid: waited[nodeid]["waited"])
+        seconds = sum(one["waited"] for one in waited.values())
+        last = waited[longest]
+        text.append(
+            f"{_count(len(waited), 'test')} waited {seconds:.1f} s in all for memory; longest "
+            f"{longest}, {last['waited']:.1f} s: {last['waited_for'] or 'for its turn'}"
+        )
+    for nodeid, one in tests.items():
+        text += [
+            f"{nodeid} was {note}" if note.startswith("run") else f"{nodeid} {note}"
+            for note in one["notes"]
+        ]
+        if one["borrowed"]:
+            text.append(f"{nodeid} borrowed {format_size(one['borrowed'])} above its quota")
+    return text
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"

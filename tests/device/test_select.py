@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -12,6 +14,8 @@ from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation
 from pytest_gpumem.options import DeviceChoice
+from pytest_gpumem.sharing.host import CONTEXT
+from tests.fake_nvml import MACHINES, uuids
 
 
 def selector(
@@ -183,3 +187,17 @@ def test_nvml_says_why_it_says_nothing(l4: CudaDevice, monkeypatch: pytest.Monke
     monkeypatch.setattr(cuda, "read_device", lambda device: NvmlAbsent(f"no device {device}"))
 
     assert l4.nvml() == {"absent": "no device 0"}
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_every_visible_gpu_is_shared_and_the_own_one_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", MACHINES["two"].nvml())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(reversed(uuids("two"))))
+    first, second = uuids("two")
+    plain, chosen = CudaDevice(None), CudaDevice(1)
+    assert [one.name for one in plain.share(tmp_path)] == [second, first]
+    assert [one.name for one in chosen.share(tmp_path)] == [first, second]
+    # Before CUDA starts: a context is expected on the own device alone.
+    assert (plain.held(second), plain.held(first)) == ((CONTEXT, 0), (0, 0))

@@ -16,8 +16,13 @@ from tests.fake_statistics import FakeStatistics
 
 
 @pytest.fixture
-def tracker() -> PhaseTracker:
-    return PhaseTracker(FakeStatistics())
+def statistics() -> FakeStatistics:
+    return FakeStatistics()
+
+
+@pytest.fixture
+def tracker(statistics: FakeStatistics) -> PhaseTracker:
+    return PhaseTracker(statistics)
 
 
 @pytest.fixture
@@ -73,7 +78,8 @@ def test_recomputation_belongs_to_backward(tracker: PhaseTracker, reentrant: boo
 
 
 @pytest.mark.usefixtures("watching")
-def test_what_a_closure_calls_belongs_to_step(tracker: PhaseTracker) -> None:
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_has_phases_of_its_own(tracker: PhaseTracker, by_name: bool) -> None:
     model = net()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
 
@@ -82,9 +88,52 @@ def test_what_a_closure_calls_belongs_to_step(tracker: PhaseTracker) -> None:
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    if by_name:
+        optimizer.step(closure=closure)
+    else:
+        optimizer.step(closure)
 
-    assert entries(tracker) == {"step": 1}
+    assert entries(tracker) == {"forward": 2, "backward": 2, "step": 1}
+    assert set(parents(tracker).values()) == {None}
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_closure_is_no_part_of_its_step(
+    tracker: PhaseTracker, statistics: FakeStatistics
+) -> None:
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            statistics.use(20)
+            closure()
+            statistics.use(30)
+
+    def closure() -> None:
+        statistics.use(1000)  # neither forward nor backward
+        with torch.no_grad():
+            Uses(statistics, 200)(torch.ones(1))
+
+    Optimizer(net().parameters(), lr=0.1).step(closure)
+
+    records = tracker.records(0, Bytes())
+    assert {name: phase.peak_allocated for name, phase in records.items()} == {
+        "step": 30,
+        "forward": 200,
+    }
+
+
+@pytest.mark.usefixtures("watching")
+def test_a_closure_that_raises_ends_its_step(tracker: PhaseTracker) -> None:
+    def closure() -> float:
+        raise RuntimeError
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError):
+        optimizer.step(closure)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    assert entries(tracker) == {"step": 2, "forward": 1, "backward": 1}
 
 
 @pytest.mark.usefixtures("watching")
@@ -114,6 +163,16 @@ def test_another_explicit_phase_is_the_parent(tracker: PhaseTracker) -> None:
         net()(torch.ones(1, 2))
 
     assert parents(tracker) == {"train": None, "forward": "train"}
+
+
+class Uses(nn.Module):
+    def __init__(self, statistics: FakeStatistics, size: int) -> None:
+        super().__init__()
+        self.statistics, self.size = statistics, size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.statistics.use(self.size)
+        return x
 
 
 class FailsOnce(nn.Module):

@@ -5,163 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
 
 import pynvml  # type: ignore[import-untyped]  # nvidia-ml-py ships no types
 import pytest
 
+from pytest_gpumem.measurement.device_mode import NvmlMode
 from pytest_gpumem.measurement.nvml import (
-    Nvml,
     NvmlAbsent,
-    NvmlMode,
+    NvmlMemory,
     NvmlProcess,
     NvmlReading,
     read_device,
-    visible_devices,
+    read_visible,
 )
-
-GIB = 1024**3
-ME = 4242
-
-
-def process(pid: int, used: int | None) -> SimpleNamespace:
-    return SimpleNamespace(pid=pid, usedGpuMemory=used)
-
-
-@dataclass
-class Gpu:
-    """One device; a value that is an int in ``errors`` is the code that its question raises."""
-
-    uuid: str = "GPU-11111111-aaaa-bbbb-cccc-000000000000"
-    name: str = "NVIDIA H200"
-    used: int = 6 * GIB
-    compute: list[SimpleNamespace] = field(default_factory=lambda: [process(ME, 2 * GIB)])
-    graphics: list[SimpleNamespace] = field(default_factory=list)
-    mps: list[SimpleNamespace] = field(default_factory=list)
-    samples: list[SimpleNamespace] = field(default_factory=list)
-    virtualization: int = 0
-    compute_mode: int = 0
-    instances: list[Gpu | None] | None = None
-    errors: dict[str, int] = field(default_factory=dict)
-
-
-class FakeNvml:
-    """Counts initialisations, and raises pynvml's own errors with NVML's own codes."""
-
-    NVMLError: type[Exception] = pynvml.NVMLError
-
-    def __init__(
-        self, *gpus: Gpu, names: Mapping[int, str] | None = None, init_error: int | None = None
-    ) -> None:
-        self.gpus = gpus or (Gpu(),)
-        self.names = names or {}
-        self.init_error = init_error
-        self.open = 0
-        self.old_driver = False
-        self.driver_error: int | None = None
-
-    def nvmlInit(self) -> None:  # noqa: N802 - pynvml's name, as all below
-        if self.init_error is not None:
-            raise pynvml.NVMLError(self.init_error)
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
-        if self.driver_error is not None:
-            raise pynvml.NVMLError(self.driver_error)
-        return "570.86.15"
-
-    def nvmlSystemGetProcessName(self, pid: int) -> str:  # noqa: N802
-        if pid not in self.names:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return self.names[pid].encode("latin-1").decode("utf-8")
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return len(self.gpus)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:  # noqa: N802
-        return self.gpus[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:  # noqa: N802
-        everything = [one for gpu in self.gpus for one in (gpu, *filter(None, gpu.instances or []))]
-        for gpu in everything:
-            if gpu.uuid == uuid:
-                return gpu
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-
-    def nvmlDeviceGetUUID(self, handle: Gpu) -> str:  # noqa: N802
-        return handle.uuid
-
-    def nvmlDeviceGetName(self, handle: Gpu) -> str:  # noqa: N802
-        return handle.name
-
-    def nvmlDeviceGetMemoryInfo(self, handle: Gpu, version: int | None = None) -> Any:  # noqa: N802
-        self._refuse(handle, "memory")
-        total, reserved = 140 * GIB, GIB
-        if version is None:
-            used = handle.used + reserved
-            return SimpleNamespace(total=total, used=used, free=total - used)
-        if self.old_driver:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-        assert version == pynvml.nvmlMemory_v2
-        free = total - handle.used - reserved
-        return SimpleNamespace(total=total, used=handle.used, reserved=reserved, free=free)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: Gpu) -> Any:  # noqa: N802
-        self._refuse(handle, "utilization")
-        return SimpleNamespace(gpu=37, memory=12)
-
-    def nvmlDeviceGetProcessUtilization(  # noqa: N802
-        self,
-        handle: Gpu,
-        timeStamp: int,  # noqa: N803
-    ) -> list[SimpleNamespace]:
-        if not handle.samples:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return handle.samples
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: Gpu) -> list[Any]:  # noqa: N802
-        self._refuse(handle, "processes")
-        return handle.compute
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Gpu) -> list[Any]:  # noqa: N802
-        self._refuse(handle, "processes")
-        return handle.graphics
-
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Gpu) -> list[Any]:  # noqa: N802
-        self._refuse(handle, "processes")
-        return handle.mps
-
-    def nvmlDeviceGetMigMode(self, handle: Gpu) -> list[int]:  # noqa: N802
-        if handle.uuid.startswith("MIG-"):
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        self._refuse(handle, "mig")
-        return [int(handle.instances is not None), 0]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Gpu) -> int:  # noqa: N802
-        return len(handle.instances or [])
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Gpu, index: int) -> Gpu:  # noqa: N802
-        instance = (handle.instances or [])[index]
-        if instance is None:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return instance
-
-    def nvmlDeviceGetVirtualizationMode(self, handle: Gpu) -> int:  # noqa: N802
-        self._refuse(handle, "virtualization")
-        return handle.virtualization
-
-    def nvmlDeviceGetComputeMode(self, handle: Gpu) -> int:  # noqa: N802
-        self._refuse(handle, "compute_mode")
-        return handle.compute_mode
-
-    def _refuse(self, handle: Gpu, question: str) -> None:
-        if question in handle.errors:
-            raise pynvml.NVMLError(handle.errors[question])
+from pytest_gpumem.measurement.nvml_library import Nvml
+from pytest_gpumem.measurement.visible import visible_devices
+from tests.fake_nvml import GIB, MACHINES, ME, FakeNvml, Gpu, process, sample
 
 
 def read(
@@ -189,13 +48,12 @@ def mig_gpu() -> Gpu:
 
 
 def test_a_device_is_read_whole() -> None:
-    sample = SimpleNamespace
     gpu = Gpu(
         compute=[process(ME, 2 * GIB), process(77, 3 * GIB)],
         samples=[
-            sample(pid=ME, timeStamp=2, smUtil=80),
-            sample(pid=ME, timeStamp=1, smUtil=5),
-            sample(pid=77, timeStamp=3, smUtil=99),
+            sample(ME, 2, 80),
+            sample(ME, 1, 5),
+            sample(77, 3, 99),
         ],
     )
     nvml = FakeNvml(gpu, names={77: "/usr/bin/python3.11 train.py"})
@@ -208,7 +66,7 @@ def test_a_device_is_read_whole() -> None:
         free=133 * GIB,
         process_used=2 * GIB,
         unattributed=None,
-        others=(NvmlProcess(77, "python3.11", 3 * GIB),),
+        others=(NvmlProcess(77, "python3.11", 3 * GIB, gpu_percent=99),),
         alone=False,
         mode=NvmlMode(),
         gpu_percent=37,
@@ -220,7 +78,7 @@ def test_a_device_is_read_whole() -> None:
 def test_a_reading_is_builtin_types_on_its_way() -> None:
     data = read(FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))).to_dict()
     assert json.loads(json.dumps(data)) == data
-    assert data["others"] == [{"pid": 7, "name": None, "used": None}]
+    assert data["others"] == [{"pid": 7, "name": None, "used": None, "gpu_percent": None}]
     assert data["mode"]["mig_profile"] is None
     assert NvmlAbsent("why").to_dict() == {"absent": "why"}
 
@@ -295,7 +153,7 @@ def test_what_is_not_supported_is_none() -> None:
 
 def test_no_sample_of_the_process_is_no_utilisation() -> None:
     assert read(FakeNvml()).process_gpu_percent is None
-    strangers = [SimpleNamespace(pid=1, timeStamp=1, smUtil=50)]
+    strangers = [sample(1, 1, 50)]
     assert read(FakeNvml(Gpu(samples=strangers))).process_gpu_percent is None
 
 
@@ -475,3 +333,40 @@ def test_visible_devices_are_those_cuda_enumerates(
     value: str | None, expected: list[int | str]
 ) -> None:
     assert visible_devices(value, 4) == expected
+
+
+def test_a_percentage_above_a_hundred_is_no_sample() -> None:
+    gpu = Gpu(samples=[sample(ME, 2, 3_000_000), sample(ME, 1, 44)])
+    assert read(FakeNvml(gpu)).process_gpu_percent == 44
+
+
+@pytest.mark.parametrize(
+    ("visible", "used"), [(None, [1, 2]), ("1,0", [2, 1]), ("GPU-2", [2]), ("", []), ("0,0", [])]
+)
+def test_visible_devices_come_in_cudas_order(visible: str | None, used: list[int]) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = read_visible(two_gpus(), environ=environ)
+    assert isinstance(found, list)
+    assert [one.used for one in found] == used
+
+
+def test_every_instance_of_a_divided_gpu_is_visible() -> None:
+    found = read_visible(MACHINES["mig"].nvml(), environ={})
+    assert isinstance(found, list)
+    assert [one.mode.mig_profile for one in found] == ["3g.20gb", "2g.10gb", "1g.5gb"]
+
+
+def test_memory_is_asked_for_again_without_another_start() -> None:
+    nvml = FakeNvml(Gpu(compute=[process(ME, GIB), process(7, None)]))
+    memory = NvmlMemory(nvml.gpus[0].uuid, nvml)
+    assert memory.read() == (6 * GIB, {ME: GIB, 7: None})
+    nvml.gpus[0].used = 5 * GIB
+    assert memory.read()[0] == 5 * GIB
+    assert nvml.inits == 1
+
+
+def test_memory_that_cannot_be_read_is_a_reason() -> None:
+    with pytest.raises(LookupError, match="driver is not loaded"):
+        NvmlMemory("GPU-1", FakeNvml(init_error=9)).read()
+    with pytest.raises(LookupError, match="no device with the UUID 'GPU-9'"):
+        NvmlMemory("GPU-9", FakeNvml()).read()

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.admission import PATIENCE, Device
 from pytest_gpumem.sharing.ledger import Ledger
 
 CAPACITY = 1000
+STEPS = 7
+"""Between the lowest rank of a planned test and the highest: priorities 0 to 5, and a guarantee."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Worker:
     ends: float | None = None
     asked_at: float = 0.0
     waits: list[float] = field(default_factory=list)
+    bounds: list[float] = field(default_factory=list)
+    """What each of them may have been at most."""
 
 
 class Day:
@@ -46,10 +50,13 @@ class Day:
 
     def __init__(self, folder: Path, plans: Iterable[list[PlannedTest]], context: int = 0) -> None:
         self.now = 0.0
+        self.plans = list(plans)
         self.foreign = 0
         self.ledger = Ledger(folder, clock=lambda: self.now)
         self.workers: list[Worker] = []
-        for position, plan in enumerate(plans):
+        self.asked: list[tuple[float, float]] = []
+        """When each test asked, and what it takes."""
+        for position, plan in enumerate(self.plans):
             number = self.ledger.join("run", f"gw{position}")
             self.ledger.hold(number, "gpu", context=context, fixtures=0)
             self.workers.append(Worker(number, deque(plan)))
@@ -86,6 +93,7 @@ class Day:
         is_new = worker.asked is None
         if worker.asked is None:
             worker.asked_at = self.now
+            self.asked.append((self.now, test.takes))
             worker.asked = self.ledger.ask(
                 worker.number,
                 "test",
@@ -99,6 +107,7 @@ class Day:
         if answer.granted:
             worker.ends = self.now + test.takes
             worker.waits.append(self.now - worker.asked_at)
+            worker.bounds.append(self._bound(worker))
             self.check_capacity()
             return True
         if answer.tidy and worker.fixtures:
@@ -106,6 +115,16 @@ class Day:
             self.ledger.ask_anew(worker.asked, {"gpu": test.need})
             return True
         return is_new
+
+    def _bound(self, worker: Worker) -> float:
+        """What a test waits at most, as docs/sharing.md says.
+
+        Until it comes as soon as any other by its rank, tests that ask may go before it; all of
+        them and those that were there take what they take, one after the other.
+        """
+        ranks = [(test.priority, test.guaranteed) for plan in self.plans for test in plan]
+        ranked = worker.asked_at + (STEPS * PATIENCE if len(set(ranks)) > 1 else 0)
+        return sum(takes for asked, takes in self.asked if asked <= ranked)
 
     def _end(self, worker: Worker) -> None:
         test = worker.tests.popleft()

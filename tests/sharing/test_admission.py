@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.sharing.admission import PATIENCE, Device, Request, admissible, to_tidy
+from pytest_gpumem.sharing.admission import PATIENCE, Device, Request, admissible, to_tidy, to_yield
 
 GPU = "gpu"
 
@@ -107,3 +107,40 @@ def test_fixtures_of_those_who_wait_give_way() -> None:
 def test_fixtures_stay_where_it_is_tests_that_are_waited_for() -> None:
     devices = {GPU: Device(100, fixtures={2: 10})}
     assert to_tidy([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()
+
+
+class TestYielding:
+    """Three opportunistic tests run on 100; the youngest has done least."""
+
+    running = (
+        request(1, 30, since=1.0, guaranteed=False),
+        request(2, 20, since=2.0, guaranteed=False),
+        request(3, 40, since=3.0, guaranteed=False),
+    )
+
+    def asked(self, *waiting: Request, also: tuple[Request, ...] = ()) -> list[int]:
+        devices = {GPU: Device(100)}
+        return sorted(to_yield(waiting, [*self.running, *also], devices, 4.0))
+
+    def test_the_youngest_makes_room(self) -> None:
+        assert self.asked(request(9, 50)) == [3]
+
+    def test_no_more_than_it_takes(self) -> None:
+        # 3 and 2 come first; 65 need 1 beside 3 alone.
+        assert self.asked(request(9, 65)) == [2, 3]
+        assert self.asked(request(9, 75)) == [1, 3]
+
+    def test_nobody_where_there_is_room(self) -> None:
+        assert self.asked(request(9, 10)) == []
+
+    def test_nobody_for_what_would_not_fit_all_the_same(self) -> None:
+        devices = {GPU: Device(100)}
+        running = [*self.running[:2], request(5, 50)]
+        assert not to_yield([request(9, 60)], running, devices, 4.0)
+
+    def test_nobody_for_an_opportunistic_test(self) -> None:
+        assert self.asked(request(9, 50, guaranteed=False)) == []
+
+    def test_guaranteed_tests_stay(self) -> None:
+        devices = {GPU: Device(100)}
+        assert not to_yield([request(9, 50)], [request(1, 60)], devices, 4.0)

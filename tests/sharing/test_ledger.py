@@ -15,7 +15,6 @@ import pytest
 from pytest_gpumem.sharing.admission import Device
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE, SharingError, default_folder
 from pytest_gpumem.sharing.ledger import FILE_NAME, KEPT, Ledger
-from pytest_gpumem.sharing.need import Need
 
 GPU = {"gpu": Device(100)}
 
@@ -70,14 +69,6 @@ def test_leaving_gives_everything_back(ledger: Ledger, worker: int) -> None:
     state = ledger.state(GPU)
     assert not state.running
     assert state.devices["gpu"].free("gpu", ()) == 100
-
-
-def test_a_plan_is_read_by_the_run_it_is_of(ledger: Ledger) -> None:
-    needs = {"a": Need(5, "max", 1.5, exclusive=True, priority=2), "b": Need(None, "nobody")}
-    ledger.plan("run", needs, 100)
-    ledger.plan("run", {"a": Need(7, "max")}, 100)  # by another worker that found the same tests
-    assert ledger.planned("run") == (needs, 100)
-    assert ledger.planned("other") == ({}, 0)
 
 
 def test_the_log_keeps_a_day(tmp_path: Path) -> None:
@@ -140,6 +131,7 @@ def test_a_number_that_another_process_has_now_is_not_it(ledger: Ledger) -> None
     from pytest_gpumem.sharing.processes import Process
 
     ledger.join("gone", "gw0", Process(os.getpid(), 1.0))
+    ledger.state({})
     assert ledger.owners() == {}
 
 
@@ -165,3 +157,24 @@ def test_the_folder_is_of_the_host_and_the_user(monkeypatch: pytest.MonkeyPatch)
     assert default_folder() == Path("/somewhere")
     monkeypatch.delenv(FOLDER_VARIABLE)
     assert default_folder().name.startswith("pytest-gpumem-")
+
+
+def test_how_many_were_beside_a_test(ledger: Ledger) -> None:
+    workers = [ledger.join("run", f"gw{number}") for number in range(3)]
+    devices = {"gpu": Device(100), "other": Device(100)}
+
+    def begin(worker: int, name: str, device: str = "gpu") -> int:
+        test = ledger.ask(workers[worker], name, {device: 10})
+        assert ledger.try_grant(test, devices).granted
+        return test
+
+    assert ledger.beside(workers[0]) is None
+    ledger.release(begin(1, "before"))
+    first = begin(1, "when it began")
+    begin(0, "test")
+    assert ledger.beside(workers[0]) == 1
+    ledger.release(first)
+    ledger.release(begin(2, "meanwhile"))
+    begin(1, "still")
+    begin(2, "elsewhere", "other")
+    assert ledger.beside(workers[0]) == 3

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from pytest_gpumem.sharing.need import NO_MEMORY, Need
-from pytest_gpumem.sharing.order import next_test
+from pytest_gpumem.sharing.order import MemoryScheduling, next_test
+from pytest_gpumem.sharing.place import Place
 
 
 def need(size: int | None, duration: float | None = None, **more: bool | int) -> Need:
@@ -37,3 +40,66 @@ def test_who_runs_alone_comes_where_there_is_room_for_all_of_it() -> None:
 def test_priority_first_and_opportunistic_ones_last() -> None:
     assert next_test([need(50), need(10, priority=1)], [], 100) == 1
     assert next_test([need(50, guaranteed=False), need(10)], [], 100) == 1
+
+
+class Config:
+    """What the scheduler asks of pytest's."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def getvalue(self, name: str) -> list[str]:
+        assert name == "tx"
+        return ["popen"] * self.workers
+
+    def getoption(self, name: str) -> None:
+        assert name == "maxschedchunk"
+
+
+class Worker:
+    """A worker that remembers what it was sent."""
+
+    shutting_down = False
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.sent: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.sent += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def scheduled(tests: list[str], places: dict[str, Place]) -> dict[str, list[str]]:
+    """Return what each worker is sent at first."""
+    workers = [Worker(name) for name in places]
+    log = SimpleNamespace(loadsched=lambda *words: None)
+    scheduling = MemoryScheduling(Config(len(places)), log, places.__getitem__)  # type: ignore[arg-type]  # its part
+    for worker in workers:
+        scheduling.add_node(worker)
+        scheduling.add_node_collection(worker, tests)
+    scheduling.schedule()
+    return {worker.gateway.id: [tests[index] for index in worker.sent] for worker in workers}
+
+
+def test_only_those_that_share_a_device_are_beside_each_other() -> None:
+    needs = {name: need(size) for name, size in {"a": 60, "b": 60, "c": 50, "d": 30}.items()}
+    tests = [*needs, "e", "f", "g", "h"]
+    one, other = Place("one", 100, needs), Place("other", 100, needs)
+    # On one device the second worker gets what fits beside the first's last test; on another
+    # device the first's do not matter.
+    assert scheduled(tests, {"gw0": one, "gw1": one})["gw1"][0] == "d"
+    assert scheduled(tests, {"gw0": one, "gw1": other})["gw1"][0] == "c"
+
+
+def test_tests_of_a_gpu_go_to_workers_that_have_one() -> None:
+    needs = {name: need(10) for name in "abcd"}
+    tests = [*needs, "e", "f"]
+    gpu, none = Place("gpu", 100, needs, real=True), Place("simulated", 100, needs)
+    sent = scheduled(tests, {"gw0": none, "gw1": gpu})
+    assert sent["gw0"] == ["e", "f"]
+    assert {*sent["gw1"]} <= {*needs}
+    # Where nobody has one, all simulate it.
+    assert scheduled(tests, {"gw0": none, "gw1": none})["gw0"] == ["a", "b"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pytest_gpumem.sharing.ledger import Entry
-from pytest_gpumem.sharing.usage import Usage, lines, usages
+from pytest_gpumem.sharing.usage import Usage, lines, usages, waits
 
 
 def entry(time: float, event: str, worker: str, nodeid: str, size: int, run: str = "run") -> Entry:
@@ -49,3 +51,23 @@ def test_what_a_person_reads(usage: Usage) -> None:
     assert lines([usage])[0] == (
         "gpu: 3 tests on 2 workers in 6.0 s, 1.25 x the 4.8 s that no order can beat"
     )
+
+
+def test_what_a_person_reads_of_waits() -> None:
+    def test(
+        waited: float, waited_for: str | None, borrowed: int = 0, *notes: str
+    ) -> dict[str, Any]:
+        return {"waited": waited, "waited_for": waited_for, "borrowed": borrowed, "notes": notes}
+
+    assert waits({"test_a": test(0.1, None)}) == []
+    assert waits(
+        {
+            "test_a": test(2.0, "gw0 holds 3 GiB (test_b)"),
+            "test_b": test(1.0, None, 1 << 30),
+            "test_c": test(0.0, None, 0, "run again alone: other processes held 1.0 GiB"),
+        }
+    ) == [
+        "2 tests waited 3.0 s in all for memory; longest test_a, 2.0 s: gw0 holds 3 GiB (test_b)",
+        "test_b borrowed 1.00 GiB above its quota",
+        "test_c was run again alone: other processes held 1.0 GiB",
+    ]

@@ -1,0 +1,86 @@
+"""The GPUs that CUDA will show this process, as the driver sees them before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measurement.nvml import NvmlReading
+    from pytest_gpumem.options import DeviceChoice
+
+DRIVERS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/dxg", "C:\\Windows\\System32\\nvml.dll")
+"""Where NVIDIA's driver is there is one of these: under Linux, WSL2, Windows. Only then is NVML
+asked, for which every run with the plugin installed would pay."""
+
+
+def host_gpus(
+    choice: DeviceChoice, environ: Mapping[str, str] | None = None
+) -> tuple[NvmlReading, ...]:
+    """Return the GPUs and MIG instances that tests may run on; none where they are simulated."""
+    if choice.kind not in ("auto", "cuda") or not any(map(os.path.exists, DRIVERS)):
+        return ()
+    from pytest_gpumem.measurement.nvml import NvmlAbsent, read_visible
+
+    found = read_visible(environ=environ)
+    if isinstance(found, NvmlAbsent):
+        return ()
+    return tuple(found) if choice.index is None else tuple(found[choice.index : choice.index + 1])
+
+
+def describe(gpus: Sequence[NvmlReading]) -> list[str]:
+    """Return what is out of the ordinary about them, a clause for each kind."""
+    kinds = Counter((_model(gpu), gpu.mode.words) for gpu in gpus)
+    clauses = [
+        f"{f'{count} x ' if count > 1 else ''}{model} ({', '.join(words)})"
+        for (model, words), count in kinds.items()
+        if words
+    ]
+    if any(_is_numbered_elsewhere(gpu) for gpu in gpus):
+        clauses.append("NVML numbers processes as the host does: whose memory it is stays unknown")
+    return clauses
+
+
+def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str | None:
+    """Return why ``workers`` processes cannot use them, ``None`` where they can.
+
+    Where they are not ``placed``, all of them use the first.
+    """
+    if not gpus:
+        return None
+    usable = [gpu for gpu in (gpus if placed else gpus[:1]) if not gpu.mode.prohibited]
+    if not usable:
+        return (
+            f"{_model(gpus[0])} is in compute mode prohibited, in which no process can use it; let "
+            "an administrator set the mode (nvidia-smi -c DEFAULT), or run with "
+            "--gpumem-device=sim"
+        )
+    if workers <= len(usable) or not all(gpu.mode.is_exclusive for gpu in usable):
+        return None
+    if len(usable) == 1:
+        trouble = (
+            f"{_model(usable[0])} is in exclusive-process mode, in which one process at a time "
+            "can use it"
+        )
+    else:
+        trouble = (
+            f"{len(usable)} GPUs are in exclusive-process mode, in which one process at a time can "
+            "use each"
+        )
+    return (
+        f"-n {workers}: {trouble}, and MPS does not run; write -n {len(usable)}, start MPS "
+        "(nvidia-cuda-mps-control -d), or let an administrator set the mode (nvidia-smi -c "
+        "DEFAULT)"
+    )
+
+
+def _model(gpu: NvmlReading) -> str:
+    return gpu.name.partition(" MIG")[0]
+
+
+def _is_numbered_elsewhere(gpu: NvmlReading) -> bool:
+    import psutil
+
+    return not all(psutil.pid_exists(process.pid) for process in gpu.others or ())

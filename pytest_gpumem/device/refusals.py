@@ -1,0 +1,66 @@
+"""Allocations that the caching allocator could not serve, as it tells them to observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pytest_gpumem.sharing.refusal import Refusal
+
+Observer = Callable[[int, int, int, int], object]
+"""Called with device, bytes of the segment, allowed and free bytes (``OutOfMemoryObserver`` of
+c10/core/CachingDeviceAllocator.h), after the allocator has let go of its lock."""
+
+
+class _Relay:
+    """The one observer of this process: torch has no way to take one away again."""
+
+    def __init__(self) -> None:
+        self._present: list[Observer] = []
+        self._attached = False
+
+    def attach(self, observer: Observer) -> None:
+        """Let ``observer`` be told from now on."""
+        if not self._attached:
+            attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # undeclared
+            attach(self._tell)
+            self._attached = True
+        self._present.append(observer)
+
+    def detach(self, observer: Observer) -> None:
+        """Tell ``observer`` no more."""
+        self._present.remove(observer)
+
+    def _tell(self, device: int, asked: int, allowed: int, free: int) -> None:
+        for observer in tuple(self._present):
+            observer(device, asked, allowed, free)
+
+
+RELAY = _Relay()
+
+
+@contextmanager
+def told_to(
+    attach: Callable[[Observer], Any],
+    detach: Callable[[Observer], Any],
+    note: Callable[[int, int, int], Refusal | None],
+) -> Iterator[list[Refusal]]:
+    """Yield the list that refusals inside are put into.
+
+    ``note`` is given the device's index, the bytes that were asked for and those that were free.
+    """
+    found: list[Refusal] = []
+
+    def observe(device: int, asked: int, allowed: int, free: int) -> None:
+        refusal = note(device, asked, free)
+        if refusal is not None:
+            found.append(refusal)
+
+    attach(observe)
+    try:
+        yield found
+    finally:
+        detach(observe)

@@ -1,0 +1,204 @@
+"""NVML's library: how it is loaded, asked, and searched for a device.
+
+What a device, a driver or a permission does not answer is ``None``; what makes every question
+vain is one exception whose reason :func:`reason_of` says.
+"""
+
+# ruff: noqa: D102, N802, N803 - the protocol repeats pynvml's own names
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol, TypeVar, cast
+
+from pytest_gpumem.measurement.visible import visible_devices
+
+T = TypeVar("T")
+
+# nvml.h, nvmlReturn_t: what users meet, in their words.
+REASONS: Mapping[int, str] = {
+    4: "NVML refuses access to the device (insufficient permissions)",
+    9: "the NVIDIA driver is not loaded",
+    12: "NVML's shared library was not found, so no NVIDIA driver is installed",
+    15: "the GPU has fallen off the bus",
+    18: "the NVIDIA driver and NVML's library are of different versions (reboot after an update)",
+}
+
+MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without what the driver reserves
+MIG_ENABLED = 1  # nvml.h, NVML_DEVICE_MIG_ENABLE
+
+
+class Nvml(Protocol):
+    """The part of the ``pynvml`` module (package nvidia-ml-py) that is used here."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None: ...
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetDriverVersion(self) -> str: ...
+    def nvmlSystemGetProcessName(self, pid: int) -> str: ...
+    def nvmlDeviceGetCount(self) -> int: ...
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any: ...
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...
+    def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
+    def nvmlDeviceGetName(self, handle: Any) -> str: ...
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, version: int | None = None) -> Any: ...
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any: ...
+    def nvmlDeviceGetProcessUtilization(self, handle: Any, timeStamp: int) -> Sequence[Any]: ...
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
+    def nvmlDeviceGetVirtualizationMode(self, handle: Any) -> int: ...
+    def nvmlDeviceGetComputeMode(self, handle: Any) -> int: ...
+
+
+class NoDeviceError(Exception):
+    """The device asked for cannot be found; the message is the reason."""
+
+
+def load_nvml() -> Nvml | None:
+    """Return the library, ``None`` where the package nvidia-ml-py is not installed."""
+    try:
+        with warnings.catch_warnings():
+            # The superseded package `pynvml` warns on import; it answers all the same.
+            warnings.simplefilter("ignore")
+            return cast(Nvml, import_module("pynvml"))
+    except ImportError:
+        return None
+
+
+def reason_of(error: Exception) -> str:
+    """Return one clause that says why NVML does not answer."""
+    if isinstance(error, NoDeviceError):
+        return str(error)
+    code = getattr(error, "value", None)
+    return REASONS.get(cast(int, code), f"NVML says: {error}")
+
+
+@dataclass(frozen=True)
+class NvmlSession:
+    """Asks the initialised library; ``environ`` says which devices CUDA would show."""
+
+    nvml: Nvml
+    environ: Mapping[str, str]
+
+    def ask(self, call: Callable[..., T], *args: Any) -> T | None:
+        """Return the answer, ``None`` where device, driver or permission do not give one."""
+        try:
+            return call(*args)
+        except (self.nvml.NVMLError, UnicodeDecodeError):
+            return None
+
+    def memory(self, handle: Any) -> Any:
+        """Return bytes in all, used and free."""
+        # Drivers before 510 only know the first form, whose `used` includes the driver's reserve.
+        newer = self.ask(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
+        return self.nvml.nvmlDeviceGetMemoryInfo(handle) if newer is None else newer
+
+    def used_by_process(self, handle: Any) -> dict[int, int | None] | None:
+        """Return the bytes of every process listed, ``None`` where there is no list at all."""
+        listed = [
+            self.ask(self.nvml.nvmlDeviceGetComputeRunningProcesses, handle),
+            self.ask(self.nvml.nvmlDeviceGetGraphicsRunningProcesses, handle),
+            self.ask(self.nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle),
+        ]
+        if all(entries is None for entries in listed):
+            return None
+        used: dict[int, int | None] = {}
+        for entries in listed:
+            for entry in entries or ():
+                # A process that computes and draws stands in two lists with the same bytes.
+                known = max(used.get(entry.pid) or 0, entry.usedGpuMemory or 0)
+                used[entry.pid] = known or None
+        return used
+
+    def process_name(self, pid: int) -> str | None:
+        """Return the program that a process runs."""
+        name = self.ask(self.nvml.nvmlSystemGetProcessName, pid)
+        return re.split(r"[/\\]", name.split(" ")[0])[-1] or None if name else None
+
+    def find(self, device: int | str) -> Any:
+        """Return the handle of CUDA's index or a UUID; raises :class:`NoDeviceError`."""
+        wanted = self._visible(device) if isinstance(device, int) else device
+        return self.by_uuid(wanted) if isinstance(wanted, str) else wanted
+
+    def _visible(self, index: int) -> Any:
+        """What CUDA's ``index`` stands for: a UUID (possibly shortened) or a handle of NVML's."""
+        handles = list(self.handles())
+        visible = self.environ.get("CUDA_VISIBLE_DEVICES")
+        entries = visible_devices(visible, len(handles))
+        if not 0 <= index < len(entries):
+            shown = "unset" if visible is None else repr(visible)
+            raise NoDeviceError(
+                f"there is no CUDA device {index}: NVML sees {len(handles)}, "
+                f"CUDA_VISIBLE_DEVICES is {shown}"
+            )
+        entry = entries[index]
+        if isinstance(entry, str):
+            return entry
+        self.require_one_order(handles)
+        return handles[entry]
+
+    def require_one_order(self, handles: Sequence[Any]) -> None:
+        """Raise :class:`NoDeviceError` where CUDA's indices may mean other devices than NVML's."""
+        # CUDA counts the fastest first unless told otherwise, NVML by PCI bus: only equal devices
+        # are counted alike.
+        if self.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+            return
+        if len({self.nvml.nvmlDeviceGetName(handle) for handle in handles}) > 1:
+            raise NoDeviceError(
+                "the GPUs differ and CUDA may count them in another order than NVML: "
+                "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+            )
+
+    def by_uuid(self, wanted: str) -> Any:
+        """Return the handle of a UUID or its beginning; raises :class:`NoDeviceError`."""
+        complete = wanted.startswith(("GPU-", "MIG-"))
+        candidates = (wanted,) if complete else (f"GPU-{wanted}", f"MIG-{wanted}")
+        for candidate in candidates:
+            handle = self.ask(self.nvml.nvmlDeviceGetHandleByUUID, candidate)
+            if handle is not None:
+                return handle
+        everything = [one for handle in self.handles() for one in (handle, *self.instances(handle))]
+        found = [
+            handle
+            for handle in everything
+            if str(self.ask(self.nvml.nvmlDeviceGetUUID, handle)).startswith(candidates)
+        ]
+        if len(found) == 1:
+            return found[0]
+        trouble = "more than one device matches" if found else "NVML sees no device with"
+        raise NoDeviceError(f"{trouble} the UUID {wanted!r}")
+
+    def handles(self) -> Iterator[Any]:
+        """Yield every GPU, in NVML's order."""
+        for index in range(self.nvml.nvmlDeviceGetCount()):
+            yield self.nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def instances(self, handle: Any) -> Iterator[Any]:
+        """Yield the instances of a GPU that MIG divides."""
+        mode = self.ask(self.nvml.nvmlDeviceGetMigMode, handle)
+        if mode is None or mode[0] != MIG_ENABLED:
+            return
+        for index in range(self.ask(self.nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            instance = self.ask(self.nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+            if instance is not None:
+                yield instance
+
+    def instance(self, handle: Any) -> Any:
+        """Return the device itself, or the instance of a GPU in MIG mode that CUDA would use.
+
+        That is the first, unless CUDA_VISIBLE_DEVICES names another: torch may tell the UUID of
+        the whole GPU.
+        """
+        visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        wanted = tuple(text for text in map(str.strip, visible) if text.startswith("MIG-"))
+        instances = list(self.instances(handle))
+        named = (one for one in instances if self.nvml.nvmlDeviceGetUUID(one).startswith(wanted))
+        return next(named, instances[0] if instances else handle)

@@ -1,0 +1,25 @@
+"""What a worker's tests run on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pytest_gpumem.sharing.need import Need
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device that workers share; those of one ``name`` take from the same memory."""
+
+    name: str
+    capacity: int
+    """Bytes that tests may have, all together."""
+    needs: Mapping[str, Need] = field(default_factory=dict)
+    """Of the tests that use the device, by id."""
+    real: bool = False
+    """Whether it is a GPU and not a simulated one."""
+
+
+NOWHERE = Place("", 0)
+"""Of a worker without tests that use a device."""

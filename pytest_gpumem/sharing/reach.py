@@ -1,0 +1,78 @@
+"""How many devices a test uses: its marker says so, or it is known once the test has run here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_gpumem.sharing.database import Database, default_folder
+
+FILE_NAME = "reach.sqlite3"
+KEPT = 30 * 86_400.0
+"""Seconds for which a test is remembered that nobody has run since."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS reach (
+    project TEXT NOT NULL, nodeid TEXT NOT NULL, devices INTEGER NOT NULL, time REAL NOT NULL,
+    PRIMARY KEY (project, nodeid)) WITHOUT ROWID;
+"""
+
+
+class Reach:
+    """The tests of ``project`` that use more than their worker's own device.
+
+    What they have used is remembered on the host where there are several. Raises ``SharingError``
+    where that cannot be read or written.
+    """
+
+    def __init__(self, project: Path) -> None:
+        self._project = str(project)
+        self._declared: dict[str, int] = {}
+        self._remembered: Database | None = None
+
+    def remember(self, devices: int) -> None:
+        """Remember from now on what tests use, if there are several ``devices``."""
+        if devices > 1 and self._remembered is None:
+            self._remembered = Database(default_folder() / FILE_NAME, _SCHEMA)
+
+    def declare(self, nodeid: str, gpus: Sequence[str]) -> None:
+        """Note what the marker's ``gpu`` says: ``"A100-80GB*2"`` are two devices."""
+        _, star, number = (gpus[0] if gpus else "").partition("*")
+        if star and number.strip().isdecimal():
+            self._declared[nodeid] = int(number)
+
+    def of(self, nodeid: str) -> int:
+        """Return how many devices the test uses; 1 where nobody knows."""
+        return self._declared.get(nodeid) or self._learned(nodeid)
+
+    def learn(self, record: Mapping[str, Any]) -> None:
+        """Remember how many, counted from the first, the test of a record has allocated on."""
+        if self._remembered is None:
+            return
+        others = [one["device"].partition(":")[2] for one in record["other_devices"]]
+        devices = 1 + max(map(int, others), default=0)
+        if devices == self._learned(record["nodeid"]) == 1:
+            return
+        now = time.time()
+        with self._remembered.transaction():
+            self._remembered.execute("DELETE FROM reach WHERE time < ?", (now - KEPT,))
+            self._remembered.execute(
+                "INSERT OR REPLACE INTO reach VALUES (?, ?, ?, ?)",
+                (self._project, record["nodeid"], devices, now),
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._remembered is not None:
+            self._remembered.close()
+            self._remembered = None
+
+    def _learned(self, nodeid: str) -> int:
+        if self._remembered is None:
+            return 1
+        found = self._remembered.execute(
+            "SELECT devices FROM reach WHERE project = ? AND nodeid = ?", (self._project, nodeid)
+        ).fetchone()
+        return int(found[0]) if found else 1

@@ -1,0 +1,106 @@
+"""What is said of the host's GPUs, and refused, before torch is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.device import host_gpus as rooms
+from pytest_gpumem.device.host_gpus import describe, host_gpus, refusal
+from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
+from pytest_gpumem.options import DeviceChoice
+from tests.fake_nvml import MACHINES, FakeNvml
+
+
+def gpus(machine: str) -> list[NvmlReading]:
+    found = read_visible(MACHINES[machine].nvml(), environ=MACHINES[machine].environ)
+    assert isinstance(found, list)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ("plain", []),
+        (
+            "mig",
+            [
+                "NVIDIA A100-SXM4-40GB (MIG 3g.20gb)",
+                "NVIDIA A100-SXM4-40GB (MIG 2g.10gb)",
+                "NVIDIA A100-SXM4-40GB (MIG 1g.5gb)",
+            ],
+        ),
+        ("two exclusive", ["2 x NVIDIA A100-SXM4-40GB (exclusive-process mode)"]),
+        ("vgpu", ["GRID A100D-20C (vGPU)"]),
+        ("hami", ["NVIDIA A100-SXM4-40GB (HAMi leaves 2.93 GiB)"]),
+        ("docker", ["NVML numbers processes as the host does: whose memory it is stays unknown"]),
+    ],
+)
+def test_what_is_out_of_the_ordinary_is_said(
+    machine: str, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {28_290}
+    if machine == "plain":
+        monkeypatch.setattr("psutil.pid_exists", known.__contains__)
+    assert describe(gpus(machine)) == said
+
+
+EXCLUSIVE = (
+    "-n 2: NVIDIA A100-SXM4-40GB is in exclusive-process mode, in which one process at a time can "
+    "use it, and MPS does not run; write -n 1, start MPS (nvidia-cuda-mps-control -d), or let an "
+    "administrator set the mode (nvidia-smi -c DEFAULT)"
+)
+
+
+def test_a_second_process_is_refused_in_exclusive_mode() -> None:
+    assert refusal(gpus("exclusive"), 1, placed=False) is None
+    assert refusal(gpus("exclusive"), 2, placed=False) == EXCLUSIVE
+    assert refusal(gpus("exclusive"), 2, placed=True) == EXCLUSIVE
+
+
+def test_each_exclusive_gpu_takes_one_of_the_placed() -> None:
+    two = gpus("two exclusive")
+    assert refusal(two, 2, placed=True) is None
+    assert refusal(two, 2, placed=False) == EXCLUSIVE
+    assert str(refusal(two, 3, placed=True)).startswith(
+        "-n 3: 2 GPUs are in exclusive-process mode, in which one process at a time can use each,"
+    )
+    assert refusal([*gpus("exclusive"), *gpus("plain")], 5, placed=True) is None
+
+
+@pytest.mark.parametrize("machine", ["plain", "mps", "mig", "vgpu", "docker", "wsl"])
+def test_nothing_else_is_refused(machine: str) -> None:
+    assert refusal(gpus(machine), 16, placed=False) is None
+    assert refusal([], 16, placed=False) is None
+
+
+def test_mode_prohibited_is_refused_to_one_process_too() -> None:
+    assert str(refusal(gpus("prohibited"), 1, placed=False)).startswith(
+        "NVIDIA A100-SXM4-40GB is in compute mode prohibited, in which no process can use it;"
+    )
+    assert refusal([*gpus("prohibited"), *gpus("plain")], 3, placed=True) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "count"),
+    [("auto", None, 2), ("cuda", None, 2), ("cuda", 1, 1), ("sim", 0, 0)],
+)
+def test_the_gpus_of_a_choice(
+    kind: str, index: int | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", MACHINES["two"].nvml())
+    monkeypatch.setattr(rooms, "DRIVERS", (__file__,))
+    choice = DeviceChoice(kind, index)  # type: ignore[arg-type]  # it is one of the kinds
+    assert len(host_gpus(choice, {})) == count
+
+
+def test_nvml_is_not_asked_where_no_driver_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(rooms, "DRIVERS", (str(tmp_path / "nvidiactl"),))
+    assert host_gpus(DeviceChoice("auto"), {}) == ()
+    assert nvml.inits == 0

@@ -1,0 +1,56 @@
+"""One simulation for all workers of a host."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.session.foresight import foreseen, is_worth_it
+
+
+def test_it_is_worth_it_where_workers_would_wait_for_several_tests() -> None:
+    assert is_worth_it(4, 2)
+    assert not is_worth_it(3, 2)
+    assert not is_worth_it(100, 1)
+
+
+def test_the_first_asks_and_the_others_wait_for_its_answer(tmp_path: Path) -> None:
+    asked, answers = [], []
+
+    def simulate() -> dict[str, int]:
+        asked.append(1)
+        time.sleep(0.1)
+        return {"a": 7, "b": 0}
+
+    def ask() -> None:
+        answers.append(foreseen(tmp_path, "run", simulate))
+
+    workers = [threading.Thread(target=ask) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert answers == [{"a": 7, "b": 0}] * 3
+    assert len(asked) == 1
+
+
+def test_another_run_asks_anew_and_clears_away_what_is_old(tmp_path: Path) -> None:
+    foreseen(tmp_path, "old", lambda: {"a": 7})
+    os.utime(tmp_path / "foreseen-old.json", (0, 0))
+    foreseen(tmp_path, "young", lambda: {"a": 8})
+    assert foreseen(tmp_path, "run", lambda: {"a": 9}) == {"a": 9}
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert names == {"foreseen-young.json", "foreseen-run.json"}
+
+
+def test_one_that_fails_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+    def fail() -> dict[str, int]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        foreseen(tmp_path, "run", fail)
+    assert foreseen(tmp_path, "run", lambda: {"a": 9}) == {"a": 9}

@@ -1,0 +1,127 @@
+"""Whose memory it is, by hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.measurement.nvml import NvmlReading, read_device
+from pytest_gpumem.sharing.admission import Device
+from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.gate import Gate
+from pytest_gpumem.sharing.host import NvmlDevice
+from pytest_gpumem.sharing.ledger import Ledger
+from pytest_gpumem.sharing.strangers import NOBODY, claims_of, without_hidden
+from tests.fake_nvml import GIB, MACHINES, MIB, FakeNvml, Gpu, process
+
+ME = os.getpid()
+
+
+def device(nvml: FakeNvml) -> NvmlDevice:
+    reading = read_device(0, nvml, environ={})
+    assert isinstance(reading, NvmlReading)
+    return NvmlDevice(reading, nvml)
+
+
+@pytest.mark.parametrize(
+    ("taken", "claims", "nobodys"),
+    [
+        ({1: 50, 2: 30}, {1: 60}, 0),
+        # Nobody's bytes are the hidden workers', as far as these may hold them.
+        ({NOBODY: 50}, {1: 20, 2: 10}, 20),
+        ({NOBODY: 25}, {1: 20, 2: 10}, 0),
+        # Whom the driver shows has no part in them.
+        ({1: 20, NOBODY: 25}, {1: 20, 2: 10}, 15),
+        ({1: 20, 3: 7, NOBODY: 25}, {1: 20}, 25),
+    ],
+)
+def test_what_nobody_holds(taken: dict[int, int], claims: dict[int, int], nobodys: int) -> None:
+    assert without_hidden(taken, claims) == {**taken, NOBODY: nobodys}
+
+
+def test_a_worker_claims_what_it_holds_and_is_granted(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    worker = ledger.join("run", "gw0")
+    ledger.hold(worker, "gpu", context=3, fixtures=4)
+    test = ledger.ask(worker, "test", {"gpu": 20})
+    devices = {"gpu": Device(100)}
+    assert claims_of(ledger.state(devices), "gpu", ledger.owners()) == {ME: 7}
+    assert ledger.try_grant(test, devices).granted
+    assert claims_of(ledger.state(devices), "gpu", ledger.owners()) == {ME: 27}
+    ledger.close()
+
+
+def test_who_can_be_seen_is_taken_at_its_word() -> None:
+    gpu = Gpu(used=6 * GIB, compute=[process(ME, 2 * GIB), process(1, 3 * GIB)])
+    assert device(FakeNvml(gpu)).taken() == {ME: 2 * GIB, 1: 3 * GIB, NOBODY: GIB}
+
+
+@pytest.mark.parametrize(
+    ("machine", "used"),
+    [
+        ("docker", 12_614 * MIB),
+        ("docker without processes", 7_325 * MIB),
+        ("hami", 500 * MIB),
+    ],
+)
+def test_in_a_container_all_bytes_may_be_anybodys(machine: str, used: int) -> None:
+    assert device(MACHINES[machine].nvml()).taken() == {NOBODY: used}
+
+
+def test_processes_without_bytes_are_nobodys() -> None:
+    assert device(FakeNvml(Gpu(compute=[process(ME, None)]))).taken() == {NOBODY: 6 * GIB}
+
+
+def test_a_process_that_ought_to_be_listed_finds_the_numbers_foreign() -> None:
+    nvml = FakeNvml(Gpu(used=6 * GIB, compute=[process(1, 3 * GIB)]))
+    reading = read_device(0, nvml, environ={})
+    assert isinstance(reading, NvmlReading)
+    uses: list[bool] = []
+    shared = NvmlDevice(reading, nvml, has_context=lambda: bool(uses))
+    assert shared.taken() == {1: 3 * GIB, NOBODY: 3 * GIB}
+    uses.append(True)
+    assert shared.taken() == {NOBODY: 6 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("machine", "limit"),
+    [
+        ("cgroup", 10 * GIB),
+        ("hami", 3_000 * MIB),
+        # 6 of the 15 parts into which the card's 15,109 MiB are divided.
+        ("cgpu", round(15_109 * MIB * 6 / 15)),
+    ],
+)
+def test_a_limit_of_the_container_is_the_capacity(machine: str, limit: int) -> None:
+    nvml = MACHINES[machine].nvml()
+    reading = read_device(0, nvml, environ=MACHINES[machine].environ)
+    assert isinstance(reading, NvmlReading)
+    assert NvmlDevice(reading, nvml).capacity == round(limit * 0.98)
+
+
+def test_own_memory_that_nobody_names_is_not_a_strangers(tmp_path: Path) -> None:
+    # The worker's context stands among 12,614 MiB that no process of this container has.
+    ledger = Ledger(tmp_path)
+    worker = ledger.join("run", "gw0")
+    shared = device(MACHINES["docker"].nvml())
+    gate = Gate(
+        ledger,
+        worker,
+        [shared],
+        held=lambda name: (600 * MIB, 400 * MIB),
+        tidy=lambda: None,
+        patience=1.0,
+    )
+    gate.declare()
+    assert gate.view()[shared.name].foreign == 11_614 * MIB
+    ledger.close()
+
+
+def test_what_nvml_does_not_tell_is_one_sentence() -> None:
+    nvml = FakeNvml()
+    shared = device(nvml)
+    nvml.gpus[0].errors["memory"] = 15
+    with pytest.raises(SharingError, match=r"needs NVML .*: the GPU has fallen off the bus"):
+        shared.taken()
