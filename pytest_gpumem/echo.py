@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+
 MOST = 200
 """Characters that are repeated of a value."""
 
@@ -17,6 +20,18 @@ def printable(text: str, most: int | None = None) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def quoted_for_shell(text: str) -> str:
+    """Return ``text`` as one word for a shell, always between quotes."""
+    if os.name == "nt":
+        from subprocess import list2cmdline
+
+        line = list2cmdline([text])
+        return line if line.startswith('"') else f'"{line}"'
+    if "!" in text:  # an event of the shell's history, also between double quotes
+        return shlex.quote(text)
+    return '"' + "".join(f"\\{char}" if char in '\\"$`' else char for char in text) + '"'
 
 
 def quoted(value: object, most: int = MOST) -> str:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.echo import MOST, printable, quoted
-from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_tolerance
+from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_tolerance, written_size
 
 if TYPE_CHECKING:
     import pytest
@@ -25,7 +25,10 @@ class MarkerError(ValueError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a test is measured and judged by; sizes in bytes, ``None`` where nothing is expected."""
+    """What a test is measured and judged by; sizes in bytes, ``None`` where nothing is expected.
+
+    Limits are :class:`~pytest_gpumem.sizes.Size` where they were written with a unit.
+    """
 
     max: int | None = None
     """Limit of the peak allocated bytes charged to the test."""
@@ -47,12 +50,16 @@ class Expectation:
     """The test is skipped on a device with less total memory."""
     quota: int | None = None
     """What the process may reserve of the device while the test runs."""
+    elastic: bool = False
+    """Where the quota is not enough, more is borrowed of a shared device."""
     exclusive: bool = False
     """Nothing else may run on a shared device beside the test."""
     qos: str = GUARANTEED
     """On a shared device an opportunistic test goes after those that are guaranteed."""
     priority: int = 0
     """Higher ones come first on a shared device."""
+    isolate: bool = False
+    """The test runs in a process of its own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -60,10 +67,10 @@ class Expectation:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: builtin types only, tolerances as text."""
         return {
-            "max": self.max,
-            "max_reserved": self.max_reserved,
-            "max_leak": self.max_leak,
-            "phases": dict(self.phases),
+            "max": _plain(self.max),
+            "max_reserved": _plain(self.max_reserved),
+            "max_leak": _plain(self.max_leak),
+            "phases": {name: int(limit) for name, limit in self.phases.items()},
             "baseline": self.baseline,
             "predict": None if self.predict is None else str(self.predict),
             "tolerance": None if self.tolerance is None else str(self.tolerance),
@@ -72,10 +79,17 @@ class Expectation:
             "gpu": list(self.gpu),
             "min_memory": self.min_memory,
             "quota": self.quota,
+            "elastic": self.elastic,
             "exclusive": self.exclusive,
             "qos": self.qos,
             "priority": self.priority,
+            "isolate": self.isolate,
         }
+
+
+def _plain(size: int | None) -> int | None:
+    """Return ``size`` without the text that it was written as: of no type but Python's own."""
+    return None if size is None else int(size)
 
 
 def expectation_of(
@@ -84,12 +98,13 @@ def expectation_of(
     """Return the expectation that a test's markers, closest first, add up to.
 
     Keyword by keyword the closest marker wins; ``defaults`` (values by keyword, as
-    :func:`parse_keyword` returns them) are weaker than any marker. Raises :class:`MarkerError`.
+    :func:`parse_keyword` returns them) are weaker than any marker. A keyword that the closest one
+    gives as ``None`` is as if nobody had given it. Raises :class:`MarkerError`.
     """
     merged = dict(defaults)
     for mark in reversed(list(markers)):
         merged.update(_keywords_of(mark))
-    return Expectation(**merged)
+    return Expectation(**{key: value for key, value in merged.items() if value is not None})
 
 
 def parse_keyword(keyword: str, value: object) -> Any:
@@ -123,6 +138,8 @@ def _parse_named(keyword: str, value: object) -> Any:
             f"gpumem marker: unknown keyword {printable(keyword, MOST)}={quoted(value)}; "
             f"{_suggestion(keyword)}accepted: {', '.join(_PARSERS)}"
         )
+    if value is None:
+        return None
     try:
         return parse_keyword(keyword, value)
     except ValueError as error:
@@ -141,6 +158,10 @@ def _size(value: object) -> int:
     return parse_size(value)  # type: ignore[arg-type]
 
 
+def _limit(value: object) -> int:
+    return written_size(value)  # type: ignore[arg-type]  # as in _size
+
+
 def _tolerance(value: object) -> Tolerance:
     return parse_tolerance(value)  # type: ignore[arg-type]  # as in _size
 
@@ -157,9 +178,9 @@ def _phases(value: object) -> dict[str, int]:
                 f"{quoted(value)} names a phase {quoted(name)}; a name is a text, not empty"
             )
         try:
-            limits[name] = _size(limit)
+            limits[name] = _limit(limit)
         except SizeError as error:
-            raise MarkerError(f"{quoted(value)} limits {quoted(name)} to {error}") from None
+            raise MarkerError(f"{quoted(value)}: for {quoted(name)}, {error}") from None
     return limits
 
 
@@ -214,9 +235,9 @@ def _gpus(value: object) -> tuple[str, ...]:
 
 _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
     {
-        "max": _size,
-        "max_reserved": _size,
-        "max_leak": _size,
+        "max": _limit,
+        "max_reserved": _limit,
+        "max_leak": _limit,
         "phases": _phases,
         "baseline": _flag,
         "predict": _tolerance,
@@ -226,8 +247,10 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "gpu": _gpus,
         "min_memory": _size,
         "quota": _size,
+        "elastic": _flag,
         "exclusive": _flag,
         "qos": _qos,
         "priority": _priority,
+        "isolate": _flag,
     }
 )

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import pytest
 
+from pytest_gpumem.ini_names import check_names
+
 if TYPE_CHECKING:
     from pytest_gpumem.sizes import Tolerance
 
@@ -24,8 +26,8 @@ T = TypeVar("T")
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory, quota, exclusive, qos, priority): measure the test's GPU memory and fail it "
-    "where it exceeds what is given."
+    "gpu, min_memory, quota, elastic, exclusive, qos, priority, isolate): measure the test's GPU "
+    "memory and fail it where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
@@ -34,6 +36,9 @@ VALUES_LIMIT = 30.0
 
 SHARE_TIMEOUT = 1800.0
 """Seconds that a test waits for memory on a shared device."""
+
+GITLAB_FILE = "gpumem.md"
+"""What is written in GitLab's project folder where no other report is asked for."""
 
 DEFAULT_GPU = "A100-40GB"
 """The catalogue name that is simulated where none is given."""
@@ -87,11 +92,31 @@ _VALUES = {
         "SECONDS",
         "how long a test waits for memory on a shared GPU before it fails (default: 1800)",
     ),
+    "gpumem_shard": ("K/N", "run the Kth of N parts of the tests, which take about the same each"),
+    "gpumem_shard_by": (
+        "FILE",
+        "what tests take: a JSON report, a file of gpumem plan --output or of pytest-split "
+        "(default: what earlier runs took, by pytest's cache)",
+    ),
     "gpumem_baselines": ("DIR", "folder of the stored baselines (default: baselines)"),
     "gpumem_tolerance": ("TOLERANCE", 'how far a baseline may be exceeded, like "1%% + 1MiB"'),
+    "gpumem_rows": ("N|all", "how many tests the table shows (default: 24, with -v all)"),
+    "gpumem_sort": ("peak|leaked|over|name", "the table's order (default: as they ran)"),
+    "gpumem_loop_phases": (
+        "folded|numbered",
+        "phases that are entered again: one phase, or each time also one inside it, forward_1, "
+        "forward_2 and so on (default: folded)",
+    ),
     "gpumem_artifacts": ("DIR", "write memory snapshots of failing tests to this folder"),
 }
-_REPORT = ("json:PATH", "write a report; may be given several times")
+REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
+"""Reports that can be asked for, and whether a path has to follow."""
+_REPORT_FORMS = " or ".join(f"{kind}:PATH" if path else kind for kind, path in REPORT_KINDS.items())
+_REPORT = (
+    _REPORT_FORMS.replace(" or ", "|") + "|off",
+    "write a report; may be given several times (on GitHub and GitLab one is written by itself; "
+    "off: none but those given)",
+)
 _MARKER_DEFAULTS = {
     "gpumem_max": "default of the marker's max",
     "gpumem_max_reserved": "default of the marker's max_reserved",
@@ -102,6 +127,10 @@ _MARKER_DEFAULTS = {
     "gpumem_gpu": "default of the marker's gpu, models separated by commas",
     "gpumem_min_memory": "default of the marker's min_memory",
 }
+
+
+_FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
+"""Settings that are registered one by one."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +147,12 @@ class DeviceChoice:
 class ReportTarget(NamedTuple):
     """One report to write."""
 
-    kind: Literal["json"]
-    path: Path
+    kind: str
+    """One of :data:`REPORT_KINDS`."""
+    path: Path | None
+    """``None`` where the kind needs none."""
+    unasked: bool = False
+    """Whether nobody asked for it: then it is not written where nothing was measured."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +192,18 @@ class Settings:
     """``None`` where the user leaves it to the plugin."""
     explain: Literal["failed", "always", "never"]
     artifacts: Path | None
+    rows: int | None = None
+    """How many tests the table shows; ``None`` where the user leaves it to the plugin."""
+    sort: Literal["peak", "leaked", "over", "name"] | None = None
+    loop_phases: Literal["folded", "numbered"] = "folded"
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
     share_timeout: float = SHARE_TIMEOUT
     """Seconds."""
+    shard: tuple[int, int] | None = None
+    """Which of how many parts of the tests to run, the first being 1."""
+    shard_by: Path | None = None
+    """The file that says what tests take."""
     quota: Quota | None = None
     """What each process may reserve of its device."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -172,8 +213,8 @@ class Settings:
         object.__setattr__(self, "defaults", MappingProxyType(dict(self.defaults)))
 
 
-def add_options(parser: pytest.Parser) -> None:
-    """Register every option and its ini twin."""
+def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
+    """Register every option and its ini twin; ``given`` is the command line."""
     group = parser.getgroup("gpumem", "GPU memory (pytest-gpumem)")
     for name, (form, help_text) in _VALUES.items():
         group.addoption(_option(name), metavar=form, default=None, dest=name, help=help_text)
@@ -192,7 +233,11 @@ def add_options(parser: pytest.Parser) -> None:
         group.addoption(_option(name), action="store_true", default=None, dest=name, help=help_text)
         parser.addini(name, help_text, type="bool", default=None)
     for name, (choices, help_text) in _VALUE_FLAGS.items():
-        strings = [_option(name), *(f"{_option(name)}={choice}" for choice in choices)]
+        # What is wrong with another value is said where the settings are read: argparse itself
+        # would speak of an ignored explicit argument.
+        others = [word for word in given if word.startswith(f"{_option(name)}=")]
+        accepted = [f"{_option(name)}={choice}" for choice in choices]
+        strings = [_option(name), *dict.fromkeys([*accepted, *others])]
         group.addoption(
             *strings, action=_ValueFlag, const=choices[0], default=None, dest=name, help=help_text
         )
@@ -216,6 +261,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     Raises ``pytest.UsageError`` with one sentence that names the option or ini key, the value and
     what is accepted.
     """
+    check_names(config, {*_VALUES, *_FLAGS, *_VALUE_FLAGS, *_MARKER_DEFAULTS, *_FURTHER})
     reader = _Reader(config, options or config.option)
     tolerance = reader.one("gpumem_tolerance", _as_marker("tolerance"))
     required = reader.flag("gpumem_require_baselines")
@@ -227,6 +273,8 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         all=bool(reader.flag("gpumem_all")),
         share=bool(reader.flag("gpumem_share")),
         quota=reader.one("gpumem_quota", _quota),
+        shard=reader.one("gpumem_shard", _shard),
+        shard_by=reader.path("gpumem_shard_by"),
         share_timeout=reader.one("gpumem_share_timeout", _seconds) or SHARE_TIMEOUT,
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
         update=reader.one("gpumem_update_baselines", _choice("all", "new")),
@@ -237,6 +285,9 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         history=reader.one("gpumem_history", _choice("python", "all")),
         explain=reader.one("gpumem_explain", _choice("failed", "always", "never")) or "failed",
         artifacts=reader.path("gpumem_artifacts"),
+        rows=reader.one("gpumem_rows", _rows),
+        sort=reader.one("gpumem_sort", _choice("peak", "leaked", "over", "name")),
+        loop_phases=reader.one("gpumem_loop_phases", _choice("folded", "numbered")) or "folded",
         defaults=_marker_defaults(reader, tolerance),
     )
 
@@ -263,7 +314,7 @@ class _ValueFlag(argparse.Action):
 
     ``nargs="?"`` would take the test path that follows a bare flag for its value. So each accepted
     ``--flag=value`` is an option string of its own, which argparse looks for before it splits at
-    the ``=``; any other value is an error that lists them.
+    the ``=``; and so is one that was given and will be refused.
     """
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
@@ -304,7 +355,9 @@ class _Reader:
     def reports(self) -> tuple[ReportTarget, ...]:
         label, values = self._given("gpumem_report")
         folder = self._folder(label)
-        return tuple(_parsed(label, value, lambda v: _report(v, folder)) for value in values or ())
+        given = [_parsed(label, value, lambda v: _report(v, folder)) for value in values or ()]
+        asked = tuple(target for target in given if target is not None)
+        return (*asked, *(() if None in given else _of_the_ci(asked)))
 
     def _given(self, name: str, accepted: str = "") -> tuple[str, Any]:
         value = getattr(self._options, name, None)
@@ -411,6 +464,12 @@ def _quota(value: str) -> Quota:
     )
 
 
+def _shard(value: str) -> tuple[int, int]:
+    from pytest_gpumem.sharing.shards import parse_shard
+
+    return parse_shard(value)
+
+
 def _choice(*choices: Any) -> Callable[[str], Any]:
     def parse(value: str) -> str:
         if value not in choices:
@@ -418,6 +477,17 @@ def _choice(*choices: Any) -> Callable[[str], Any]:
         return value
 
     return parse
+
+
+def _rows(value: str) -> int:
+    if value.strip() == "all":
+        return _EVERY_ROW
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+        raise ValueError(f"{_quoted(value)} is not a number of rows; write one like 50, or all")
+    return int(value)
+
+
+_EVERY_ROW = 10**9
 
 
 def _seconds(value: str) -> float:
@@ -450,13 +520,26 @@ def _device(value: str) -> DeviceChoice:
     raise ValueError(f"{_quoted(value)} is not a device; write {_VALUES['gpumem_device'][0]}")
 
 
-def _report(value: str, folder: Path) -> ReportTarget:
-    kind, _, path = value.partition(":")
-    if kind == "json" and path:
-        return ReportTarget("json", _usable(folder, path))
-    if kind in ("html", "github"):
-        raise ValueError(
-            f"{_quoted(value)} asks for a report that is not available in this version; "
-            "json:PATH is accepted"
-        )
-    raise ValueError(f"{_quoted(value)} is not a report; json:PATH is accepted")
+def _report(value: str, folder: Path) -> ReportTarget | None:
+    kind, separator, path = value.partition(":")
+    if value == "off":
+        return None
+    if REPORT_KINDS.get(kind) and path:
+        return ReportTarget(kind, _usable(folder, path))
+    if REPORT_KINDS.get(kind) is False and not separator:
+        return ReportTarget(kind, None)
+    raise ValueError(f"{_quoted(value)} is not a report; {_REPORT_FORMS} is accepted, or off")
+
+
+def _of_the_ci(asked: Sequence[ReportTarget]) -> tuple[ReportTarget, ...]:
+    """Return the report that the CI system shows, where it is a known one and none is asked for.
+
+    GitHub sets GITHUB_ACTIONS, GitLab GITLAB_CI, both to "true" and in every job.
+    """
+    kinds = {target.kind for target in asked}
+    if os.getenv("GITHUB_ACTIONS") == "true" and "github" not in kinds:
+        return (ReportTarget("github", None, unasked=True),)
+    folder = os.getenv("CI_PROJECT_DIR")
+    if os.getenv("GITLAB_CI") == "true" and folder and "markdown" not in kinds:
+        return (ReportTarget("markdown", Path(folder) / GITLAB_FILE, unasked=True),)
+    return ()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.session.early import begin_early
+from pytest_gpumem.session.host import leave_if_refused
 from pytest_gpumem.session.results import (
     ARGUMENTS,
     Results,
     hide_own_frames,
     leave_the_sentence,
     skip_unsimulated,
+    status_of,
 )
 from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
 
@@ -27,9 +31,14 @@ if TYPE_CHECKING:
 SESSION = pytest.StashKey[GpumemSession]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add the options and their ini twins."""
-    add_options(parser)
+    config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
+    args = config.invocation_params.args if config else ()
+    variable: list[str] = []
+    with suppress(ValueError):  # pytest itself says what is wrong with its variable
+        variable = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    add_options(parser, [*map(str, args), *variable])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
     session = config.stash[SESSION] = GpumemSession(config)
     config.pluginmanager.register(ReportHooks(session.results), "gpumem-reports")
+    config.pluginmanager.register(IsolationHooks(), "gpumem-isolation")
+    if session.sharding is not None:
+        config.pluginmanager.register(session.sharding, "gpumem-shard")
+    config.pluginmanager.register(Summaries(), "gpumem-summaries")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -85,10 +98,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[SESSION].collected(items)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """See the tests that are left when others have been deselected."""
+    """See the tests that are left when others have been deselected.
+
+    Before pytest-xdist tells the controller, which hands the first of them out then.
+    """
     session.config.stash[SESSION].selected(session.items)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Let ``-n auto`` be as many workers as the shared memory is for."""
+    from pytest_gpumem.session.workers import workers_by_memory
+
+    return workers_by_memory(config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -115,10 +139,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     except BaseException as error:
-        again = session.second_run(item, error)
+        again = session.again(item, error)
         if again is None:
             raise
-    again.set_up()
+    session.repeat(item, again, lambda again: again.set_up())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -144,13 +168,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         with session.calling():
             yield
-        again = session.second_run(item)
+        again = session.again(item)
     except BaseException as error:
-        again = session.second_run(item, error)
+        again = session.again(item, error)
         if again is None:
             raise
     if again is not None:
-        again.call()
+        session.repeat(item, again, lambda again: again.call())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -175,6 +199,8 @@ def pytest_runtest_makereport(
         leave_the_sentence(report, call.excinfo.value)
     item.config.stash[SESSION].note_skip(item, report)
     item.config.stash[SESSION].complete(report, raised=call.excinfo is not None)
+    item.config.stash[SESSION].look_for_fault(item, report)
+    item.config.stash[SESSION].note_company(report)
     return report
 
 
@@ -187,8 +213,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Tell a worker of pytest-xdist what pytest was started with."""
-    node.config.stash[SESSION].run_id = node.workerinput["testrunuid"]
+    from pytest_gpumem.report.commands import COMMAND, Command
+
+    node.config.stash[SESSION].host.tell(node)
+    node.workerinput[COMMAND] = Command.of(node.config).to_dict()
     node.workerinput[ARGUMENTS] = list(map(os.fspath, node.config.invocation_params.args))
+    node.config.stash[SESSION].tell(node)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -197,9 +227,41 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     node.config.stash[SESSION].results.take_output(getattr(node, "workeroutput", None) or {})
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
+    """Let the next test of a worker come again that left on purpose."""
+    report.node.config.stash[SESSION].reschedule(crashitem, report, sched)
+
+
+def pytest_report_teststatus(report: Any) -> object | None:
+    """Name what becomes of a test that comes again."""
+    return status_of(report)
+
+
+class Summaries:
+    """The hooks of the terminal's summary: around all others, and one among them."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
+    ) -> Generator[None]:
+        """Let failures of one cause be told once."""
+        with config.stash[SESSION].results.failures_told_once(terminalreporter):
+            return (yield)
+
+
 def pytest_terminal_summary(config: pytest.Config) -> None:
     """Write the section "gpumem"."""
     config.stash[SESSION].results.summarize()
+
+
+class IsolationHooks:
+    """The hook that takes the place of pytest's own where a test has a process of its own."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
+        """Run the test there."""
+        return item.config.stash[SESSION].isolated(item, nextitem) or None
 
 
 class ReportHooks:
@@ -215,6 +277,7 @@ class ReportHooks:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note what could not be collected."""
+        leave_if_refused(report)
         if report.failed:
             self._results.not_collected(report.nodeid)
 

@@ -55,6 +55,35 @@ class SizeError(ValueError):
     """A size or tolerance that cannot be read; the message is one sentence for the user."""
 
 
+class Size(int):
+    """Bytes that somebody wrote with a unit; as a number they are like any other."""
+
+    written: str
+    """The text, without the space around it: ``300KB``."""
+
+    def __new__(cls, value: int, written: str) -> Size:
+        """Return ``value`` bytes, written so."""
+        size = super().__new__(cls, value)
+        size.written = written
+        return size
+
+    def __reduce__(self) -> tuple[type[Size], tuple[int, str]]:
+        """What :mod:`copy` and :mod:`pickle` make it of again."""
+        return Size, (int(self), self.written)
+
+
+def written_size(value: int | str) -> int:
+    """Return :func:`parse_size`'s bytes, which remember the text where it has a unit."""
+    size = parse_size(value)
+    named = isinstance(value, str) and not value.strip().isdigit()
+    return Size(size, str(value).strip()) if named else size
+
+
+def is_decimal(written: str) -> bool:
+    """Whether a size is written in powers of 1000: ``300KB``, not ``300KiB`` nor ``300K``."""
+    return written.lower().endswith(("kb", "mb", "gb", "tb"))
+
+
 def parse_size(value: int | str) -> int:
     """Return the bytes that ``value`` stands for, fractions of a byte rounded down.
 
@@ -72,32 +101,56 @@ def parse_size(value: int | str) -> int:
     raise SizeError(f"{quoted(value)} is not a size; write {SIZE_FORM}")
 
 
-def format_size(n: int) -> str:
-    """Return ``n`` bytes for reading: ``1.62 GiB``, ``412.0 MiB``, ``-512 B``."""
+_READ = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))
+_READ_DECIMAL = (("KB", 1), ("MB", 1), ("GB", 2), ("TB", 2))
+"""Units that sizes are read in, and the digits behind their point."""
+
+_MOST_DIGITS = 3
+"""That two sizes are given in addition to be told apart; beyond, their bytes tell more."""
+
+
+def format_size(n: int, *, decimal: bool = False, more: int = 0) -> str:
+    """Return ``n`` bytes for reading: ``1.62 GiB``, ``412.0 MiB``, ``-512 B``.
+
+    ``decimal`` sizes are in powers of 1000, ``1.74 GB``; ``more`` digits follow the usual ones.
+    """
     sign, size = ("-", -n) if n < 0 else ("", n)
-    if size < KIB:
+    base = 1000 if decimal else KIB
+    if size < base:
         return f"{sign}{size} B"
     text = ""
-    for unit, factor, digits in (
-        ("KiB", KIB, 1),
-        ("MiB", MIB, 1),
-        ("GiB", GIB, 2),
-        ("TiB", TIB, 2),
-    ):
-        scale: int = 10**digits
+    for unit, digits in _READ_DECIMAL if decimal else _READ:
+        factor, places = _UNITS[unit.lower()], digits + more
+        scale: int = 10**places
         # Rounded before the unit is chosen, else 1 GiB less one byte would read "1024.0 MiB".
         rounded = (2 * size * scale + factor) // (2 * factor)
-        text = f"{sign}{rounded // scale}.{rounded % scale:0{digits}} {unit}"
-        if rounded < KIB * scale:
+        text = f"{sign}{rounded // scale}.{rounded % scale:0{places}} {unit}"
+        if rounded < base * scale:
             break
     return text
 
 
+def format_apart(a: int, b: int, *, decimal: bool = False) -> tuple[str, str]:
+    """Return two sizes for reading side by side, in as many digits as it takes to tell them apart.
+
+    Bytes, where they differ by less than a reader would look at; two that are equal read the same.
+    """
+    for more in range(_MOST_DIGITS + 1):
+        texts = tuple(format_size(n, decimal=decimal, more=more) for n in (a, b))
+        if a == b or texts[0] != texts[1]:
+            return texts[0], texts[1]
+    return f"{a:,} B", f"{b:,} B"
+
+
 def format_exact(n: int) -> str:
     """Return ``n`` bytes for comparing: ``1.62 GiB (1,739,461,632 B)``; below 1 KiB ``512 B``."""
-    if abs(n) < KIB:
-        return format_size(n)
-    return f"{format_size(n)} ({n:,} B)"
+    return exactly(format_size(n), n)
+
+
+def exactly(text: str, n: int) -> str:
+    """Return ``text``, which stands for ``n`` bytes, with these where it does not say them."""
+    exact = f"{n:,} B"
+    return text if text == exact else f"{text} ({exact})"
 
 
 @dataclass(frozen=True)

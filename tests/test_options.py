@@ -33,7 +33,8 @@ class OptionsOnly:
 
 @pytest.fixture
 def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    monkeypatch.delenv("CI", raising=False)
+    for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
+        monkeypatch.delenv(name, raising=False)
 
     def configured(*args: str, ini: str = "") -> pytest.Config:
         pytester.plugins = [OptionsOnly()]
@@ -166,6 +167,19 @@ def test_every_option_has_an_ini_twin(read: Read, pytester: pytest.Pytester) -> 
         explain="always",
         artifacts=pytester.path / "kept",
         defaults={"tolerance": Tolerance(1.0, 1_048_576)},
+    )
+
+
+def test_a_shard_and_what_it_is_cut_by(read: Read, pytester: pytest.Pytester) -> None:
+    settings = read(ini="gpumem_shard = 2/4\ngpumem_shard_by = took.json")
+    assert (settings.shard, settings.shard_by) == ((2, 4), pytester.path / "took.json")
+    assert read("--gpumem-shard=1/1", ini="gpumem_shard = 2/4").shard == (1, 1)
+
+
+@pytest.mark.parametrize("value", ["0/2", "3/2", "1", "1/0", "-1/2", "a/b", "", "1/2/3"])
+def test_what_is_no_shard_is_refused(read: Read, value: str) -> None:
+    assert refusal(read, f"--gpumem-shard={value}") == (
+        f"--gpumem-shard='{value}' is not a shard; write K/N with K from 1 to N, like 2/4"
     )
 
 
@@ -346,22 +360,37 @@ def test_a_bad_tolerance(read: Read) -> None:
     assert refusal(read, ini="gpumem_tolerance = a bit") == f"gpumem_tolerance='a bit' {form}"
 
 
-def test_reports_of_later_versions_are_refused(read: Read) -> None:
-    for value in ("html:out.html", "github"):
-        assert refusal(read, f"--gpumem-report={value}") == (
-            f"--gpumem-report={value!r} asks for a report that is not available in this version; "
-            "json:PATH is accepted"
-        )
+REPORTS = "json:PATH or html:PATH or markdown:PATH or github"
 
 
-@pytest.mark.parametrize("value", ["out.json", "json:", "json", "xml:out.xml"])
+@pytest.mark.parametrize("value", ["out.json", "json:", "json", "xml:out.xml", "github:x", "OFF"])
 def test_a_bad_report(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-report={value}") == (
-        f"--gpumem-report={value!r} is not a report; json:PATH is accepted"
+        f"--gpumem-report={value!r} is not a report; {REPORTS} is accepted, or off"
     )
     assert refusal(read, ini=f"gpumem_report = {value}") == (
-        f"gpumem_report={value!r} is not a report; json:PATH is accepted"
+        f"gpumem_report={value!r} is not a report; {REPORTS} is accepted, or off"
     )
+
+
+def test_what_a_ci_system_shows_is_written_unless_it_is_off(
+    read: Read, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert read().reports == ()
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert read().reports == (ReportTarget("github", None, unasked=True),)
+    assert read("--gpumem-report=github").reports == (ReportTarget("github", None),)
+    assert read("--gpumem-report=off").reports == ()
+    assert read("--gpumem-report=json:/a", "--gpumem-report=off").reports == (
+        ReportTarget("json", Path("/a")),
+    )
+    assert read(ini="gpumem_report = off").reports == ()
+    monkeypatch.delenv("GITHUB_ACTIONS")
+    monkeypatch.setenv("GITLAB_CI", "true")
+    monkeypatch.setenv("CI_PROJECT_DIR", str(tmp_path))
+    assert read().reports == (ReportTarget("markdown", tmp_path / "gpumem.md", unasked=True),)
+    assert read("--gpumem-report=markdown:/b").reports == (ReportTarget("markdown", Path("/b")),)
+    assert read("--gpumem-report=off").reports == ()
 
 
 def test_relative_paths_are_of_where_they_were_written(
@@ -438,7 +467,7 @@ def test_an_empty_ini_value_is_as_none(read: Read) -> None:
         ("gpumem_gpu = T4,,", "gpumem_gpu='' is not a simulated GPU; known: T4, "),
         ("gpumem_phases = forward", "gpumem_phases='forward' is not a phase and its limit, each "),
         ("gpumem_phases = a=1\n  a=2", "gpumem_phases='a=2' is not a phase and its limit, each "),
-        ("gpumem_phases = a=x", "gpumem_phases={'a': 'x'} limits 'a' to 'x' is not a size; "),
+        ("gpumem_phases = a=x", "gpumem_phases={'a': 'x'}: for 'a', 'x' is not a size; "),
     ],
 )
 def test_a_bad_default_of_the_marker(read: Read, ini: str, sentence: str) -> None:

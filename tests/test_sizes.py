@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 
 from pytest_gpumem.sizes import (
+    Size,
     SizeError,
     Tolerance,
+    format_apart,
     format_exact,
     format_size,
+    is_decimal,
     parse_size,
     parse_tolerance,
+    written_size,
 )
 
 
@@ -189,3 +195,35 @@ def test_allowance_is_exact() -> None:
 def test_tolerance_reads_as_it_was_written(tolerance: Tolerance, text: str) -> None:
     assert str(tolerance) == text
     assert parse_tolerance(text) == tolerance
+
+
+def test_sizes_in_powers_of_1000() -> None:
+    assert format_size(999, decimal=True) == "999 B"
+    assert format_size(300_000, decimal=True) == "300.0 KB"
+    assert format_size(1_739_461_632, decimal=True) == "1.74 GB"
+
+
+def test_two_sizes_are_told_apart() -> None:
+    assert format_apart(300_032, 300_000, decimal=True) == ("300.03 KB", "300.00 KB")
+    assert format_apart(20 * 1024**2 + 4096, 20 * 1024**2) == ("20.004 MiB", "20.000 MiB")
+    assert format_apart(40 * 1024**3, 1024) == ("40.00 GiB", "1.0 KiB")
+    assert format_apart(2**40 + 512, 2**40) == ("1,099,511,628,288 B", "1,099,511,627,776 B")
+    assert format_apart(4096, 4096) == ("4.0 KiB", "4.0 KiB")
+
+
+def test_a_size_as_it_was_written_is_its_bytes() -> None:
+    written = written_size(" 300 KB ")
+    assert (written, Size(written, "").written) == (300_000, "")
+    assert getattr(written, "written", None) == "300 KB"
+    assert type(written_size("512")) is int
+    assert [is_decimal(text) for text in ("300 KB", "2gb", "2G", "2GiB", "512")] == [
+        *(True, True),
+        *(False, False, False),
+    ]
+
+
+def test_a_size_is_copied_with_what_was_written() -> None:
+    size = written_size("300KB")
+    for again in (copy.deepcopy(size), pickle.loads(pickle.dumps(size))):
+        assert isinstance(again, Size)
+        assert (again, again.written) == (300_000, "300KB")

@@ -46,12 +46,15 @@ class Site:
     dtype: str | None = None
     held_by: str | None = None
     """The variable that keeps them, where that was searched for."""
+    each: int | None = None
+    """Bytes of one block, where all of them are of one size."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         data = {**vars(self), "shape": None if self.shape is None else list(self.shape)}
-        if self.held_by is None:
-            del data["held_by"]
+        for name in ("held_by", "each"):
+            if data[name] is None:
+                del data[name]
         return data
 
     @classmethod
@@ -150,6 +153,8 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
     operator = origin.node if in_backward else origin.operator_name
     if sighting and category == OPTIMIZER_STATE:
         operator = sighting.name
+    elif sighting and category == OTHER:
+        operator = f"buffer {_general('.'.join(filter(None, (module, sighting.name))))}"
     return Site(
         category,
         0,
@@ -165,11 +170,13 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
 def _sum(place: Site, lives: Sequence[Life]) -> Site:
     largest = max(lives, key=lambda life: life.nbytes)
     shape = largest.origin.shape if largest.origin else None
+    total = sum(life.nbytes for life in lives)
     return Site(
         **{
             **vars(place),
-            "bytes": sum(life.nbytes for life in lives),
+            "bytes": total,
             "count": len(lives),
+            "each": largest.nbytes if largest.nbytes * len(lives) == total else None,
             "shape": None if shape is None else tuple(shape),
         }
     )
@@ -205,7 +212,10 @@ def _category_outside(history: History, life: Life, origin: Origin) -> str:
         return INPUTS
     if origin.kind == "factory":
         return OTHER
-    return ACTIVATIONS if life.died >= history.next_backward(life.born) else TEMPORARIES
+    if life.died < history.next_backward(life.born):
+        return TEMPORARIES
+    # A copy of parameters, for instance: what autograd does not record, backward does not need.
+    return OTHER if id(life) in history.unrecorded else ACTIVATIONS
 
 
 class ForwardLives:

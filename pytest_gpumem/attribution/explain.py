@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.history import ACTIVATIONS, INPUTS, TEMPORARIES
-from pytest_gpumem.sizes import format_size
+from pytest_gpumem.sizes import ALLOCATOR_BLOCK, format_size
 
 MOST_SITES = 24
 """Sites that a baseline keeps of a phase; of what is smaller it keeps sums by function."""
@@ -29,8 +31,29 @@ class Change:
     """As it is now; of more blocks of the same size, only as many as there are more."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        return {**self.site.to_dict(), "bytes": self.bytes, "change": self.change}
+        """The JSON form; ``each`` is known where the change is one of whole blocks of one size."""
+        size = block_size(self.site)
+        whole = size is not None and size * self.site.count == abs(self.bytes)
+        return {
+            **self.site.to_dict(),
+            "bytes": self.bytes,
+            "change": self.change,
+            "each": size if whole else None,
+        }
+
+
+def block_size(site: Site) -> int | None:
+    """Return the bytes of each block of ``site``, ``None`` where they differ or it is unknown."""
+    if site.each is not None or site.count == 1:
+        return site.bytes if site.each is None else site.each
+    bits = re.search(r"\d+|bool", site.dtype or "")
+    if site.shape is None or bits is None:
+        return None
+    # What is stored tells the largest alone: there is no other size if all come to as much.
+    elements = math.prod(site.shape)
+    largest = elements * (1 if bits[0] == "bool" else int(bits[0]) // 8)
+    rounded = -(-largest // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK
+    return rounded if rounded * site.count == site.bytes else None
 
 
 def explain(actual: Iterable[Site], reference: Iterable[Site]) -> tuple[Change, ...]:
@@ -67,7 +90,8 @@ def hints(actual: Sequence[Site], reference: Sequence[Site]) -> Iterator[str]:
     ]
     if saved:
         count = sum(site.count for site in saved)
-        yield f"{count} tensor{'s' if count > 1 else ''} that lived for a moment are kept now"
+        tensors, are = ("tensors", "are") if count > 1 else ("tensor", "is")
+        yield f"{count} {tensors} that lived for a moment {are} kept now"
 
 
 def _total(sites: Iterable[Site], category: str) -> int:

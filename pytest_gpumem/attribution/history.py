@@ -107,9 +107,13 @@ class History:
     sightings: Sequence[Sighting] = ()
     asides: Sequence[tuple[int, int]] = ()
     """Fixtures that the body asked for were set up then: as if it had been before."""
+    unmeasured: Sequence[tuple[int, int]] = ()
+    """Where no peak counts."""
     root: str = ""
     """The folder that paths are relative to."""
     lives: list[Life] = field(init=False)
+    unrecorded: frozenset[int] = field(init=False)
+    """Identities of lives of operators that autograd did not record, as far as that is known."""
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,10 +122,13 @@ class History:
         for begin, end in self.asides:
             self._put_before(begin, end)
         self._recognise()
+        self.unrecorded = frozenset(_unrecorded(self.lives))
 
     def peaks(self) -> Mapping[str, int]:
         """Return by phase the position after whose event it allocated the most."""
         allocated = self.allocated()
+        for begin, end in self.unmeasured:
+            allocated[begin + 1 : end] = [-1] * max(end - begin - 1, 0)
         peaks: dict[str, tuple[int, int]] = {}
         for phase in self.phases:
             # Index i holds what is allocated before event i.
@@ -199,6 +206,18 @@ class History:
                 alive = life.born < sighting.position <= life.died
                 if alive and _is_better(sighting, life.sighting):
                     life.sighting = sighting
+
+
+def _unrecorded(lives: Iterable[Life]) -> Iterable[int]:
+    """Yield lives since whose predecessor autograd has made no node: they belong to none."""
+    before: int | None = None
+    for life in sorted(lives, key=lambda life: life.born):
+        origin = life.origin
+        if origin is None or origin.node is not None or origin.sequence < 0:
+            continue
+        if origin.sequence == before:
+            yield id(life)
+        before = origin.sequence
 
 
 PARAMETERS = "parameters"

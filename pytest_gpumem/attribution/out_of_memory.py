@@ -44,6 +44,13 @@ class OutOfMemory:
     """What was live, most bytes first."""
     avoided_by: tuple[str, ...]
     """Allocator settings under which the same allocations fit."""
+    limit: int | None = None
+    """What this process may reserve of the device, where that is less than all of it."""
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether it was the process's limit that was in the way, and not the device."""
+        return self.limit is not None and self.requested <= self.free
 
     @property
     def fragmentation(self) -> int:
@@ -70,9 +77,15 @@ class OutOfMemory:
         where = " ".join(part for part in (self.site, self.operator) if part)
         by = f" by {where}" if where else ""
         unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
+        free = f"{format_size(self.free)} free of {format_size(self.total)}"
+        if self.over_limit and self.limit is not None:
+            left = format_size(max(self.limit - self.reserved, 0))
+            free = (
+                f"{left} left of the {format_size(self.limit)} that this process may reserve "
+                f"(torch.cuda.set_per_process_memory_fraction, or a quota); the device has {free}"
+            )
         return [
-            f"out of memory: {format_size(self.requested)} asked for{by}, "
-            f"{format_size(self.free)} free of {format_size(self.total)}",
+            f"out of memory: {format_size(self.requested)} asked for{by}, {free}",
             f"  {format_size(self.allocated)} allocated, {unused} reserved and not allocated, "
             f"{outside} held outside PyTorch",
             *self._holder_lines(),
@@ -141,6 +154,7 @@ def post_mortem(
         operator=operator,
         holders=sites,
         avoided_by=tuple(_remedies(_within(snapshot, device, limit), device, version)),
+        limit=limit if limit < total else None,
     )
 
 

@@ -295,8 +295,7 @@ class _Judged:
         reference: int | None = None,
         tolerance: Tolerance | None = None,
     ) -> Verdict:
-        ran = ", ".join(self._peaks) or "none"
-        notes = (f"phases that ran: {ran}",)
+        notes = (_ran(phase, self._peaks),)
         # A negative limit would make the 0 that stands for "not run" read as too much.
         highest = max(limit, 0)
         return self._verdict(
@@ -320,7 +319,7 @@ class _Judged:
             kind=kind,
             metric=metric,
             phase=phase,
-            limit=limit,
+            limit=None if limit is None else int(limit),
             actual=actual,
             reference=reference,
             passed=passed,
@@ -329,8 +328,18 @@ class _Judged:
             simulated=self._measurement.simulated,
             gpu=self._gpu,
             notes=notes,
+            written=getattr(limit, "written", "") if reference is None else "",
             explanation=tuple(change.to_dict() for change in explanation),
         )
+
+
+def _ran(phase: str, peaks: Mapping[str, int]) -> str:
+    """Return which phases ran, and which of them ``phase`` was to name."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(phase.lower(), peaks, n=1, cutoff=0.7)
+    ran = f"phases that ran: {', '.join(peaks) or 'none'}"
+    return f"did you mean {close[0]}? {ran}" if close else ran
 
 
 def _why(sites: list[Site], stored: StoredPeak | None) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -12,11 +13,15 @@ from typing import Any
 
 from pytest_gpumem.baseline.entry import BaselineEntry
 from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.echo import MOST, printable, quoted_for_shell
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import schema_problem
 
 SCHEMA_VERSION = 1
+
+_CONFLICT = re.compile(rb"^<{7}( |\r?$).*^={7}\r?$.*^>{7}( |\r?$)", re.MULTILINE | re.DOTALL)
+"""What git leaves where both sides changed a line."""
+_SIDES = ("ours", "theirs")
 
 
 class BaselineError(ValueError):
@@ -162,6 +167,8 @@ def _parsed(path: Path, content: bytes) -> BaselineFile:
                 parse_constant=_not_a_number,
             )
     except (ValueError, RecursionError) as error:
+        if conflict := _CONFLICT.search(content):
+            raise _conflicting(path, content.count(b"\n", 0, conflict.start()) + 1) from error
         raise _damaged(path, f"not valid JSON ({printable(str(error), MOST)})") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -220,6 +227,14 @@ def _misplaced(path: Path, environment: Environment, key: str) -> BaselineError:
     return BaselineError(
         f"baseline {path} was recorded for {environment.key}, not for {printable(key)}; move it to "
         "the folder of its environment"
+    )
+
+
+def _conflicting(path: Path, line: int) -> BaselineError:
+    sides = " or ".join(f"git checkout --{side} {quoted_for_shell(path.name)}" for side in _SIDES)
+    return BaselineError(
+        f"baseline {path} has the conflict markers of a merge in line {line}; take one side, in "
+        f"its folder, by {sides}, then record its tests again"
     )
 
 

@@ -46,7 +46,9 @@ class StoredPeak:
         if not measured.sites:
             return None
         sites = [Site.from_dict(site) for site in measured.sites]
-        return cls(dict(measured.composition), compact(sites))
+        # What one block has follows from its shape.
+        compacted = (replace(site, each=None) for site in compact(sites))
+        return cls(dict(measured.composition), tuple(compacted))
 
     @property
     def without_lines(self) -> StoredPeak:
@@ -68,14 +70,16 @@ class BaselineEntry:
     """What was live at the test's peak; ``None`` where not recorded."""
     phase_peaks: Mapping[str, StoredPeak] = field(default_factory=dict)
     """The same by phase, where it is not that of the whole test."""
+    tolerance: str | None = None
+    """The test's own, as it would be written; ``None`` where it states none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
         object.__setattr__(self, "phase_peaks", MappingProxyType(dict(self.phase_peaks)))
 
     @classmethod
-    def of(cls, measurement: Measurement) -> BaselineEntry:
-        """Return the entry that records ``measurement``."""
+    def of(cls, measurement: Measurement, tolerance: str | None = None) -> BaselineEntry:
+        """Return the entry of ``measurement``, of a test that may have its own ``tolerance``."""
         # CALL would be the whole test's numbers once more.
         phases = {name: p for name, p in measurement.phases.items() if name != CALL}
         peak = StoredPeak.of(measurement)
@@ -88,6 +92,7 @@ class BaselineEntry:
             phases={name: phase.peak_allocated for name, phase in phases.items()},
             peak=peak,
             phase_peaks={name: p for name, p in peaks.items() if p is not None and p != peak},
+            tolerance=tolerance,
         )
 
     def peak_of(self, phase: str | None) -> StoredPeak | None:
@@ -115,6 +120,7 @@ class BaselineEntry:
             "peak_reserved": self.peak_reserved,
             "allocated_after": self.allocated_after,
             "cublas_workspace": self.cublas_workspace,
+            **({} if self.tolerance is None else {"tolerance": self.tolerance}),
             "phases": {
                 name: {"peak_allocated": peak, **_peak_dict(self.phase_peaks.get(name))}
                 for name, peak in self.phases.items()
@@ -132,6 +138,7 @@ class BaselineEntry:
             phases={name: phase["peak_allocated"] for name, phase in data["phases"].items()},
             peak=StoredPeak.from_dict(data),
             phase_peaks={name: peak for name, peak in peaks.items() if peak is not None},
+            tolerance=data.get("tolerance"),
         )
 
 

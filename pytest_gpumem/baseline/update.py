@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.baseline.collected import Collected, Gone
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.garbage import paused
@@ -37,41 +38,8 @@ class MeasuredTest:
     subtest_failed: bool = False
     wanted: bool = True
     """False where the marker says ``baseline=False``."""
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What this session collected: the proof that a test no longer exists.
-
-    ``ids`` holds the test ids of each module that was collected, deselected tests included. A
-    module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
-    for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
-    Reasons complete the sentence "2 stored tests not pruned: ...".
-    """
-
-    rootpath: Path
-    """Pytest's rootdir, to which module paths are relative."""
-    ids: Mapping[str, frozenset[str]]
-    incomplete: Mapping[str, str] = field(default_factory=dict)
-    """Reason by module why its ids may be only some of it."""
-    partial: str = ""
-    """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
-
-    @classmethod
-    def of(
-        cls,
-        rootpath: Path,
-        nodeids: Iterable[str],
-        incomplete: Mapping[str, str] | None = None,
-        partial: str = "",
-    ) -> Collected:
-        """Return the value for the node ids of all collected items, deselected ones included."""
-        ids: dict[str, set[str]] = {}
-        for nodeid in nodeids:
-            module, test_id = split_nodeid(nodeid)
-            ids.setdefault(module, set()).add(test_id)
-        frozen = {module: frozenset(found) for module, found in ids.items()}
-        return cls(rootpath, frozen, incomplete or {}, partial)
+    tolerance: str | None = None
+    """The test's own for its baseline; ``None`` where it states none."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +115,7 @@ def _updated(
             work.record(test, entry)
     gone = None
     if prune and collected is not None:
-        gone = _Gone(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
+        gone = Gone(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
         used = {test.environment.key: test.environment for test in tests}
         used.update({environment.key: environment for environment in environments})
         for environment in used.values():
@@ -165,17 +133,17 @@ class _Plan:
         self.prune = False
         self.changes: list[Change] = []
         self.unchanged = 0
-        self.doubted: tuple[str, int] | None = None
+        self.doubted: Mapping[str, int] = {}
         """Why stored tests that were not collected stay, and how many."""
 
     def apply(
         self,
         entries: MutableMapping[str, BaselineEntry],
         mode: UpdateMode | None,
-        gone: _Gone | None,
+        gone: Gone | None,
     ) -> None:
         """Change what is stored, and note how: anew where the file is read again."""
-        self.changes, self.unchanged, self.doubted = [], 0, None
+        self.changes, self.unchanged, self.doubted = [], 0, {}
         for test_id, new in self.measured:
             old = entries.get(test_id)
             if old is not None and (mode == "new" or old.without_lines == new.without_lines):
@@ -186,28 +154,13 @@ class _Plan:
         if self.prune and gone is not None:
             self._prune(entries, gone)
 
-    def _prune(self, entries: MutableMapping[str, BaselineEntry], gone: _Gone) -> None:
-        unseen = [test_id for test_id in entries if not gone.exists(self.module, test_id)]
-        if unseen and (doubt := _doubt(self.module, gone.collected)):
-            self.doubted = doubt, len(unseen)
-            return
-        for test_id in unseen:
+    def _prune(self, entries: MutableMapping[str, BaselineEntry], gone: Gone) -> None:
+        unused, self.doubted = gone.of(self.module, entries)
+        for test_id in unused:
             self._note(test_id, entries.pop(test_id), None)
 
     def _note(self, test_id: str, old: BaselineEntry | None, new: BaselineEntry | None) -> None:
         self.changes.append(Change(f"{self.module}::{test_id}", self.environment, old, new))
-
-
-@dataclass(frozen=True)
-class _Gone:
-    """Which stored tests no longer exist."""
-
-    collected: Collected
-    ran: frozenset[tuple[str, str]]
-
-    def exists(self, module: str, test_id: str) -> bool:
-        collected = self.collected.ids.get(module, frozenset())
-        return test_id in collected or (module, test_id) in self.ran
 
 
 class _Work:
@@ -232,7 +185,7 @@ class _Work:
                 self._say(f"{test.nodeid} not recorded: {reason}")
                 continue
             key = (test.environment.key, *split_nodeid(test.nodeid))
-            entry = BaselineEntry.of(test.measurement)
+            entry = BaselineEntry.of(test.measurement, test.tolerance)
             _, first = kept.setdefault(key, (test, entry))
             if first is not entry and first.without_lines != entry.without_lines:
                 disputed[key] = test
@@ -253,7 +206,7 @@ class _Work:
         for module in self._store.modules(environment):
             self._plan(environment, module).prune = True
 
-    def carry_out(self, mode: UpdateMode | None, gone: _Gone | None) -> UpdateReport:
+    def carry_out(self, mode: UpdateMode | None, gone: Gone | None) -> UpdateReport:
         """Write every file that changes; return what was done to those that could be written."""
         written, done = [], []
         for plan in self._plans.values():
@@ -263,12 +216,15 @@ class _Work:
                 )
             except BaselineError as error:
                 self._errors[str(error)] = None
+                if plan.measured:
+                    lost = _count(len(plan.measured), "test")
+                    self._say(f"{lost} of {plan.module} not recorded: its file is of no use")
                 continue
             written += [path] if path else []
             done.append(plan)
         doubts: Counter[str] = Counter()
         for plan in done:
-            doubts.update(dict([plan.doubted] if plan.doubted else []))
+            doubts.update(plan.doubted)
         for doubt, count in doubts.items():
             self._say(f"{_count(count, 'stored test')} not pruned: {doubt}")
         changes = sorted(
@@ -300,19 +256,6 @@ def _unfit(test: MeasuredTest) -> str:
     if test.rerun:
         return "passed only when run again"
     return "a subtest failed" if test.subtest_failed else ""
-
-
-def _doubt(module: str, collected: Collected) -> str:
-    """Return why entries of ``module`` that were not collected may still have their tests."""
-    if reason := collected.incomplete.get(module):
-        return reason
-    if module in collected.ids:
-        return ""
-    if collected.partial:
-        return collected.partial
-    if (collected.rootpath / module).exists():
-        return f"{module} exists, but nothing was collected from it"
-    return ""
 
 
 def _differences(old: BaselineEntry, new: BaselineEntry) -> Iterator[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pytest_gpumem.sizes import format_exact, format_size
-
-SHOWN_LINES = 10
-"""Lines of an explanation that a failure prints; the JSON report holds all of them."""
+from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.sizes import exactly, format_apart, format_size, is_decimal, parse_size
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,45 @@ class Verdict:
     """The device's model, ``A100-40GB``."""
     notes: tuple[str, ...] = ()
     """What the texts add, e.g. where else a baseline is known."""
+    written: str = ""
+    """The limit as the test says it, ``300KB``; empty for a number of bytes."""
+
+    @property
+    def decimal(self) -> bool:
+        """Whether sizes read in powers of 1000, as the limit is written."""
+        return is_decimal(self.written)
+
+    @property
+    def excess(self) -> int:
+        """Bytes over the limit, or over the baseline or prediction; negative below it."""
+        return self.actual - ((self.limit or 0) if self.reference is None else self.reference)
+
+    @property
+    def sizes(self) -> tuple[str, str]:
+        """What was measured and what it is compared with, in digits that tell them apart."""
+        yardstick = self.limit if self.reference is None else self.reference
+        actual, compared = format_apart(self.actual, yardstick or 0, decimal=self.decimal)
+        if self.reference is None:
+            compared = self.written or compared
+        return actual, compared
+
+    @property
+    def brief(self) -> str:
+        """A few words with the number that is over, for a line that names the test already."""
+        if self.kind == "nothing_measured":
+            return "nothing was measured"
+        if self._phase_did_not_run:
+            return f"phase {self.phase} did not run"
+        subject = {"leaked": "left ", "peak_reserved": "reserved "}.get(self.metric, "")
+        subject = f"{self.phase} " if self.phase else subject
+        if self._no_baseline or (self.kind == "prediction" and self.reference is None):
+            return f"{subject}no {self._yardstick()} to match"
+        change = format_size(abs(self.excess), decimal=self.decimal)
+        if self.metric == "leaked" and not self.limit:
+            return f"{subject}{change} behind"
+        name = self.sizes[1] if self.reference is None else self._yardstick()
+        sign, side = ("-", "under") if self.excess < 0 else ("+", "over")
+        return f"{subject}{sign}{change} {side} {name}"
 
     @property
     def short(self) -> str:
@@ -57,23 +95,33 @@ class Verdict:
 
         ``command`` is how pytest is started, with the options that the remedy has to repeat.
         """
-        return failure_text([self], nodeid, command)
+        from pytest_gpumem.baseline.failure import failure_text
 
-    def explanation_lines(self) -> list[str]:
+        return failure_text([self], update_command(nodeid, command))
+
+    def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
         """Return the lines that say whose bytes changed or, without a reference, are there."""
-        return explanation_lines(self.explanation, signed=self.reference is not None)
+        return explanation_lines(
+            self.explanation,
+            signed=self.reference is not None,
+            decimal=self.decimal,
+            every=every,
+            width=width,
+        )
 
-    def remedy(self, nodeid: str, command: str = "pytest") -> list[str]:
-        """Return the line that says how to make the measured number the baseline, if that helps."""
+    def remedy(self, update: str) -> list[str]:
+        """Return the line that says how to make the measured number the baseline, if that helps.
+
+        ``update`` is the command line that does it.
+        """
         if self.kind != "baseline" or self.passed:
             return []
-        remedy = "record it" if self._no_baseline else "accept it"
-        return [f"{remedy}: {update_command(nodeid, command)}"]
+        return [f"{'record it' if self._no_baseline else 'accept it'}: {update}"]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
         return {
-            **asdict(self),
+            **vars(self),
             "explanation": [dict(line) for line in self.explanation],
             "notes": list(self.notes),
         }
@@ -105,12 +153,15 @@ class Verdict:
             allowed = self.limit if self.reference is None else self.reference
             return (
                 f"phase {self.phase} did not run, "
-                f"so its {self._yardstick()} of {format_size(allowed or 0)} was not checked"
+                f"so its {self._yardstick()} of {self.written or format_size(allowed or 0)} "
+                "was not checked"
             )
         return f"{self._measured()}, {self._comparison()}"
 
     def _measured(self) -> str:
-        return measured_text(self.metric, self.phase, self.actual)
+        compared = self.limit if self.reference is None else self.reference
+        text = format_size(self.actual) if compared is None else self.sizes[0]
+        return measured_text(self.metric, self.phase, self.actual, text, decimal=self.decimal)
 
     def _yardstick(self) -> str:
         return self.kind if self.kind in ("baseline", "prediction") else "limit"
@@ -118,10 +169,15 @@ class Verdict:
     def _comparison(self) -> str:
         if self.reference is not None:
             return compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
-        limit = self.limit or 0
-        if self.actual > limit:
-            return f"{format_size(self.actual - limit)} over its limit of {format_size(limit)}"
-        return f"within its limit of {format_size(limit)}"
+        limit = self._named(self.limit or 0)
+        if self.excess > 0:
+            return f"{format_size(self.excess, decimal=self.decimal)} over its limit of {limit}"
+        return f"within its limit of {limit}"
+
+    def _named(self, size: int) -> str:
+        """Return a limit as it is written; one in bytes with these where it is no round size."""
+        text = self.written or self.sizes[1]
+        return text if parse_size(text.replace(",", "")) == size else exactly(text, size)
 
 
 @dataclass(frozen=True)
@@ -144,7 +200,8 @@ class Improvement:
     @property
     def short(self) -> str:
         """One line: what was measured, and by how much it is under its baseline."""
-        measured = measured_text(self.metric, self.phase, self.actual)
+        text, _ = format_apart(self.actual, self.reference)
+        measured = measured_text(self.metric, self.phase, self.actual, text)
         compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
         return f"{measured}, {compared}{_where(self.device, self.simulated, self.gpu)}"
 
@@ -162,14 +219,18 @@ class Improvement:
         return cls(**data)
 
 
-def measured_text(metric: str, phase: str | None, actual: int) -> str:
-    """Return what was measured as the start of a sentence; ``actual`` in bytes."""
+def measured_text(
+    metric: str, phase: str | None, nbytes: int, text: str, *, decimal: bool = False
+) -> str:
+    """Return what was measured as the start of a sentence: ``nbytes``, which read ``text``."""
     subject = phase or "the test"
+    in_bytes = text == f"{nbytes:,} B"
+    actual = exactly(format_size(nbytes, decimal=decimal) if in_bytes else text, nbytes)
     if metric == "leaked":
-        return f"{format_exact(actual)} still allocated after {subject}"
+        return f"{actual} still allocated after {subject}"
     if metric == "peak_reserved":
-        return f"{subject} reserved {format_exact(actual)}"
-    return f"{subject} peaked at {format_exact(actual)}"
+        return f"{subject} reserved {actual}"
+    return f"{subject} peaked at {actual}"
 
 
 def compared_text(yardstick: str, actual: int, reference: int, tolerance: str) -> str:
@@ -185,7 +246,8 @@ def compared_text(yardstick: str, actual: int, reference: int, tolerance: str) -
         return f"equal to its {yardstick} ({tolerated})"
     side = "over" if change > 0 else "under"
     size = format_size(abs(change))
-    return f"{size} {side} its {yardstick} of {format_size(reference)} ({tolerated})"
+    _, known = format_apart(actual, reference)
+    return f"{size} {side} its {yardstick} of {known} ({tolerated})"
 
 
 def format_percent(change: int, reference: int) -> str:
@@ -201,59 +263,7 @@ def format_percent(change: int, reference: int) -> str:
 
 def update_command(nodeid: str, command: str = "pytest") -> str:
     """Return the command line that records the present numbers of the test ``nodeid``."""
-    quoted = "".join(f"\\{char}" if char in '\\"$`' else char for char in nodeid)
-    return f'{command} --gpumem-update-baselines "{quoted}"'
-
-
-def explanation_lines(
-    explanation: tuple[Mapping[str, Any], ...], *, signed: bool = True
-) -> list[str]:
-    """Return ``explanation`` in lines, aligned in columns, largest first.
-
-    ``signed`` lines are differences. Those beyond :data:`SHOWN_LINES` are summed up in a last one.
-    """
-    rows = [_explained(line, signed) for line in explanation[:SHOWN_LINES]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f"  {sign}{size:>{widths[1]}}  {_columns(texts, widths[2:])}".rstrip()
-        for sign, size, *texts in rows
-    ]
-    if hidden := explanation[SHOWN_LINES:]:
-        total = sum(line["bytes"] for line in hidden)
-        sign = _sign(total) if signed else ""
-        kind = "changes" if signed else "sites"
-        lines.append(f"  {sign}{format_size(abs(total))} in {len(hidden)} smaller {kind}")
-    return lines
-
-
-def _sign(change: int) -> str:
-    return "-" if change < 0 else "+"
-
-
-def _columns(texts: list[str], widths: list[int]) -> str:
-    """Join ``texts`` in columns; one that no line fills is left out."""
-    return "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=True) if width)
-
-
-def _explained(line: Mapping[str, Any], signed: bool) -> tuple[str, ...]:
-    change = line["bytes"]
-    # A library's workspace has no source line: its name stands where the line would.
-    places = [line.get("site"), line.get("operator") or line.get("module")]
-    site, operator = [place for place in places if place] + [""] * (2 - sum(map(bool, places)))
-    count = line.get("count") or 1
-    blocks = [f"{count} × {format_size(abs(change) // count)}", line.get("dtype") or ""]
-    if signed and line.get("change") in ("new", "gone"):
-        blocks.append(f"({line['change']})")
-    if line.get("held_by"):
-        blocks.append(f"held by {line['held_by']}")
-    return (
-        _sign(change) if signed else "",
-        format_size(abs(change)),
-        line.get("category") or "other",
-        site,
-        operator,
-        " ".join(part for part in blocks if part),
-    )
+    return f"{command} --gpumem-update-baselines {quoted_for_shell(nodeid)}"
 
 
 def _nothing_measured(device: str, simulated: bool) -> str:
@@ -271,27 +281,3 @@ def _where(device: str, simulated: bool, gpu: str) -> str:
     if device != "cuda:0":
         parts.append(device)
     return f" [{', '.join(parts)}]" if parts else ""
-
-
-def failure_text(verdicts: Iterable[Verdict], nodeid: str, command: str = "pytest") -> str:
-    """Return what the test ``nodeid`` fails with: each verdict's text, then each remedy once.
-
-    What explains several of them stands once, below the first; where a baseline's difference is
-    explained, the limit of the same peak needs no list of its own.
-    """
-    verdicts = list(verdicts)
-    compared = {v.phase for v in verdicts if v.kind == "baseline" and v.explanation}
-    lines: list[str] = []
-    shown: set[str] = set()
-    for verdict in verdicts:
-        lines.append(verdict.short)
-        explained = verdict.explanation_lines()
-        if verdict.kind == "limit" and verdict.phase in compared:
-            continue
-        if "\n".join(explained) not in shown:
-            lines += explained
-        elif explained:
-            lines.append("  as above")
-        shown.add("\n".join(explained))
-    remedies = [line for verdict in verdicts for line in verdict.remedy(nodeid, command)]
-    return "\n".join([*lines, *dict.fromkeys(remedies)])

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from statistics import linear_regression
 from typing import Any
 
 import torch
 
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.measurement.unmeasured import unmeasured
+from pytest_gpumem.prediction.largest import Runs, largest_batch
+from pytest_gpumem.prediction.unfilled import unfilled
 from pytest_gpumem.sizes import format_size
 
-MOST_STEPS = 40
-"""Runs in the search for the largest batch."""
+OFF_THE_LINE = 0.1
+"""Part of its peak by which the largest batch may miss the line before that is said."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +28,54 @@ class BatchFit:
     """What does not depend on the batch: parameters, gradients, optimizer state, workspaces."""
     bytes_per_sample: float
     residual: int
-    """The most that a measured peak is off the line."""
-    peaks: dict[int, int]
-    """Peak allocated by batch size."""
+    """The most that the peak of a given size is off the line."""
+    peaks: Mapping[int, int]
+    """Peak allocated by batch size: of the given sizes that ran, or of smaller ones."""
     total_memory: int
-    """Of the device."""
+    """That may be allocated: the device's, or the part of it that the process is allowed."""
     largest: int | None
     """The largest batch that ran; one sample more ran out of memory.
 
-    ``None`` if not searched, not found, or if memory does not grow with the batch.
+    ``None`` if it was not searched for, or if every batch that was tried ran. See
+    :attr:`larger_that_ran`.
     """
+    tried: Mapping[int, int | None] = field(default_factory=dict)
+    """Every batch of the search: its peak allocated, ``None`` where it ran out of memory."""
+
+    @property
+    def larger_that_ran(self) -> tuple[int, ...]:
+        """Batches beyond :attr:`largest` that ran all the same.
+
+        Where free memory lies in pieces, a batch can find room where a smaller one found none.
+        """
+        if self.largest is None:
+            return ()
+        ran = (size for size, peak in self.tried.items() if peak is not None)
+        return tuple(sorted(size for size in ran if size > self.largest))
 
     def __str__(self) -> str:
+        return "; ".join([self._line(), *self._search()])
+
+    def _line(self) -> str:
         sample = format_size(round(self.bytes_per_sample))
         text = f"{format_size(self.model_bytes)} + batch × {sample}"
-        if self.residual:
-            text += f" (within {format_size(self.residual)})"
-        if self.largest is not None:
-            text += f"; largest batch in {format_size(self.total_memory)}: {self.largest}"
-        return text
+        return text + (f" (within {format_size(self.residual)})" if self.residual else "")
+
+    def _search(self) -> list[str]:
+        """Return what is to be said of the search."""
+        if not self.tried:
+            return []
+        if self.largest is None:
+            return [f"every batch that was tried ran, up to {max(self.tried)}"]
+        said = f"largest batch in {format_size(self.total_memory)}: {self.largest}"
+        peak = self.tried[self.largest] or 0
+        off = peak - (self.model_bytes + self.largest * self.bytes_per_sample)
+        if abs(off) > OFF_THE_LINE * peak:
+            said += f", which takes {format_size(peak)}: the line does not go that far"
+        if not self.larger_that_ran:
+            return [said]
+        farthest = self.larger_that_ran[-1]
+        return [said, f"of larger ones up to {farthest} some ran: free memory lies in pieces"]
 
 
 def fit_batch(
@@ -53,78 +84,57 @@ def fit_batch(
     *,
     gpu: str | None = None,
     largest: bool = True,
+    in_a_row: int = 1,
 ) -> BatchFit:
     """Run ``step(batch)`` for each of ``sizes`` and fit a line through its peaks.
 
     On the CUDA device that is current, real or simulated; ``gpu`` names a model to be simulated
-    instead: then ``step`` has to make its model itself, on its first call. With ``largest`` the
-    largest batch that fits the device is searched for, and confirmed by running it and the next
-    one. Raises ``ValueError`` for fewer than two different sizes, ``torch.OutOfMemoryError`` where
-    one of them does not fit.
+    instead: then ``step`` has to make its model itself, on its first call or on each. With
+    ``largest`` the largest batch that fits the device is searched for, and confirmed by running it
+    and the next one. Every run begins with an empty cache; training begins so only once, so that a
+    batch may run once and not ``in_a_row`` times: ask for 3 where ``step`` is one of many.
+
+    None of it is charged to the test that calls it. Large random tensors that a step makes on the
+    CPU are left unfilled where the device is simulated. Raises ``ValueError`` for fewer than two
+    different sizes, ``torch.OutOfMemoryError`` where neither two of them nor smaller ones fit.
     """
     ordered = sorted(set(sizes))
     if len(ordered) < 2 or ordered[0] < 1:
         raise ValueError(
             f"sizes={quoted(list(sizes))}: give at least two different batch sizes from 1 up"
         )
-    if gpu is None:
-        context: Any = nullcontext()
-    else:
-        from pytest_gpumem.simulated.run import simulate
+    if in_a_row < 1:
+        raise ValueError(f"in_a_row={quoted(in_a_row)}: give a number of runs from 1 up")
+    with ExitStack() as around:
+        around.enter_context(unmeasured())
+        if gpu is not None:
+            from pytest_gpumem.simulated.run import simulate
 
-        context = simulate(gpu)
-    with context:
-        step(ordered[0])  # what is made once: optimizer state, workspaces
-        peaks = {size: _peak(step, size) for size in ordered}
-        slope, intercept = linear_regression(ordered, [peaks[size] for size in ordered])
+            around.enter_context(simulate(gpu))
+        if _is_shapes_only():
+            around.enter_context(unfilled())
+        runs = Runs(step, ordered[0], in_a_row)
+        runs.begin()
+        ordered = runs.known(ordered)
+        peaks = {size: runs.peaks[size] for size in ordered}
+        slope, intercept = linear_regression(ordered, list(peaks.values()))
         residual = max(abs(peaks[size] - (intercept + slope * size)) for size in ordered)
-        _, total = torch.cuda.mem_get_info()
-        searched = largest and slope > 0  # else there is no largest
-        expected = int((total - intercept) // slope) if searched else 0
-        found = _largest(step, ordered[-1], expected) if searched else None
-    return BatchFit(round(intercept), slope, round(residual), peaks, total, found)
+        total = _usable_memory()
+        found = largest_batch(runs, total) if largest else None
+        runs.end()
+    tried = {**runs.peaks, **dict.fromkeys(runs.failed)} if largest else {}
+    return BatchFit(round(intercept), slope, round(residual), peaks, total, found, tried)
 
 
-def _peak(step: Callable[[int], Any], size: int) -> int:
-    _tidy()
-    torch.cuda.reset_peak_memory_stats()
-    step(size)
-    return int(torch.cuda.max_memory_allocated())
+def _usable_memory() -> int:
+    """Return the bytes that the process may allocate on the current device."""
+    _, total = torch.cuda.mem_get_info()
+    return int(total * torch.cuda.get_per_process_memory_fraction())
 
 
-def _tidy() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+def _is_shapes_only() -> bool:
+    """Whether the device is a simulated one that computes nothing."""
+    from pytest_gpumem.simulated.simulation import active_simulation
 
-
-def _fits(step: Callable[[int], Any], size: int) -> bool:
-    _tidy()
-    try:
-        step(size)
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
-def _largest(step: Callable[[int], Any], known: int, expected: int) -> int | None:
-    """Return the batch that fits and whose next one does not, ``None`` where none was found.
-
-    ``known`` fits; the line says ``expected``. Fragmentation can take a little of it.
-    """
-    fits, fails = known, 0
-    candidate = max(expected, known + 1)
-    for _ in range(MOST_STEPS):
-        if _fits(step, candidate):
-            fits = candidate
-        else:
-            fails = candidate
-        if fails == fits + 1:
-            return fits
-        # First a stride on each side of what is expected, then halves of what is between.
-        stride = max((candidate - known) // 64, 1)
-        candidate = (fits + fails) // 2 if fails and fits > known else _next(fits, fails, stride)
-    return None
-
-
-def _next(fits: int, fails: int, stride: int) -> int:
-    return max(fails - stride, fits + 1) if fails else fits + stride
+    simulation = active_simulation()
+    return simulation is not None and not simulation.values.everything

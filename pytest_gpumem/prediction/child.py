@@ -8,7 +8,9 @@ workers, debuggers.
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +38,9 @@ _OPTIONS: dict[str, Any] = {
     "gpumem_sim_scope": "session",  # a real GPU is there while modules are imported, too
     "gpumem_update_baselines": None,
     "gpumem_prune_baselines": None,
-    "gpumem_report": None,
+    "gpumem_report": ["off"],
+    "gpumem_share": None,
+    "gpumem_shard": None,
     "gpumem_artifacts": None,
     "dist": "no",
     "numprocesses": None,
@@ -58,6 +62,8 @@ INI = (
     "gpumem_update_baselines=",
     "gpumem_prune_baselines=false",
     "gpumem_report=",
+    "gpumem_share=false",
+    "gpumem_shard=",
     "gpumem_artifacts=",
 )
 """What the ini file must not say, as values of ``-o``."""
@@ -76,6 +82,8 @@ class Request:
     basetemp: str | None = None
     options: dict[str, Any] | None = None
     """Further values of ``config.option``."""
+    seconds: float | None = None
+    """After which no other test begins."""
 
     def write(self, path: Path) -> None:
         """Write it for :meth:`read`."""
@@ -157,6 +165,7 @@ class _Runs:
         self._present: dict[str, dict[str, Any]] = {}
         self._short: set[str] = set()
         """Tests that ran out of memory."""
+        self._end = math.inf if request.seconds is None else time.monotonic() + request.seconds
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -207,6 +216,8 @@ class _Runs:
         self._short = set()
         # After the last test everything is torn down: the next machine has fixtures of its own.
         for item, following in zip(items, [*items[1:], None], strict=True):
+            if time.monotonic() > self._end:
+                break
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         return {
             nodeid: {**answer, "gpu": machine.model.name}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pytest_gpumem.prediction.operations import operations_of
 from pytest_gpumem.simulated.run import simulate
 
 
@@ -41,7 +43,15 @@ class Layer:
     parameters: int = 0
     """Numbers, not bytes: those of the modules inside included, each once."""
     flops: int = 0
-    """Of the forward pass, as torch counts them."""
+    """Of the forward pass: of a matrix product two for each multiplication and addition."""
+    multiply_adds: int = 0
+    """Of the forward pass, as architectures are compared: half of the FLOPs of a matrix product."""
+    read: int = 0
+    """Bytes of the inputs, parameters and buffers that its layers read in the forward pass."""
+    written: int = 0
+    """Bytes of the outputs that its layers write."""
+    outputs_held: int = 0
+    """Bytes of those outputs that have memory of their own: not views, nor in place."""
     training: Run = field(default_factory=Run)
     inference: Run = field(default_factory=Run)
 
@@ -55,17 +65,24 @@ class Layer:
             "outputs": [list(shape) for shape in self.outputs],
             "parameters": self.parameters,
             "flops": self.flops,
+            "multiply_adds": self.multiply_adds,
+            "read": self.read,
+            "written": self.written,
+            "outputs_held": self.outputs_held,
             "training": vars(self.training),
             "inference": vars(self.inference),
         }
 
 
-def layers_of(target: Callable[[], Any], gpu: str = "A100-40GB") -> list[Layer]:
+def layers_of(
+    target: Callable[[], Any], gpu: str = "A100-40GB", inputs: Sequence[tuple[int, ...]] = ()
+) -> list[Layer]:
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
-    ``target`` may also return a model, or a model and its inputs, which is then called. It runs on
-    a simulated ``gpu``. The model runs once without gradients and once with them. Raises
-    :class:`NoModelError` where no model is found.
+    ``target`` may also return a model, or a model and its inputs, which is then called; ``inputs``
+    are the shapes of float32 inputs for a model alone. It runs on a simulated ``gpu``. The model
+    runs once without gradients and once with them. Raises :class:`NoModelError` where no model is
+    found, or its inputs are missing.
     """
     with simulate(gpu):
         analysis = _Analysis()
@@ -74,7 +91,7 @@ def layers_of(target: Callable[[], Any], gpu: str = "A100-40GB") -> list[Layer]:
             try:
                 returned = target()
                 if not analysis.layers:
-                    _call(returned)
+                    _call(returned, inputs)
             except _DoneError:
                 pass
     if not analysis.layers:
@@ -88,12 +105,24 @@ class _DoneError(BaseException):
     """Ends the target: everything is known."""
 
 
-def _call(returned: Any) -> None:
+def _call(returned: Any, shapes: Sequence[tuple[int, ...]]) -> None:
     if isinstance(returned, nn.Module):
-        returned()
+        if not shapes:
+            _check_needs_nothing(returned)
+        returned.cuda()(*(torch.randn(shape, device="cuda") for shape in shapes))
     elif isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module):
         model, *inputs = returned
         model(*inputs)
+
+
+def _check_needs_nothing(model: nn.Module) -> None:
+    try:
+        inspect.signature(model.forward).bind()
+    except TypeError as error:
+        raise NoModelError(
+            f"the function returned a {type(model).__name__} without its inputs ({error}); give "
+            "their shapes, like --input 1x3x224x224, or return them with it"
+        ) from error
 
 
 class _Analysis:
@@ -141,9 +170,17 @@ class _Analysis:
 @dataclass
 class _Open:
     layer: Layer
+    module: nn.Module
     before: int
     flops_before: int
     highest: int = 0
+    storages: frozenset[int] = frozenset()
+    """Of its inputs."""
+    bytes_read: int = 0
+    is_layer: bool = True
+    """Whether it has called no other module."""
+    flops: int = 0
+    """Beyond those that torch counts, of the layers inside."""
 
 
 class _Pass:
@@ -170,17 +207,44 @@ class _Pass:
             parameters=sum(p.numel() for p in module.parameters()),
         )
         self.layers.append(layer)
+        for outer in self._open[-1:]:
+            outer.is_layer = False
         now = torch.cuda.memory_allocated()
-        self._open.append(_Open(layer, now, self._flops(), now))
+        given = list(_tensors(arguments))
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        call = _Open(layer, module, now, self._flops(), now)
+        call.storages = frozenset(map(_storage, given))
+        call.bytes_read = sum(map(_bytes, (*given, *own)))
+        self._open.append(call)
 
     def leave(self, outputs: Any) -> None:
         """The call that was entered last returns."""
         self._reach()
-        call = self._open.pop()
+        call = self._open[-1]
         call.layer.outputs = tuple(_shapes(outputs))
-        call.layer.flops = self._flops() - call.flops_before
+        if call.is_layer:
+            self._count(call, list(_tensors(outputs)))
+        self._open.pop()
+        products = self._flops() - call.flops_before
+        call.layer.flops = products + call.flops
+        call.layer.multiply_adds += products // 2
         kept = torch.cuda.memory_allocated() - call.before
         call.layer.training = Run(kept, call.highest - call.before)
+
+    def _count(self, call: _Open, outputs: list[torch.Tensor]) -> None:
+        """Add what a layer does to itself and to all that it is inside of."""
+        layer = call.layer
+        first = [shapes[0] if shapes else () for shapes in (layer.inputs, layer.outputs)]
+        operations = operations_of(call.module, *first)
+        written = sum(map(_bytes, outputs))
+        own = {_storage(one): one for one in outputs if _storage(one) not in call.storages}
+        held = sum(map(_bytes, own.values()))
+        for each in self._open:
+            each.flops += operations.flops
+            each.layer.multiply_adds += operations.multiply_adds
+            each.layer.read += call.bytes_read
+            each.layer.written += written
+            each.layer.outputs_held += held
 
     def _reach(self) -> None:
         highest = torch.cuda.max_memory_allocated()
@@ -220,11 +284,23 @@ def _merged(training: list[Layer], inference: list[Layer]) -> list[Layer]:
 
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    return (tuple(tensor.shape) for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield tuple(value.shape)
+        yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _shapes(item)
+            yield from _tensors(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _shapes(item)
+            yield from _tensors(item)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

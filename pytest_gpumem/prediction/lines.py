@@ -12,6 +12,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from pytest_gpumem.attribution.composition import category_of
 from pytest_gpumem.attribution.history import (
     GRADIENTS,
@@ -22,10 +24,16 @@ from pytest_gpumem.attribution.history import (
     Life,
 )
 from pytest_gpumem.measurement.composition import Account
-from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
+from pytest_gpumem.measurement.phases import PhaseTracker, position_on
+from pytest_gpumem.measurement.recorded import RecordedHistory
+from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.simulated.device import SimulatedGPU
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
+
+MEASURED = "cuda"
+"""In the place of a model to be simulated: the CUDA device that there is."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class Line:
     """Allocated when it was left for the last time."""
     peak: int = 0
     """The most that was allocated meanwhile."""
+    process: int | None = None
+    """What the process held of the device when the line was left for the last time: by NVML, with
+    the CUDA context; on a simulated device, which has none, what the allocator has reserved.
+    ``None`` where NVML does not tell."""
     added: tuple[Group, ...] = ()
     removed: tuple[Group, ...] = ()
 
@@ -79,6 +91,8 @@ class _Execution:
     number: int
     begin: int
     end: int = 0
+    process: int | None = None
+    """Bytes of the device that the process held then."""
 
 
 @dataclass
@@ -87,6 +101,7 @@ class _Follower:
 
     codes: frozenset[CodeType]
     position: Callable[[], int]
+    process: Callable[[], int | None]
     executions: list[_Execution] = field(default_factory=list)
     _open: dict[FrameType, _Execution] = field(default_factory=dict)
 
@@ -107,7 +122,7 @@ class _Follower:
         if event in ("line", "return"):
             now = self.position()
             if (execution := self._open.pop(frame, None)) is not None:
-                execution.end = now
+                execution.end, execution.process = now, self.process()
             if event == "line":
                 execution = _Execution(frame.f_code, frame.f_lineno, now)
                 self._open[frame] = execution
@@ -120,23 +135,52 @@ def lines_of(
 ) -> list[Line]:
     """Run ``target`` on a simulated ``gpu`` and return what each line of ``functions`` did.
 
-    Lines stand in the order in which they were reached first. What a line calls counts to it.
+    ``gpu="cuda"`` is the current CUDA device. Lines stand in the order in which they were reached
+    first. What a line calls counts to it.
     """
+    codes = frozenset(function.__code__ for function in functions)
+    if gpu == MEASURED:
+        return _measured(target, codes)
     device = SimulatedGPU.machine(gpu)[0]
-    recorder = SimulatedRecorder(device.simulation)
-    follower = _Follower(
-        frozenset(function.__code__ for function in functions),
-        lambda: recorder.positions()[device.index],
-    )
     with device.active():
-        account = Account(recorder, "")
-        tracker = PhaseTracker(CudaStatistics(), account.positions)
-        account.begin((), None)
-        with account.watching(tracker), follower.following():
-            kept = target()
-        account.end()
-        history = account.history(device.index, tracker, ())
-        del kept
+        recorder = SimulatedRecorder(device.simulation)
+        return _followed(target, codes, recorder, device.index, lambda: device.allocator.reserved)
+
+
+def _measured(target: Callable[[], Any], codes: frozenset[CodeType]) -> list[Line]:
+    torch.cuda.init()
+    device = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", device)
+    recorder = RecordedHistory()
+
+    def process() -> int | None:
+        reading = read_device(str(uuid) if uuid != device else device)
+        return None if isinstance(reading, NvmlAbsent) else reading.process_used
+
+    with recorder.during("all"):
+        return _followed(target, codes, recorder, device, process)
+
+
+def _followed(
+    target: Callable[[], Any],
+    codes: frozenset[CodeType],
+    recorder: Recorder,
+    device: int,
+    process: Callable[[], int | None],
+) -> list[Line]:
+    follower = _Follower(codes, lambda: position_on(device, recorder.positions()), process)
+    account = Account(recorder, "")
+    tracker = PhaseTracker(CudaStatistics(), account.positions)
+    account.begin((), None)
+    begin = position_on(device, recorder.positions())
+    with account.watching(tracker), follower.following():
+        kept = target()
+    account.end()
+    history = account.history(device, tracker, ())
+    del kept
+    for execution in follower.executions:
+        execution.begin -= begin
+        execution.end -= begin
     return _lines(history, follower.executions)
 
 
@@ -155,6 +199,7 @@ def _lines(history: History, executions: Sequence[_Execution]) -> list[Line]:
             before=allocated[times[0].begin],
             after=allocated[times[-1].end],
             peak=max(max(allocated[one.begin : one.end + 1]) for one in times),
+            process=times[-1].process,
             added=_groups(history, (life for one in times for life in _added(history, one))),
             removed=_groups(history, (life for one in times for life in _removed(history, one))),
         )

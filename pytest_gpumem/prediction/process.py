@@ -49,12 +49,14 @@ def run_tests(
     folder: Path | None = None,
     unbounded: bool = False,
     options: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
 ) -> list[Answer]:
     """Run ``tests`` on each of ``machines``; the caller's process stays as it is.
 
     ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
     of the pytest that asks, and ``options`` values of its ``config.option``, by name. With
-    ``unbounded`` a test that runs out of memory runs again with as much as it wants. Raises
+    ``unbounded`` a test that runs out of memory runs again with as much as it wants. After so many
+    ``seconds`` no other test begins, and one that does not end is given as long again. Raises
     :class:`PredictionError` where pytest does not get as far as running tests.
     """
     with tempfile.TemporaryDirectory() as temporary:
@@ -66,17 +68,22 @@ def run_tests(
             unbounded,
             str(own / "tmp"),
             dict(options or {}),
+            seconds,
         )
         request.write(own / "request.json")
-        ran = subprocess.run(
-            [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
-            cwd=folder,
-            env={**os.environ, REQUEST: str(own / "request.json")},
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        try:
+            ran = subprocess.run(
+                [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
+                cwd=folder,
+                env={**os.environ, REQUEST: str(own / "request.json")},
+                capture_output=True,
+                text=True,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                timeout=None if seconds is None else 2 * seconds,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise PredictionError(f"it takes longer than {2 * (seconds or 0):.0f} s") from error
         if not request.answer.is_file():
             raise PredictionError(_last_words(ran))
         answers = json.loads(request.answer.read_text())

@@ -1,6 +1,7 @@
-"""``--gpumem-sim-scope=session``: the simulated GPU exists before the first conftest is imported.
+"""What has to be before the first conftest is imported: the process's device.
 
-There suites decide for good: ``torch_device = "cuda" if torch.cuda.is_available() else "cpu"``.
+With ``--gpumem-sim-scope=session`` the simulated GPU, because there suites decide for good:
+``torch_device = "cuda" if torch.cuda.is_available() else "cpu"``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ AMBIENT = pytest.StashKey[Ambient]()
 
 
 def begin_early(config: pytest.Config) -> None:
-    """Let the simulated GPU exist from now on, where the options say so.
+    """Choose the process's device, and let a simulated one exist, where the options say so.
 
     What is wrong with them is said when pytest configures itself.
     """
@@ -56,6 +57,10 @@ def begin_early(config: pytest.Config) -> None:
         settings = settings_from(config, options)
     except pytest.UsageError:
         return
+    if settings.share or settings.quota is not None:
+        from pytest_gpumem.session.placement import place
+
+        place(config, settings)
     asked = settings.sim_scope == "session" or SELECTOR in config.stash
     if not asked or settings.device.kind == "off":
         return

@@ -67,15 +67,20 @@ class Gpumem:
             self._measured.watch(optimizer)
 
     def fit_batch(
-        self, step: Callable[[int], Any], sizes: Sequence[int], *, largest: bool = True
+        self,
+        step: Callable[[int], Any],
+        sizes: Sequence[int],
+        *,
+        largest: bool = True,
+        in_a_row: int = 1,
     ) -> BatchFit:
         """Run ``step(batch)`` for ``sizes`` on the test's device and fit a line through its peaks.
 
-        See :func:`pytest_gpumem.fit_batch`.
+        The test is not charged for it. See :func:`pytest_gpumem.fit_batch`.
         """
         from pytest_gpumem.prediction.batch import fit_batch
 
-        return fit_batch(step, sizes, largest=largest)
+        return fit_batch(step, sizes, largest=largest, in_a_row=in_a_row)
 
 
 class IdleGpumem:
@@ -104,7 +109,7 @@ class IdleGpumem:
     def watch(self, model: Any, optimizer: Any = None) -> None:
         """Do nothing."""
 
-    def fit_batch(self, step: Any, sizes: Any, *, largest: bool = True) -> BatchFit:
+    def fit_batch(self, step: Any, sizes: Any, **options: Any) -> BatchFit:
         """Skip the test, with the reason: there is nothing to measure on."""
         pytest.skip(f"the test calls gpumem.fit_batch, and {self._reason}")
 

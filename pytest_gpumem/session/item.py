@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,21 @@ from pytest_gpumem.measurement.leaks import holders_of_class
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
+from pytest_gpumem.measurement.unmeasured import pausable
 from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.results import ATTRIBUTE
+from pytest_gpumem.session.results import ATTRIBUTE, SENTENCE
+from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
+from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.simulated.errors import SimulationError
+from pytest_gpumem.sizes import format_size, is_decimal
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
+    from pytest_gpumem.attribution.out_of_memory import OutOfMemory
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.measurement.record import Measurement, PhaseRecord
     from pytest_gpumem.measurement.recorder import Recorder
@@ -49,7 +54,9 @@ class MeasuredItem:
     """The measurement of one attempt at one test.
 
     ``expectation`` is ``None`` for a test that is measured without being judged, ``quota`` the
-    bytes that the process may reserve meanwhile.
+    bytes that the process may reserve meanwhile. ``runs_again`` says of a test that ran out
+    of memory whether it is run once more, so that this failure need not be explained: given what
+    could not be served, the quota and the error.
     """
 
     def __init__(
@@ -62,8 +69,10 @@ class MeasuredItem:
         settings: Settings,
         predicted: PredictedTest | None = None,
         quota: int | None = None,
+        runs_again: Callable[[Refusal | None, int | None, Exception], bool] | None = None,
     ) -> None:
         self._predicted = predicted
+        self._runs_again = runs_again
         self._item = item
         self._settings = settings
         self._expectation = expectation
@@ -81,6 +90,8 @@ class MeasuredItem:
         self._record: TestRecord | None = None
         self._sections: list[str] = []
         """What is shown below the failure."""
+        self._sentence = ""
+        """What the test fails with where that is not of its own memory."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
             starting.enter_context(device.measuring(item.nodeid))
@@ -91,13 +102,33 @@ class MeasuredItem:
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
             self._explained = recorder is not None
-            account = _account(recorder, item) if recorder is not None else None
-            self._meter = Meter(statistics, ledger, account)
+            account = _account(recorder, item, settings) if recorder is not None else None
+            numbered = settings.loop_phases == "numbered"
+            self._meter = Meter(statistics, ledger, account, numbered=numbered)
+            starting.enter_context(pausable(self._meter.unmeasured))
+            starting.enter_context(pausable(device.unmeasured))
             device.begin_test(item.nodeid, ledger.with_nested(_shared_before(item)))
+            self._quota = quota
+            self._refusals: Sequence[Refusal] = ()
+            if quota is not None or settings.share:
+                self._refusals = starting.enter_context(device.refusals())
             if quota is not None:
+                # Its key is that of the settings without what a quota adds for child processes.
+                assert device.environment
                 starting.enter_context(device.limited(quota))
             self._meter.begin_set_up()
             self._resources = starting.pop_all()
+
+    @property
+    def nodeid(self) -> str:
+        """The test's node id."""
+        return self._item.nodeid
+
+    @property
+    def peak_allocated(self) -> int | None:
+        """What it allocated at most, in bytes; ``None`` before it is known."""
+        measurement = self._record and self._record.measurement
+        return measurement.peak_allocated if measurement else None
 
     def close(self) -> None:
         """Give the process back as it was."""
@@ -137,6 +168,8 @@ class MeasuredItem:
         """Put the record on the final report of the call, as builtin types."""
         if self._in_body:  # a subtest's: they are reported while the body runs
             self._subtest_failed |= raised and report.failed
+        elif report.when == "call" and self._sentence:
+            setattr(report, SENTENCE, self._sentence)
         elif report.when == "call" and self._record is not None:
             measurement = self._record.measurement
             if report.failed and measurement:
@@ -166,20 +199,40 @@ class MeasuredItem:
             self.body_raised = True
             with suppress(BaselineError):  # the body's own failure matters more
                 self._finish(passed=False)
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError) and not self._will_run_again(error):
                 self._examine(error)
             raise
         try:
             self.body_raised = not self._passed()
             self._finish(passed=not self.body_raised)
         except BaselineError as error:
-            pytest.fail(str(error), pytrace=False)
+            self._sentence = str(error)
+        if self._sentence:  # out here, where no other exception stands behind it
+            pytest.fail(self._sentence, pytrace=False)
         if self._record is not None and self._record.broken:
             if not self._explained and self._settings.explain == "failed":
                 self._explain()
             else:
                 self._write_snapshot()
             pytest.fail(self._judge.failure_text(self._record), pytrace=False)
+
+    def _will_run_again(self, error: Exception) -> bool:
+        return self._runs_again is not None and self._runs_again(self.shortage, self.quota, error)
+
+    @property
+    def quota(self) -> int | None:
+        """What the process may reserve while the test runs; bytes."""
+        return self._quota
+
+    @property
+    def shortage(self) -> Refusal | None:
+        """What the allocator could not serve: the last of it, and before that a neighbour's doing.
+
+        ``None`` where it could, or where nobody asked to know.
+        """
+        crowded = [one for one in self._refusals if cause_of(one, self._quota) is Cause.NEIGHBOUR]
+        found = crowded or self._refusals
+        return found[-1] if found else None
 
     def _examine(self, error: torch.OutOfMemoryError) -> None:
         """Find out why the body ran out of memory; unrecorded, it is run once more for that."""
@@ -189,7 +242,7 @@ class MeasuredItem:
             traceback.clear_frames(error.__traceback__)
             recorder = RecordedHistory()
             with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
-                self._meter.account_by(_account(recorder, self._item))
+                self._meter.account_by(_account(recorder, self._item, self._settings))
                 try:
                     with self._run():
                         self._item.runtest()
@@ -206,9 +259,22 @@ class MeasuredItem:
             total=self.device.total_memory,
             version=(int(release[0]), int(release[1])),
         )
+        shortage = self.shortage
+        cause = [] if shortage is None else [sentence_of(shortage, self._quota)]
         if found is not None and self._record is not None:
             self._record = replace(self._record, out_of_memory=found.to_dict())
-            self._sections.append("\n".join(found.lines()))
+            lines = [*cause, *found.lines(), *self._passed_its_limit(found)]
+            self._sections.append("\n".join(lines))
+        else:
+            self._sections += cause
+
+    def _passed_its_limit(self, found: OutOfMemory) -> Iterator[str]:
+        """Yield that the test was over its own limit before it ran out of memory."""
+        limit = self._expectation.max if self._expectation else None
+        if limit is not None and found.allocated > limit:
+            written = getattr(limit, "written", "") or format_size(limit)
+            text = format_size(found.allocated, decimal=is_decimal(written))
+            yield f"  its limit max={written} was passed before: {text} were allocated"
 
     def _explain(self) -> None:
         """Run the body once more, with its allocations recorded, to say who holds the bytes.
@@ -220,7 +286,7 @@ class MeasuredItem:
         recorder = RecordedHistory()
         try:
             with recorder.during(EXPLAINED_BY):
-                self._meter.account_by(_account(recorder, self._item))
+                self._meter.account_by(_account(recorder, self._item, self._settings))
                 with self._run():
                     self._item.runtest()
                 again = self._measured(passed=True)
@@ -334,8 +400,9 @@ class MeasuredItem:
         )
 
 
-def _account(recorder: Recorder, item: pytest.Item) -> Account:
-    return Account(recorder, str(item.config.rootpath))
+def _account(recorder: Recorder, item: pytest.Item, settings: Settings) -> Account:
+    shown = any(target.kind == "html" for target in settings.reports)
+    return Account(recorder, str(item.config.rootpath), timelines=shown)
 
 
 def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:

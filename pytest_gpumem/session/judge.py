@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.baseline.compare import Judgement, judge, judge_prediction
+from pytest_gpumem.baseline.failure import failure_text
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, split_nodeid
-from pytest_gpumem.baseline.verdict import failure_text
 from pytest_gpumem.device.select import SELECTOR
+from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.session.results import suggested_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,7 +73,9 @@ class Judge:
 
     def failure_text(self, record: TestRecord) -> str:
         """Return what a test fails with."""
-        return failure_text(record.broken, record.nodeid, suggested_command(self._config))
+        update = Command.of(self._config).records(record.nodeid)
+        every = self._config.get_verbosity() > 1
+        return failure_text(record.broken, update, every=every)
 
     def _judged(
         self, record: TestRecord, expectation: Expectation, predicted: PredictedTest | None
@@ -123,7 +125,6 @@ class Judge:
             baseline=baseline,
             environment=record.environment,
             require_baseline=self._baselines_required(),
-            default_tolerance=settings.tolerance,
             update=settings.update,
             elsewhere=self._store.elsewhere(module, test_id, record.environment)
             if needs_others

@@ -35,8 +35,17 @@ class Predictions:
             self._known.update(self._predicted({one.nodeid: one for one in (item, *same)}, device))
         return self._known[item.nodeid]
 
+    def of_all(
+        self, items: Iterable[pytest.Item], device: CudaDevice, seconds: float
+    ) -> dict[str, PredictedTest]:
+        """Return what ``items`` need, of those that the simulation comes to in ``seconds``."""
+        found = self._predicted({item.nodeid: item for item in items}, device, seconds)
+        # What has not been run may still be asked for by itself.
+        self._known.update({nodeid: one for nodeid, one in found.items() if one.measurement})
+        return found
+
     def _predicted(
-        self, items: dict[str, pytest.Item], device: CudaDevice
+        self, items: dict[str, pytest.Item], device: CudaDevice, seconds: float | None = None
     ) -> dict[str, PredictedTest]:
         from pytest_gpumem.prediction.process import PredictionError, run_tests
 
@@ -48,6 +57,7 @@ class Predictions:
                 arguments=self._arguments(),
                 folder=self._config.invocation_params.dir,
                 options=self._options(),
+                seconds=seconds,
             )
         except PredictionError as error:
             unknown = PredictedTest(machine.model.name, None, f"it was not simulated: {error}")

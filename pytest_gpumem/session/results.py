@@ -5,21 +5,34 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.session.stopwatch import Run, Stopwatch
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    from pytest_gpumem.baseline.update import Collected, MeasuredTest, UpdateReport
+    from pytest_gpumem.baseline.collected import Collected
+    from pytest_gpumem.baseline.update import MeasuredTest, UpdateReport
+    from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.options import Settings
     from pytest_gpumem.report.record import TestRecord
+    from pytest_gpumem.report.remarks import Missing
+    from pytest_gpumem.session.faults import Crashes
+    from pytest_gpumem.sharing.learned import Learned
 
 ATTRIBUTE = "gpumem"
 """Of a test's final call report: its record as builtin types, for pytest-xdist."""
+
+SENTENCE = "gpumem_sentence"
+"""Of a test's report: what it failed with where that is not of its own memory."""
 
 ARGUMENTS = "gpumem_arguments"
 """Key of a pytest-xdist worker's input: what pytest was started with."""
@@ -32,17 +45,19 @@ UNSIMULATED = "gpumem_unsimulated"
 """Of a test's report: the sentence that says why a simulated device cannot run it."""
 
 
+LOST = "gpumem_lost"
+"""Of a test's report: the test after which the process that ran it leaves."""
+
+
+RESCHEDULED = "gpumem_rescheduled"
+"""Of the report of a crash: why the test comes again."""
+
+
 SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
 """Of the report of a test that would be measured: what skipped it was evaluated at import."""
 
 
 AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
-
-
-def suggested_command(config: pytest.Config) -> str:
-    """Return how pytest was started, as far as baselines depend on it."""
-    device = config.getoption("gpumem_device", None)
-    return f"pytest --gpumem-device={device}" if device else "pytest"
 
 
 def hide_own_frames() -> None:
@@ -83,60 +98,108 @@ def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseEx
     setattr(report, UNSIMULATED, str(error))
 
 
+_COLLECTING = (
+    *("python_files", "python_classes", "python_functions", "norecursedirs", "testpaths"),
+    *("collect_imported_tests", "consider_namespace_packages"),
+)
+"""Settings of pytest that decide what is a test."""
+
+
 class Results:
     """The records of all tests, and how pytest saw the tests end."""
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
         self._settings = settings
-        self._records: dict[str, TestRecord] = {}
-        self._failed: set[str] = set()
-        self._subtest_failed: set[str] = set()
-        self._rerun: set[str] = set()
+        self._records: dict[Run, TestRecord] = {}
+        self._failed: set[Run] = set()
+        self._subtest_failed: set[Run] = set()
+        self._rerun: set[Run] = set()
         self._collected: set[str] = set()
         self._incomplete: dict[str, str] = {}
         self._notes: list[str] = []
         self._unsimulated: dict[str, str] = {}
+        self._sentences: dict[str, str] = {}
+        """What tests failed with that is not of their own memory."""
         self._skipped_at_import = 0
+        self._lines: dict[str, tuple[str, int]] = {}
+        """By node id, the file and line of each test that has a record."""
+        self._annotations: list[str] = []
+        """Lines that the CI system reads off the terminal."""
         self._skipped_modules: set[str] = set()
         self._update: UpdateReport | None = None
+        self._environments: dict[str, set[Environment]] = {}
+        """By worker of pytest-xdist: where it has measured."""
+        self._stopwatch = Stopwatch()
+        self._missing: Missing | None = None
         self.shared: list[str] = []
         """What the run made of devices that it shared, line by line."""
+        self.foreseen: Learned | None = None
+        """What tests would take by simulation, as far as anybody asked."""
+        self.shard = ""
+        """The sentence that says which part of the tests this was."""
         self.any_marked = False
         """Whether any collected test is marked."""
 
     @property
     def records(self) -> list[TestRecord]:
         """One for each test that ran to its end, in the order in which they did."""
-        return list(self._records.values())
+        return [self._stopwatch.timed(run, record) for run, record in self._records.items()]
+
+    @cached_property
+    def crashes(self) -> Crashes:
+        """What becomes of tests whose worker has left."""
+        from pytest_gpumem.session.faults import Crashes
+
+        return Crashes()
 
     def take(self, report: pytest.TestReport) -> None:
         """Take in one report of a test."""
-        nodeid = without_group(report.nodeid)
+        if hasattr(report, LOST):
+            self.crashes.take(report)
+        if hasattr(report, RESCHEDULED):
+            return
+        nodeid, run = without_group(report.nodeid), self._run_of(report)
         outcome: str = report.outcome
         if outcome == "rerun":  # by pytest-rerunfailures: this attempt does not count
-            self._rerun.add(nodeid)
+            self._rerun.add(run)
             return
+        self._stopwatch.take(run, report)
         if getattr(report, SKIPPED_AT_IMPORT, False):
             self._skipped_at_import += 1
         if sentence := getattr(report, UNSIMULATED, None):
             self._unsimulated[nodeid] = sentence
+        if sentence := getattr(report, SENTENCE, None):
+            self._sentences[nodeid] = sentence
         if report.failed:
             subtest = hasattr(report, "context")
-            (self._subtest_failed if subtest else self._failed).add(nodeid)
+            (self._subtest_failed if subtest else self._failed).add(run)
         if data := getattr(report, ATTRIBUTE, None):
             from pytest_gpumem.report.record import TestRecord
 
-            self._records[nodeid] = replace(TestRecord.from_dict(data), nodeid=nodeid)
-        if report.failed and nodeid in self._records and not hasattr(report, "context"):
+            record = replace(TestRecord.from_dict(data), nodeid=nodeid)
+            self._records[run] = record
+            self._lines[nodeid] = (report.location[0], (report.location[1] or 0) + 1)
+            if worker := getattr(report, "worker_id", None):
+                self._environments.setdefault(worker, set()).add(record.environment)
+        if report.failed and run in self._records and not hasattr(report, "context"):
             # Not yet known when the record was made: a failed subtest, an error of the teardown.
             outcome = "failed" if report.when == "call" else "error"
-            self._records[nodeid] = replace(self._records[nodeid], outcome=outcome)
+            self._records[run] = replace(self._records[run], outcome=outcome)
+
+    def _run_of(self, report: pytest.TestReport) -> Run:
+        """Return which run of a test a report is of: ``--dist each`` has one on each worker."""
+        each = self._config.getoption("dist", "no") == "each"
+        return without_group(report.nodeid), getattr(report, "worker_id", "") if each else ""
 
     def collected(self, nodeids: Iterable[str], *, marked: bool) -> None:
         """Take in the ids of all collected tests, and whether any of them is marked."""
         self._collected.update(map(without_group, nodeids))
         self.any_marked |= marked
+
+    def note(self, sentence: str) -> None:
+        """Remember what the run's reader should know."""
+        self._notes.append(sentence)
 
     def not_collected(self, nodeid: str) -> None:
         """Remember what could not be collected: its tests may well exist."""
@@ -155,6 +218,7 @@ class Results:
                 "incomplete": self._incomplete,
                 "skipped": sorted(self._skipped_modules),
                 "marked": self.any_marked,
+                "shard": self.shard,
             }
         }
 
@@ -162,6 +226,7 @@ class Results:
         """Take in what a worker's :meth:`output` says."""
         if worker := output.get(OUTPUT):
             self.collected(worker["collected"], marked=worker["marked"])
+            self.shard = worker["shard"]
             self._incomplete.update(worker["incomplete"])
             self._skipped_modules.update(worker["skipped"])
 
@@ -174,14 +239,41 @@ class Results:
             pytest.ExitCode.USAGE_ERROR,
         )
         errors = [*self._write_baselines(prune=complete), *self._write_reports()]
+        if complete:
+            errors += self._look_for_missing()
         self._notes += errors
+        if self._records or self._settings.share or self._settings.shard:
+            from pytest_gpumem.session.learning import keep
+
+            lessons = self._stopwatch.lessons(self._records)
+            if self.foreseen is not None:
+                lessons.merge(self.foreseen)
+            in_shard = self._settings.shard is not None
+            self._notes += filter(None, [keep(self._config, lessons, in_shard=in_shard)])
         return not errors
 
+    def failures_told_once(self, reporter: pytest.TerminalReporter) -> AbstractContextManager[None]:
+        """Return the context in which pytest writes its summary, with each cause once."""
+        if not self._sentences and not any(record.failed for record in self.records):
+            return nullcontext()
+        from pytest_gpumem.report.commands import Command
+        from pytest_gpumem.report.failures import failures_of, told_once
+
+        records = {nodeid: record for (nodeid, _), record in self._records.items()}
+        failures = failures_of(records, self._sentences)
+        verbosity = self._config.get_verbosity()
+        return told_once(reporter, failures, Command.of(self._config), verbosity)
+
     def summarize(self) -> None:
-        """Write the section of the terminal."""
+        """Write the section of the terminal, and before it what the CI system reads there."""
+        for line in self._annotations:
+            self._config.get_terminal_writer().line(line)
         notes = [
             *self._notes,
+            *filter(None, [self.shard]),
+            *self._hosts(),
             *self.shared,
+            *self._waits(),
             *(f"{nodeid} was skipped: {why}" for nodeid, why in self._unsimulated.items()),
         ]
         if count := self._skipped_at_import:
@@ -198,7 +290,13 @@ class Results:
             notes.append("--gpumem-device=off: marked tests ran without being measured")
         if not self._records and not notes and self._update is None:
             return
+        from pytest_gpumem.report.commands import Command
+        from pytest_gpumem.report.remarks import leaks, unmarked
         from pytest_gpumem.report.terminal import section, write_section
+
+        notes += leaks(self.records)
+        if not self._settings.all:
+            notes += unmarked(self.records)
 
         writer = self._config.get_terminal_writer()
         verbosity = self._config.get_verbosity()
@@ -208,9 +306,35 @@ class Results:
             width=writer.fullwidth,
             update=self._update,
             notes=notes,
-            command=suggested_command(self._config),
+            command=Command.of(self._config),
+            told_above=self._failures_are_shown,
+            missing=self._missing,
+            rows=self._settings.rows,
+            sort=self._settings.sort,
         )
         write_section(writer, lines, verbosity=verbosity)
+
+    def _waits(self) -> list[str]:
+        """Return how tests came to the devices that they shared."""
+        tests = {record.nodeid: record.sharing for record in self.records if record.sharing}
+        if not tests:
+            return []
+        from pytest_gpumem.sharing.usage import waits
+
+        return waits(tests)
+
+    def _hosts(self) -> Iterable[str]:
+        if len(self._environments) < 2:
+            return ()
+        from pytest_gpumem.session.hosts import differing
+
+        return differing(self._environments)
+
+    @property
+    def _failures_are_shown(self) -> bool:
+        option = self._config.option
+        hidden = getattr(option, "no_summary", False) or getattr(option, "tbstyle", "") == "no"
+        return not hidden
 
     def _write_baselines(self, *, prune: bool) -> Iterator[str]:
         settings = self._settings
@@ -229,36 +353,57 @@ class Results:
         )
         yield from self._update.errors
 
+    def _look_for_missing(self) -> Iterator[str]:
+        """See which baselines no test uses; yield what must not pass where they are required."""
+        settings = self._settings
+        if settings.prune or not any(record.expectation for record in self.records):
+            return
+        from pytest_gpumem.session.missing import find_missing
+
+        self._missing = find_missing(
+            self._config, settings, list(self._measured_tests()), self._collection()
+        )
+        moved = self._missing.moved
+        if moved and settings.require_baselines and settings.update is None:
+            yield (
+                f"{moved} test{'s' * (moved > 1)} {_were(moved)} compared with nothing, because "
+                "what is stored has another name, which fails this run as baselines are required"
+            )
+
     def _measured_tests(self) -> Iterator[MeasuredTest]:
         from pytest_gpumem.baseline.update import MeasuredTest
 
-        for nodeid, record in self._records.items():
+        for run, record in self._records.items():
             if record.measurement is not None and record.expectation:
                 yield MeasuredTest(
-                    nodeid=nodeid,
+                    nodeid=record.nodeid,
                     environment=record.environment,
                     measurement=record.measurement,
-                    passed=record.outcome == "passed" and nodeid not in self._failed,
-                    rerun=nodeid in self._rerun,
-                    subtest_failed=nodeid in self._subtest_failed,
+                    passed=record.outcome == "passed" and run not in self._failed,
+                    rerun=run in self._rerun,
+                    subtest_failed=run in self._subtest_failed,
                     wanted=record.expectation["baseline"] is not False,
+                    tolerance=record.expectation["tolerance"],
                 )
 
     def _collection(self) -> Collected:
         """Return which tests exist, as far as this session can tell."""
-        from pytest_gpumem.baseline.update import Collected
+        from pytest_gpumem.baseline.collected import Collected
 
         option = self._config.option
         root = self._config.rootpath
         if getattr(option, "lf", False):  # it leaves tests out while a module is collected
             return Collected.of(root, (), partial="--lf was given")
+        given = getattr(option, "override_ini", None) or ()
+        overridden = {setting.partition("=")[0] for setting in given}
+        narrowed = next((f"-o {name} was given" for name in _COLLECTING if name in overridden), "")
         partial = ""
         if self._config.args_source is pytest.Config.ArgsSource.ARGS:
             partial = "paths were given"
         elif getattr(option, "ignore", None) or getattr(option, "ignore_glob", None):
             partial = "--ignore was given"
         incomplete = {**self._incomplete, **dict(self._given_by_id())}
-        return Collected.of(root, self._collected, incomplete, partial)
+        return Collected.of(root, self._collected, incomplete, partial, narrowed)
 
     def _given_by_id(self) -> Iterator[tuple[str, str]]:
         for arg in self._config.args:
@@ -269,13 +414,36 @@ class Results:
                 yield module, "tests of it were given by id"
 
     def _write_reports(self) -> Iterator[str]:
+        records = self.records
         for target in self._settings.reports:
-            from pytest_gpumem.report.json_report import ReportError, write_report
+            if target.unasked and not records:
+                continue
+            from pytest_gpumem.report.written import ReportedRun, write
 
+            run = ReportedRun(
+                records,
+                root=self._config.rootpath,
+                lines=self._lines,
+                skipped=self._unsimulated,
+                command=_from_anywhere(self._config),
+            )
             try:
-                write_report(target.path, self.records)
-            except ReportError as error:
+                self._annotations += write(target, run)
+            except ValueError as error:
                 yield str(error)
+
+
+def _from_anywhere(config: pytest.Config) -> str:
+    """Return how pytest is started where a report is read: at the rootdir, on another machine."""
+    device = config.getoption("gpumem_device", None)
+    return f"pytest --gpumem-device={device}" if device else "pytest"
+
+
+def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
+    """Return how pytest shows the report of a test that comes again."""
+    if not hasattr(report, RESCHEDULED):
+        return None
+    return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
 
 
 def without_group(nodeid: str) -> str:

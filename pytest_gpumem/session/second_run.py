@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from _pytest.tmpdir import tmppath_result_key
 
 from pytest_gpumem.session.progress import progress_line
+from pytest_gpumem.session.rerun import Rerun, can_run_again, collected_error
 from pytest_gpumem.simulated.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
 if TYPE_CHECKING:
@@ -26,48 +26,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.session import GpumemSession
 
 
-class SecondRun:
+class SecondRun(Rerun):
     """The second run of one test, which ``reason`` asks for.
 
     ``expected`` are the seconds of computing that it takes at the least.
     """
 
     def __init__(self, session: GpumemSession, item: Any, reason: str, *, expected: float) -> None:
-        self._session = session
-        self._item = item
+        super().__init__(session, item)
         self._reason = reason
         self._expected = expected
         self._limit = session.settings.sim_values_limit
         self._shown: Callable[[str], None] | None = None
 
-    def set_up(self) -> None:
-        """Set the test up, as pytest would for a test that follows it."""
-        with self._bounded():
-            self._set_up()
-
-    def call(self) -> None:
-        """Set the test up and call it."""
-        if _collected(self._item):
-            self._item._excinfo.clear()
-        with self._bounded():
-            self._set_up()
-            assert self._session.current is not None
-            with self._session.current.calling():
-                self._item.runtest()
-
-    def _set_up(self) -> None:
-        session, item = self._session, self._item
-        state = item.session._setupstate
-        _expect_results(item)
-        state.teardown_exact(item.parent)
-        _expect_results(item)
-        item._initrequest()
-        session.end()
-        session.begin(item, real_values=True)
+    def _begin(self) -> None:
+        self._session.begin(self._item, real_values=True)
         device = self._device
         device.work.bound(self._limit, self._show)
         device.note(f"run again with real values on the CPU: {self._why}")
-        state.setup(item)
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
@@ -131,10 +107,10 @@ def second_run(
         not isinstance(current.device, SimulatedDevice)
         or current.device.has_values
         or session.settings.sim_values != "auto"
-        or not hasattr(item, "_initrequest")
+        or not can_run_again(item)
     ):
         return None
-    error = _collected(item) if error is None else error
+    error = collected_error(item) if error is None else error
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
     if isinstance(error, UnknownValueError):
         reason = str(error)
@@ -143,19 +119,3 @@ def second_run(
     else:
         return None
     return SecondRun(session, item, reason, expected=current.device.work.seconds)
-
-
-def _collected(item: Any) -> BaseException | None:
-    """What a unittest's body raised: it reaches pytest in a list of the item's."""
-    found = getattr(item, "_excinfo", None)
-    error: BaseException | None = found[0].value if found else None
-    return error
-
-
-def _expect_results(item: pytest.Item) -> None:
-    """Let ``tmp_path`` be torn down before a phase has been reported.
-
-    Its teardown reads what the reports of the test have left, and takes it away; after this one,
-    or where the user interrupts the second run, there has been none.
-    """
-    item.stash.setdefault(tmppath_result_key, {})

@@ -16,10 +16,10 @@ import pytest
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
-from pytest_gpumem.session.results import SKIPPED_AT_IMPORT, Results
+from pytest_gpumem.session.results import ATTRIBUTE, SKIPPED_AT_IMPORT, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from _pytest.fixtures import FixtureDef
 
@@ -28,16 +28,26 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement.fixtures import FixtureLedger
     from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.session.affinity import FixtureDevices
+    from pytest_gpumem.session.faults import Faults
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+    from pytest_gpumem.session.host import Host
+    from pytest_gpumem.session.hosts import Hosts
+    from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.judge import Judge
     from pytest_gpumem.session.predictions import Predictions
-    from pytest_gpumem.session.second_run import SecondRun
+    from pytest_gpumem.session.rerun import Again
+    from pytest_gpumem.session.shard import Sharding
     from pytest_gpumem.session.sharing import Sharing
+    from pytest_gpumem.session.waiting import WaitWatch
+    from pytest_gpumem.session.watched import Watched
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
 _HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+ISOLATED = "gpumem-isolated-reports"
+"""The plugin by which a process of a single test is known."""
 
 MODEL_PARAMETER = "_gpumem_model"
 """The private fixture that a list of GPU models parametrizes."""
@@ -61,6 +71,9 @@ class GpumemSession:
         """Why there is no device, which holds for every test."""
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""
+        self._faults: Faults | None = None
+        self._isolation: Isolation | None = None
+        self._wait_watch: WaitWatch | None = None
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
@@ -79,6 +92,15 @@ class GpumemSession:
         return FixtureDevices()
 
     @cached_property
+    def sharding(self) -> Sharding | None:
+        """Leaves out what other machines test, ``None`` where nobody else does."""
+        if self.settings.shard is None:
+            return None
+        from pytest_gpumem.session.shard import Sharding
+
+        return Sharding(self._config, self.settings, self.results, self._expectation)
+
+    @cached_property
     def predictions(self) -> Predictions:
         """What tests need by simulation."""
         from pytest_gpumem.session.predictions import Predictions
@@ -86,11 +108,32 @@ class GpumemSession:
         return Predictions(self._config)
 
     @cached_property
+    def host(self) -> Host:
+        """The GPUs of this host, and whether as many processes as there are can use them."""
+        from pytest_gpumem.session.host import Host
+
+        return Host(self._config, self.settings)
+
+    @cached_property
     def sharing(self) -> Sharing:
         """Lets tests pass, one beside the other."""
         from pytest_gpumem.session.sharing import Sharing
 
-        return Sharing(self._config, self.settings)
+        return Sharing(self._config, self.settings, lambda: self.predictions)
+
+    @cached_property
+    def hosts(self) -> Hosts:
+        """What workers of pytest-xdist tell of their devices."""
+        from pytest_gpumem.session.hosts import Hosts
+
+        return Hosts()
+
+    @cached_property
+    def watched(self) -> Watched:
+        """Tells watchers of this process's tests."""
+        from pytest_gpumem.session.watched import Watched
+
+        return Watched(self._config)
 
     @cached_property
     def judge(self) -> Judge:
@@ -101,6 +144,11 @@ class GpumemSession:
 
     def start(self) -> None:
         """Let the simulated GPU exist from now on, where the options say so."""
+        if self.settings.share and not _runs_tests(self._config):
+            from pytest_gpumem.session.waiting import WaitWatch
+
+            self._wait_watch = WaitWatch(self._config, lambda: self.run_id)
+            self._wait_watch.start()
         if (
             self.settings.sim_scope == "session"
             and not self.selector.off
@@ -128,10 +176,14 @@ class GpumemSession:
     def stop(self) -> None:
         """Give the process back as it was, also where a test was interrupted."""
         self.end()
+        if self._wait_watch is not None:
+            self._wait_watch.stop()
         if ambient := self._config.stash.get(AMBIENT, None):
             ambient.resources.close()
         if "sharing" in vars(self):
             self.sharing.close()
+        if "watched" in vars(self):
+            self.watched.close()
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
@@ -142,7 +194,9 @@ class GpumemSession:
         with suppress(OSError):  # a folder that cannot be read is said where a baseline is needed
             folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
         shown = os.path.relpath(root, self._config.rootpath)
-        return header_line(self.selector.description, _torch_release(), shown, folders)
+        return header_line(
+            self.selector.description, _torch_release(), shown, folders, self.host.described
+        )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
         """Remember which tests exist."""
@@ -151,6 +205,7 @@ class GpumemSession:
 
     def selected(self, items: Sequence[pytest.Item]) -> None:
         """Say what the tests of this worker need, so that they come in a good order."""
+        self._prepare_isolation(items)
         if self.settings.share and hasattr(self._config, "workerinput"):
             sharing = [(item, found) for item in items if (found := self._shares(item))]
             self.sharing.plan((item, *found) for item, found in sharing)
@@ -159,9 +214,9 @@ class GpumemSession:
         """Return what hands tests out to workers, ``None`` where pytest-xdist's own does."""
         if not self.settings.share or config.getoption("dist", "no") != "load":
             return None
-        from pytest_gpumem.session.sharing import scheduler
+        from pytest_gpumem.sharing.order import MemoryScheduling
 
-        return scheduler(config, log, lambda: self.run_id)
+        return MemoryScheduling(config, log, self.hosts.place)
 
     def finish(self, session: pytest.Session) -> None:
         """Write baselines and reports, in the process that has all results."""
@@ -170,10 +225,20 @@ class GpumemSession:
             return
         if self._config.getoption("collectonly", False):
             return
+        if self.settings.all and not self.selector.off and not self._torch_is_there:
+            self.results.note("--gpumem-all measured no test, because torch is not installed")
         if self.settings.share:
-            self.results.shared = self.sharing.summary(self.run_id)
+            self.results.shared = self._shared()
+            self.results.foreseen = self.hosts.learned
         if not self.results.finish(session.exitstatus) and session.exitstatus in _HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _shared(self) -> list[str]:
+        if not self.run_id:
+            return self.sharing.summary()
+        from pytest_gpumem.sharing.usage import lines
+
+        return lines(self.hosts.usages(self.run_id))
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model that a test names."""
@@ -195,9 +260,19 @@ class GpumemSession:
             report.outcome = "failed"
             report.longrepr = "\n".join(errors)
             report.result = []
+        elif any(self._runs_on_gpu(item) for item in items) and (why := self.host.refusal):
+            self.host.refuse(report, why)
+
+    def _runs_on_gpu(self, item: pytest.Item) -> bool:
+        # What takes torch to tell is asked only where it matters.
+        if not self.host.refusal or (shares := self._shares(item)) is None:
+            return False
+        return shares[1] is self.selector.real()
 
     def admitted(self, item: pytest.Item) -> AbstractContextManager[None]:
         """Return the context in which ``item`` may run beside the tests of other processes."""
+        if self._faults is not None:
+            self._faults.leave_if_lost(item)
         found = self._shares(item) if self.settings.share else None
         return nullcontext() if found is None else self.sharing.admitted(item, *found)
 
@@ -225,7 +300,7 @@ class GpumemSession:
         self.current = None
         if self.selector.off or item.get_closest_marker("skip"):
             return
-        if refusal := "sharing" in vars(self) and self.sharing.refusal:
+        if refusal := self.settings.share and self.sharing.refusal:
             pytest.fail(refusal, pytrace=False)
         if problem := self._error(item):  # of a marker that was added after collection
             pytest.fail(problem, pytrace=False)
@@ -234,6 +309,7 @@ class GpumemSession:
             device = self._device(item, expectation, real_values)
             self._renew(item, device)
             self.current = self._measured(item, expectation, device)
+            self.watched.begins(self.current)
         else:
             self._renew(item, self._ambient)
             if self._ambient is not None:
@@ -243,6 +319,7 @@ class GpumemSession:
         """Stop measuring the current test."""
         measured, self.current = self.current, None
         if measured is not None:
+            self.watched.ended(measured)
             measured.close()
 
     def fixture(self) -> Gpumem | IdleGpumem:
@@ -258,13 +335,63 @@ class GpumemSession:
             "the test's arguments"
         )
 
-    def second_run(self, item: pytest.Item, error: BaseException | None = None) -> SecondRun | None:
+    def again(self, item: pytest.Item, error: BaseException | None = None) -> Again | None:
         """Return the run that ``item`` needs after ``error``, ``None`` where it needs no other."""
         if self.current is None:
             return None
+        if self.settings.share and (shared := self.sharing.again(self, item, error)):
+            return shared
         from pytest_gpumem.session.second_run import second_run
 
         return second_run(self, item, error)
+
+    def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """Run ``item`` in a process of its own if it asks for that; whether it did."""
+        if self._isolation is None or (self.settings.share and self.sharing.refusal):
+            return False
+        expectation = self._expectation(item)
+        if expectation is None or not expectation.isolate or item.get_closest_marker("skip"):
+            return False
+        self._isolation.run(item, nextitem)
+        return True
+
+    def _prepare_isolation(self, items: Sequence[pytest.Item]) -> None:
+        """Make a standby process ready if some test asks for one and this process runs tests."""
+        if self.selector.off or self._config.pluginmanager.hasplugin(ISOLATED):
+            return
+        asks = (expectation for item in items if (expectation := self._expectation(item)))
+        if any(expectation.isolate for expectation in asks):
+            from pytest_gpumem.session.isolated import Isolation
+
+            self._isolation = Isolation(self._config)
+            self._isolation.prepare()
+
+    def look_for_fault(self, item: pytest.Item, report: pytest.TestReport) -> None:
+        """See after a failed test whether its device still works."""
+        if self.current is None or not report.failed:
+            return
+        from pytest_gpumem.session.faults import Faults
+
+        self._faults = self._faults or Faults(self._config)
+        sharing = self.sharing if self.settings.share else None
+        self._faults.look(item, report, self.current.device, sharing)
+
+    def reschedule(self, nodeid: str, report: Any, scheduler: Any) -> None:
+        """Let a test come again that a worker had before it when it left on purpose."""
+        is_suspect = self.settings.share and nodeid in self.hosts.suspects
+        self.results.crashes.reschedule(nodeid, report, scheduler, is_suspect=is_suspect)
+
+    def repeat(self, item: pytest.Item, again: Again, run: Callable[[Again], None]) -> None:
+        """Let ``again`` and what it asks for in its turn ``run``: be set up, or called."""
+        following: Again | None = again
+        while following is not None:
+            try:
+                run(following)
+                following = self.again(item)
+            except BaseException as error:
+                following = self.again(item, error)
+                if following is None:
+                    raise
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -275,7 +402,10 @@ class GpumemSession:
             return
         from pytest_gpumem.session.kept import process_kept
 
-        with measured.calling() if measured else process_kept():
+        with ExitStack() as inside:
+            inside.enter_context(measured.calling() if measured else process_kept())
+            if self.settings.share and measured:
+                inside.enter_context(self.sharing.interruptible())
             yield
 
     def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
@@ -298,6 +428,29 @@ class GpumemSession:
             and self.settings.device.kind != "cuda"
         )
 
+    def note_company(self, report: pytest.TestReport) -> None:
+        """Note at a test's end how many others it has shared its devices with."""
+        if report.when == "teardown" and "sharing" in vars(self):
+            beside = self.sharing.beside()
+            if beside is not None:
+                from pytest_gpumem.session.stopwatch import BESIDE
+
+                setattr(report, BESIDE, beside)
+
+    def tell(self, node: Any) -> None:
+        """Let a worker of pytest-xdist, which may be on another host, know what this one knows."""
+        workerinput = node.workerinput
+        self.run_id = workerinput["testrunuid"]
+        if self.sharding is not None:
+            from pytest_gpumem.session.learning import WEIGHTS
+
+            workerinput[WEIGHTS] = self.sharding.weights.to_dict()
+        if self.settings.share:
+            self.hosts.connect(node)
+            from pytest_gpumem.session.learning import INPUT, learned_before
+
+            workerinput[INPUT] = learned_before(self._config).to_dict()
+
     def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
         """Note a module that skipped itself by a condition on the device."""
         if report.skipped and self._imports_without_gpu and isinstance(collector, pytest.Module):
@@ -317,6 +470,10 @@ class GpumemSession:
                 for name, value in report.user_properties
             ]
             self.current.complete(report, raised=raised)
+            record = getattr(report, ATTRIBUTE, None)
+            if record is not None and self.settings.share and self.sharing.passage:
+                record["sharing"] = self.sharing.passage.to_dict()
+                self.sharing.learn(record)
 
     @contextmanager
     def setting_up(
@@ -390,7 +547,15 @@ class GpumemSession:
         quota = self._quota(expectation, device)
         try:
             return MeasuredItem(
-                item, expectation, device, self.ledger, self.judge, self.settings, predicted, quota
+                item,
+                expectation,
+                device,
+                self.ledger,
+                self.judge,
+                self.settings,
+                predicted,
+                quota,
+                self.sharing.runs_again if self.settings.share else None,
             )
         except QuotaError as error:
             problem = str(error)
@@ -398,6 +563,9 @@ class GpumemSession:
 
     def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
         """Return what this process may reserve while the test runs, ``None`` for no limit."""
+        passage = self.sharing.passage if self.settings.share else None
+        if passage is not None and passage.quota is not None:
+            return passage.quota
         if expectation is not None and expectation.quota is not None:
             return expectation.quota
         workers = getattr(self._config, "workerinput", {}).get("workercount", 1)
@@ -443,7 +611,20 @@ class GpumemSession:
             return None, str(error)
 
     def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
-        return not self.selector.off and (self.settings.all or FIXTURE_NAME in fixture_names)
+        if self.selector.off:
+            return False
+        return FIXTURE_NAME in fixture_names or (self.settings.all and self._torch_is_there)
+
+    @cached_property
+    def _torch_is_there(self) -> bool:
+        """Whether tests that ask for nothing could be measured."""
+        from pytest_gpumem.device.errors import DeviceError
+
+        try:
+            self.selector.check_torch()
+        except DeviceError:
+            return False
+        return True
 
     def _error(self, item: pytest.Item) -> str:
         expectation, problem = self._read(item)

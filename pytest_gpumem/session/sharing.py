@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.marker import GUARANTEED
+from pytest_gpumem.session.hosts import Line
+from pytest_gpumem.session.learning import learned_before
+from pytest_gpumem.session.passage import NextRun, Passage
+from pytest_gpumem.session.rerun import Rerun, can_run_again
+from pytest_gpumem.session.results import without_group
+from pytest_gpumem.session.waiting import Waiting
+from pytest_gpumem.session.yielding import interruptible
 from pytest_gpumem.sharing.database import SharingError, default_folder
-from pytest_gpumem.sharing.gate import Admission, Gate, NotAdmittedError, TooLargeError
-from pytest_gpumem.sharing.ledger import FILE_NAME, Ledger
+from pytest_gpumem.sharing.gate import Admission, Gate
+from pytest_gpumem.sharing.learned import Learned, Lesson
+from pytest_gpumem.sharing.ledger import Entry, Ledger
 from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sharing.reach import Reach
+from pytest_gpumem.sharing.refusal import Refusal
 
 if TYPE_CHECKING:
-    import pytest
-
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.sharing.order import MemoryScheduling
+    from pytest_gpumem.session.predictions import Predictions
+    from pytest_gpumem.session.session import GpumemSession
 
 MARGIN = 1.1
 """Of what a limit or a baseline says is allocated, for what is reserved beside it."""
@@ -29,63 +43,185 @@ MARGIN = 1.1
 class Sharing:
     """Lets the tests of one process pass, one after the other."""
 
-    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+    def __init__(
+        self, config: pytest.Config, settings: Settings, predictions: Callable[[], Predictions]
+    ) -> None:
         self._config = config
+        self._predictions = predictions
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
+        self._learned = learned_before(config)
+        self._line = Line(config)
         self._ledger: Ledger | None = None
         self._worker = 0
         self._gates: dict[Device, Gate] = {}
-        self.refusal: str | None = None
+        self._waiting = Waiting(config)
+        self._reach = Reach(config.rootpath)
+        self._unusable: str | None = None
+        """Why there is no gate for the present test."""
+        self.passage: Passage | None = None
+        """How the present test goes in and out, ``None`` for one that does not share."""
+
+    @property
+    def refusal(self) -> str | None:
         """Why the present test may not run at all."""
-        self.admission: Admission | None = None
-        """How the present test came in."""
+        return self.passage.refusal if self.passage is not None else self._unusable
 
     @contextmanager
     def admitted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> Iterator[None]:
         """Wait until ``item`` may run, which it does inside; :attr:`refusal` says if it may not."""
-        self.refusal = self.admission = None
-        with ExitStack() as inside:
-            try:
-                need = self._need(item, expectation, device)
-                passing = self._gate(item, device).admitted(item.nodeid, need)
-                self.admission = inside.enter_context(passing)
-                inside.callback(device.empty_cache)
-            except (SharingError, TooLargeError, NotAdmittedError) as error:
-                self.refusal = str(error)
+        self._unusable = None
+        try:
+            gate = self._gate(item, device)
+            need = self._need(item, expectation, device)
+            elastic = expectation is not None and expectation.elastic
+        except SharingError as error:
+            self._unusable = str(error)
             yield
+            return
+        self.passage = Passage(
+            gate, item.nodeid, need, device, elastic=elastic, left=self._has_left
+        )
+        try:
+            self.passage.enter()
+            yield
+        finally:
+            self.passage.leave()
+            self.passage = None
+
+    def runs_again(self, refusal: Refusal | None, quota: int | None, error: Exception) -> bool:
+        """Whether the present test, which ``error`` ended, will run once more."""
+        return self.passage is not None and bool(self.passage.next_run(error, refusal, quota))
+
+    def again(
+        self, session: GpumemSession, item: pytest.Item, error: BaseException | None
+    ) -> SharedRerun | None:
+        """Return the run that the present test needs after ``error``, if it needs another.
+
+        Raises pytest's ``Failed`` for a test for which there was no room even alone.
+        """
+        passage, current = self.passage, session.current
+        if passage is None or current is None or not can_run_again(item):
+            return None
+        run = passage.next_run(error, current.shortage, current.quota)
+        if run is not None:
+            return SharedRerun(session, item, error, passage, run)
+        if error is not None and (problem := passage.crowded_out(current.shortage, current.quota)):
+            pytest.fail(problem, pytrace=False)
+        return None
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Run the body of the present test inside; an opportunistic one makes room for others."""
+        admission = self.passage.admission if self.passage else None
+        if admission is None or admission.need.guaranteed:
+            yield
+            return
+        ledger = Ledger(default_folder())  # a thread's own
+
+        def has_to_yield() -> bool:
+            try:
+                return ledger.has_to_yield(admission.test)
+            except SharingError:
+                return False
+
+        try:
+            with interruptible(has_to_yield):
+                yield
+        finally:
+            ledger.close()
+
+    def suspect(self) -> bool:
+        """Let the present test be run again by itself if it did not run alone; whether it will.
+
+        Others may have come after it began, so it is one unless it was meant to be alone.
+        """
+        admission = self.passage.admission if self.passage else None
+        if admission is None or self._ledger is None or admission.need.exclusive:
+            return False
+        self._ledger.suspect(_worker(self._config)[0], admission.nodeid)
+        self._line.leaves(admission.nodeid)
+        return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
         """Let the process that hands out the tests know what each of them needs."""
+        tests = list(tests)
         needs = {}
-        capacity = 0
+        name, capacity, real = "", 0, False
+        self._foresee(tests)
         for item, expectation, device in tests:
             gate = self._gate(item, device)
             capacity = max(capacity, gate.capacity)
             needs[item.nodeid] = self._need(item, expectation, device)
-        if self._ledger is not None:
-            self._ledger.plan(_worker(self._config)[0], needs, capacity)
+            name, real = name or gate.name, real or not device.environment.simulated
+        if needs:
+            self._line.will_need(name, capacity, needs, real)
 
-    def summary(self, run: str) -> list[str]:
-        """Return what a person reads of the devices that ``run``, or this process, shared."""
-        run = run or _worker(self._config)[0]
+    def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
+        """Simulate what nobody knows of tests on a real GPU, where that saves its time."""
+        from pytest_gpumem.session.foresight import PATIENCE, foreseen, is_worth_it
+
+        unknown = [
+            (item, device)
+            for item, expectation, device in tests
+            if not device.environment.simulated
+            and self._lesson(item.nodeid, device).predicted is None
+            and self._known(item.nodeid, expectation, device)[0] is None
+        ]
+        workers: int = getattr(self._config, "workerinput", {}).get("workercount", 1)
+        if not is_worth_it(len(unknown), workers):
+            return
+        device: Any = unknown[0][1]
+
+        def simulate() -> dict[str, int]:
+            found = self._predictions().of_all([item for item, _ in unknown], device, PATIENCE)
+            return {nodeid: reserved_bytes(one.measurement) for nodeid, one in found.items()}
+
+        answer: Mapping[str, int] = {}
+        with suppress(OSError):  # of a folder that cannot be used, as the gate says of it
+            answer = foreseen(default_folder(), _worker(self._config)[0], simulate)
+        learned = Learned()
+        for nodeid, size in answer.items():
+            learned.learn(device.environment.key, without_group(nodeid), Lesson(predicted=size))
+        self._learned.merge(learned)
+        self._line.has_learned(learned)
+
+    def summary(self) -> list[str]:
+        """Return what a person reads of the devices that this process shared."""
         from pytest_gpumem.sharing.usage import lines, usages
 
-        if not (default_folder() / FILE_NAME).exists():
+        if self._ledger is None:
             return []
-        ledger = self._ledger or Ledger(default_folder())
-        _, capacity = ledger.planned(run)
-        if not capacity:
-            capacity = max((gate.capacity for gate in self._gates.values()), default=0)
-        found = usages(ledger.log(), run, capacity) if capacity else []
-        if ledger is not self._ledger:
-            ledger.close()
-        return lines(found)
+        capacity = max(gate.capacity for gate in self._gates.values())
+        return lines(usages(self._ledger.log(), _worker(self._config)[0], capacity))
+
+    def _has_left(self, admission: Admission, granted: float) -> None:
+        """Tell the controller what a test that has ended had, and since when."""
+        who = (*_worker(self._config), os.getpid(), admission.nodeid)
+        self._line.has_run(
+            Entry(at, event, *who, device, size)
+            for device, size in admission.reserved.items()
+            for at, event in ((granted, "granted"), (time.time(), "released"))
+        )
+
+    def beside(self) -> int | None:
+        """Return how many other tests the present one has shared its devices with by now."""
+        if self._ledger is None or self.passage is None or self.passage.admission is None:
+            return None
+        with suppress(SharingError):
+            return self._ledger.beside(self._worker)
+        return None
+
+    def learn(self, record: Mapping[str, Any]) -> None:
+        """Remember how many devices the test of ``record`` uses."""
+        with suppress(SharingError):
+            self._reach.learn(record)
 
     def close(self) -> None:
         """Leave the ledger."""
+        self._reach.close()
         if self._ledger is not None:
             self._ledger.leave(self._worker)
             self._ledger.close()
@@ -97,24 +233,36 @@ class Sharing:
             if self._ledger is None:
                 self._ledger = Ledger(folder)
                 self._worker = self._ledger.join(*_worker(self._config))
+            shared = device.share(folder)
+            self._reach.remember(len(shared))
             self._gates[device] = Gate(
                 self._ledger,
                 self._worker,
-                device.share(folder),
+                shared,
                 held=device.held,
+                reach=self._reach.of,
                 tidy=lambda: item.session._setupstate.teardown_exact(None),
                 patience=self._settings.share_timeout,
+                waits=self._waiting.tell,
             )
         return self._gates[device]
 
     def _need(self, item: pytest.Item, expectation: Expectation | None, device: Device) -> Need:
         size, source = self._known(item.nodeid, expectation, device)
+        quota = expectation.quota if expectation else None
+        if quota is not None and (size is None or size > quota):
+            size, source = int(quota), "quota"
+        duration = self._lesson(item.nodeid, device).seconds
+        run = _worker(self._config)[0]
+        alone = self._ledger is not None and self._ledger.is_suspect(run, item.nodeid)
         if expectation is None:
-            return Need(size, source)
+            return Need(size, source, duration, exclusive=alone)
+        self._reach.declare(item.nodeid, expectation.gpu)
         return Need(
             size,
             source,
-            exclusive=expectation.exclusive,
+            duration,
+            exclusive=expectation.exclusive or alone,
             priority=expectation.priority,
             guaranteed=expectation.qos == GUARANTEED,
         )
@@ -124,7 +272,7 @@ class Sharing:
     ) -> tuple[int | None, str]:
         if expectation is not None:
             if expectation.max_reserved is not None:
-                return expectation.max_reserved, "max_reserved"
+                return int(expectation.max_reserved), "max_reserved"
             if expectation.max is not None:
                 return round(expectation.max * MARGIN), "max"
         try:
@@ -133,24 +281,48 @@ class Sharing:
             stored = None  # said where the test is judged
         if stored is not None:
             return max(stored.peak_reserved, round(stored.peak_allocated * MARGIN)), "baseline"
+        lesson = self._lesson(nodeid, device)
+        if lesson.reserved is not None:
+            return lesson.reserved, "earlier run"
+        if lesson.predicted:
+            return lesson.predicted, "prediction"
         return None, "nobody"
+
+    def _lesson(self, nodeid: str, device: Device) -> Lesson:
+        return self._learned.of(device.environment.key, without_group(nodeid))
+
+
+def reserved_bytes(measured: Measurement | None) -> int:
+    """Return what a simulated test reserves, 0 where it was not measured."""
+    if measured is None:
+        return 0
+    return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))
+
+
+class SharedRerun(Rerun):
+    """The present test once more, when its device has room for what it needs by now."""
+
+    def __init__(
+        self,
+        session: GpumemSession,
+        item: Any,
+        error: BaseException | None,
+        passage: Passage,
+        run: NextRun,
+    ) -> None:
+        super().__init__(session, item)
+        self._passage = passage
+        self._run = run
+        if error is not None:
+            # What the frames hold would be missing from the device.
+            traceback.clear_frames(error.__traceback__)
+
+    def _begin(self) -> None:
+        self._passage.enter_again(self._run)
+        super()._begin()
 
 
 def _worker(config: Any) -> tuple[str, str]:
     """The run's name and this worker's in it."""
     given: Mapping[str, str] = getattr(config, "workerinput", {})
     return given.get("testrunuid", f"{os.getpid()}"), given.get("workerid", "main")
-
-
-def scheduler(config: pytest.Config, log: Any, run: Callable[[], str]) -> MemoryScheduling:
-    """Return what hands out the tests of this run to its workers."""
-    from pytest_gpumem.sharing.order import MemoryScheduling
-
-    def plan() -> tuple[Mapping[str, Need], int]:
-        ledger = Ledger(default_folder())
-        try:
-            return ledger.planned(run())
-        finally:
-            ledger.close()
-
-    return MemoryScheduling(config, log, plan)

@@ -101,6 +101,8 @@ def test_a_limited_phase_that_did_not_run_fails_and_names_those_that_did() -> No
         "phase fwd did not run, so its limit of 3.9 KiB was not checked; "
         "phases that ran: forward, backward [simulated T4]"
     )
+    (verdict,) = judged(measurement, Expectation(phases={"backwrad": 4000})).failures
+    assert "; did you mean backward? phases that ran: forward, backward [" in verdict.short
     (verdict,) = judged(measured(3000), Expectation(phases={"fwd": 4000})).failures
     assert "phases that ran: none" in verdict.short
 

@@ -259,6 +259,27 @@ def test_names_that_are_not_ascii_survive(store: BaselineStore, path: Path) -> N
     assert BaselineStore(store.root).load(T4, MODULE) == {"test_größe[\ud800]": OTHER}
 
 
+def test_a_merge_that_conflicts_is_recognised_and_never_overwritten(
+    store: BaselineStore, path: Path
+) -> None:
+    before, number, after = WRITTEN.partition('      "peak_allocated": 4096,\n')
+    sides = f'<<<<<<< HEAD\n{number}=======\n      "peak_allocated": 8192,\n>>>>>>> branch\n'
+    content = f"{before}{sides}{after}"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(BaselineError) as error:
+        store.entry(T4, MODULE, "test_x")
+    line = before.count("\n") + 1
+    assert str(error.value) == (
+        f"baseline {path} has the conflict markers of a merge in line {line}; take one side, in "
+        'its folder, by git checkout --ours "test_model.py.json" or git checkout --theirs '
+        '"test_model.py.json", then record its tests again'
+    )
+    with pytest.raises(BaselineError):
+        store.write(T4, MODULE, {"test_x": OTHER})
+    assert path.read_text() == content
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -535,4 +556,4 @@ def test_the_schema_knows_every_field() -> None:
     peak = {field.name for field in fields(StoredPeak)}
     assert set(test["properties"]) == numbers | peak
     site = schema["$defs"]["sites"]["items"]["properties"]
-    assert set(site) == {field.name for field in fields(Site)} - {"held_by"}
+    assert set(site) == {field.name for field in fields(Site)} - {"held_by", "each"}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.baseline.collected import Collected
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, StoredPeak
 from pytest_gpumem.baseline.update import (
     Change,
-    Collected,
     MeasuredTest,
     UpdateReport,
     update_baselines,
@@ -157,6 +157,7 @@ def test_a_damaged_file_is_an_error_and_the_others_are_still_written(
     report = update_baselines(store, tests, mode="all", prune=True, collected=full(store))
     (error,) = report.errors
     assert error.startswith(f"baseline {path} is damaged or not one of pytest-gpumem: ")
+    assert "2 tests of tests/test_a.py not recorded: its file is of no use" in report.messages
     assert nodeids(report.added) == ["test_b.py::test_x"]
     assert path.read_text() == "<<<<<<< HEAD\n"
 

@@ -200,3 +200,50 @@ def test_values_survive_json() -> None:
     assert Verdict.from_dict(json.loads(json.dumps(full.to_dict()))) == full
     improvement = Improvement("peak_allocated", "forward", 1, 2, "0", "cuda:1", True, "T4")
     assert Improvement.from_dict(json.loads(json.dumps(improvement.to_dict()))) == improvement
+
+
+@pytest.mark.parametrize(
+    ("limit", "written", "actual", "text"),
+    [
+        (
+            *(300_000, "300KB", 300_032),
+            "the test peaked at 300.03 KB (300,032 B), 32 B over its limit of 300KB",
+        ),
+        (
+            *(1024**3, "1 GiB", 1024**3 + 4096),
+            "the test peaked at 1.00 GiB (1,073,745,920 B), 4.0 KiB over its limit of 1 GiB",
+        ),
+        (
+            *(4_194_303, "", 4_194_304),
+            "the test peaked at 4.0 MiB (4,194,304 B), 1 B over its limit of 4,194,303 B",
+        ),
+        # A number of bytes that no short text stands for.
+        (
+            *(3_000_000, "", 4_194_304),
+            "the test peaked at 4.0 MiB (4,194,304 B), 1.1 MiB over its limit of 2.9 MiB "
+            "(3,000,000 B)",
+        ),
+    ],
+)
+def test_a_limit_reads_as_it_is_written(limit: int, written: str, actual: int, text: str) -> None:
+    one = verdict(LIMIT, limit=limit, written=written, actual=actual)
+    assert one.short == text
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "brief"),
+    [
+        (BASELINE, {}, "forward +412.0 MiB over baseline"),
+        (BASELINE, {"phase": None, "kind": "prediction"}, "+412.0 MiB over prediction"),
+        (LIMIT, {"written": "100MiB"}, "+30.0 MiB over 100MiB"),
+        (LIMIT, {"metric": "peak_reserved"}, "reserved +30.0 MiB over 100.0 MiB"),
+        (LIMIT, {"metric": "leaked", "limit": 0, "actual": 2048}, "left 2.0 KiB behind"),
+        (LIMIT, {"phase": "step", "actual": 0}, "phase step did not run"),
+        (BASELINE, {"limit": None, "reference": None}, "forward no baseline to match"),
+        (LIMIT, {"kind": "nothing_measured", "limit": None}, "nothing was measured"),
+    ],
+)
+def test_a_few_words_for_the_short_summary(
+    base: dict[str, Any], changes: dict[str, Any], brief: str
+) -> None:
+    assert verdict(base, **changes).brief == brief

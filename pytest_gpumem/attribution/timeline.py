@@ -1,0 +1,124 @@
+"""What a test held over time, by category: short enough for a report, its peaks exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from pytest_gpumem.attribution.composition import category_of, shown_path
+from pytest_gpumem.attribution.history import CATEGORIES, History, Life
+
+BUCKETS = 200
+"""Stretches of a time line; each is kept by the samples where it is lowest and highest."""
+
+MOST_SPANS = 200
+"""Windows of phases that are kept, the longest; a phase may be entered at every step."""
+
+
+@dataclass(frozen=True)
+class _Event:
+    """What one event did: the block that it allocated or freed."""
+
+    life: Life
+    is_alloc: bool
+
+
+def timeline_of(history: History) -> dict[str, Any] | None:
+    """Return what was allocated over the events of ``history``; ``None`` where there were none.
+
+    ``positions`` are the samples: 0 is before the first event, n after the nth. ``categories`` has
+    the bytes of each at every sample, so a sample's sum is exactly what was allocated then. The
+    samples hold the lowest and the highest point of every stretch of events, the first, the last
+    and the peak of each phase: no peak is lost. ``blocks`` says which block was allocated (bytes
+    above 0) or freed (below 0) by the event before each sample, as the number of its place; place
+    -1 is none: before the first event, and where a simulated allocator got a segment.
+    """
+    if not history.length:
+        return None
+    kept = sorted(_kept(history))
+    categories = {id(life): category_of(history, life) for life in history.lives}
+    events = _events(history, {position - 1 for position in kept})
+    places: dict[str, int] = {}
+    blocks: list[list[int]] = []
+    for position in kept:
+        event = events.get(position - 1)
+        if event is None:
+            blocks.append([-1, 0])
+        else:
+            place = places.setdefault(_place(event.life, history.root), len(places))
+            blocks.append([place, event.life.nbytes if event.is_alloc else -event.life.nbytes])
+    totals = {
+        category: series
+        for category in CATEGORIES
+        if any(series := _series(history, categories, category, kept))
+    }
+    return {
+        "events": history.length,
+        "positions": kept,
+        "categories": totals,
+        "places": list(places),
+        "blocks": blocks,
+        "phases": _spans(history),
+    }
+
+
+def _kept(history: History) -> set[int]:
+    allocated = history.allocated()
+    kept = {0, len(allocated) - 1}
+    kept.update(position + 1 for position in history.peaks().values())
+    for begin, end in _stretches(len(allocated)):
+        stretch = range(begin, end)
+        kept.add(max(stretch, key=allocated.__getitem__))
+        kept.add(min(stretch, key=allocated.__getitem__))
+    return kept
+
+
+def _stretches(length: int) -> Iterator[tuple[int, int]]:
+    count = min(BUCKETS, length)
+    edges = [length * number // count for number in range(count + 1)]
+    return pairwise(edges)
+
+
+def _series(
+    history: History, categories: dict[int, str], category: str, kept: list[int]
+) -> list[int]:
+    changes = [0] * (history.length + 1)
+    for life in history.lives:
+        if categories[id(life)] == category:
+            changes[life.born + 1] += life.nbytes
+            if life.died < history.length:
+                changes[life.died + 1] -= life.nbytes
+    allocated = list(accumulate(changes))
+    return [allocated[position] for position in kept]
+
+
+def _events(history: History, wanted: set[int]) -> dict[int, _Event]:
+    events = {}
+    for life in history.lives:
+        if life.died in wanted:
+            events[life.died] = _Event(life, False)
+        if life.born in wanted and life.born >= 0:
+            events[life.born] = _Event(life, True)
+    return events
+
+
+def _spans(history: History) -> list[list[Any]]:
+    spans = [span for span in history.phases if span.begin <= history.length]
+    longest = sorted(spans, key=lambda span: span.begin - span.end)[:MOST_SPANS]
+    return [
+        [span.name, max(span.begin, 0), min(span.end, history.length)]
+        for span in sorted(longest, key=lambda span: (span.begin, -span.end))
+    ]
+
+
+def _place(life: Life, root: str) -> str:
+    origin = life.origin
+    if origin is None:
+        return "unknown"
+    if origin.library:
+        return f"{origin.library} workspace"
+    place = origin.place
+    line = f"{shown_path(place[0], root)}:{place[1]}" if place else ""
+    return " ".join(filter(None, (line, origin.operator_name))) or "unknown"

@@ -1,0 +1,127 @@
+"""What a session collected, and which stored tests it proves gone."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from pytest_gpumem.baseline.store import split_nodeid
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What this session collected: the proof that a test no longer exists.
+
+    ``ids`` holds the test ids of each module that was collected, deselected tests included. A
+    module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
+    for it, its collection failed, or a plugin filtered it while it was collected (``--lf``).
+    Reasons complete the sentence "2 stored tests not pruned: ...".
+    """
+
+    rootpath: Path
+    """Pytest's rootdir, to which module paths are relative."""
+    ids: Mapping[str, frozenset[str]]
+    incomplete: Mapping[str, str] = field(default_factory=dict)
+    """Reason by module why its ids may be only some of it."""
+    partial: str = ""
+    """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
+    narrowed: str = ""
+    """Reason why any module may have more tests than were collected; empty if none."""
+
+    @classmethod
+    def of(
+        cls,
+        rootpath: Path,
+        nodeids: Iterable[str],
+        incomplete: Mapping[str, str] | None = None,
+        partial: str = "",
+        narrowed: str = "",
+    ) -> Collected:
+        """Return the value for the node ids of all collected items, deselected ones included."""
+        ids: dict[str, set[str]] = {}
+        for nodeid in nodeids:
+            module, test_id = split_nodeid(nodeid)
+            ids.setdefault(module, set()).add(test_id)
+        frozen = {module: frozenset(found) for module, found in ids.items()}
+        return cls(rootpath, frozen, incomplete or {}, partial, narrowed)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Tells which stored tests no longer exist; ``ran`` are module and id of those that ran."""
+
+    collected: Collected
+    ran: frozenset[tuple[str, str]]
+
+    def may_tell(self, module: str) -> bool:
+        """Whether a test of ``module`` can be called gone, whichever are stored."""
+        return not _doubt(module, self.collected)
+
+    def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
+        """Return which of the ``stored`` ids of ``module`` are gone, and by doubt how many may be.
+
+        A test whose function still stands in its module was hidden, by an option or a plugin. Of a
+        function that was collected with other parameters, a parameter is gone.
+        """
+        ids = self.collected.ids.get(module, frozenset())
+        unseen = [i for i in stored if i not in ids and (module, i) not in self.ran]
+        if not unseen:
+            return [], {}
+        if doubt := _doubt(module, self.collected):
+            return [], {doubt: len(unseen)}
+        known = {_function(test_id) for test_id in ids}
+        gone, doubts = [], Counter[str]()
+        for test_id in unseen:
+            name = _function(test_id)
+            if name not in known and _defines(self.collected.rootpath / module, name):
+                doubts[f"{module} still defines {name}, which was not collected"] += 1
+            else:
+                gone.append(test_id)
+        return gone, doubts
+
+
+def _function(test_id: str) -> str:
+    return test_id.partition("[")[0]
+
+
+def _defines(path: Path, name: str) -> bool:
+    """Whether the module at ``path`` has a function ``name``, ``TestX::test_y``, in its text."""
+    return name in _definitions(path)
+
+
+@cache
+def _definitions(path: Path) -> frozenset[str]:
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return frozenset()
+    return frozenset(_named(tree, ""))
+
+
+def _named(node: ast.AST, owner: str) -> Iterable[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield owner + child.name
+        elif isinstance(child, ast.ClassDef):
+            yield from _named(child, f"{owner}{child.name}::")
+        else:  # under a condition, for instance
+            yield from _named(child, owner)
+
+
+def _doubt(module: str, collected: Collected) -> str:
+    """Return why entries of ``module`` that were not collected may still have their tests."""
+    if reason := collected.incomplete.get(module):
+        return reason
+    if collected.narrowed:
+        return collected.narrowed
+    if module in collected.ids:
+        return ""
+    if collected.partial:
+        return collected.partial
+    if (collected.rootpath / module).exists():
+        return f"{module} exists, but nothing was collected from it"
+    return ""

@@ -1,0 +1,183 @@
+"""The lines of an explanation: whose bytes, from where, and in how many blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pytest_gpumem.attribution.history import OPTIMIZER_STATE, PARAMETERS
+from pytest_gpumem.sizes import format_size
+
+SHOWN_LINES = 10
+"""Lines of an explanation that a failure prints; the JSON report holds all of them."""
+
+LEAST_TEXT = 12
+"""Columns that a place or an operator keeps in a narrow terminal."""
+
+FOLDED = "one line of several"
+"""Key of a line that stands for several: how many."""
+
+Line = Mapping[str, Any]
+
+
+def explanation_lines(
+    explanation: Sequence[Line],
+    *,
+    signed: bool = True,
+    decimal: bool = False,
+    every: bool = False,
+    width: int | None = None,
+) -> list[str]:
+    """Return ``explanation`` in lines, aligned in columns, largest first.
+
+    ``signed`` lines are differences, ``decimal`` sizes are in powers of 1000. What one optimizer
+    keeps, and what one line of code allocated in many sizes, is one line, unless ``every`` is asked
+    for; lines beyond :data:`SHOWN_LINES` are summed up in a last one. They are fitted into
+    ``width`` columns where that is given.
+    """
+    lines = list(explanation) if every else folded(explanation)
+    shown = lines if every else lines[:SHOWN_LINES]
+    texts: list[str] = []
+    for least in (False, True):  # types are what a narrow terminal does without first
+        rows = [_columns(line, signed, decimal, least) for line in shown]
+        texts = _aligned(rows, width if least else None)
+        if width is None or max(map(len, texts), default=0) <= width:
+            break
+    if hidden := lines[len(shown) :]:
+        total = sum(line["bytes"] for line in hidden)
+        sign = _sign(total) if signed else ""
+        kind = "change" if signed else "site"
+        size = format_size(abs(total), decimal=decimal)
+        texts.append(f"  {sign}{size} in {len(hidden)} smaller {kind}{'s' * (len(hidden) > 1)}")
+    return texts
+
+
+def folded(explanation: Iterable[Line]) -> list[Line]:
+    """Return ``explanation`` with lines that tell of one thing as one, largest first.
+
+    One thing is the state of one optimizer, or what one line of code did by one operator. What grew
+    and what shrank stay apart.
+    """
+    groups: dict[object, list[Line]] = {}
+    for index, line in enumerate(explanation):
+        groups.setdefault(_thing(line) or index, []).append(line)
+    lines = [_sum(group) if len(group) > 1 else group[0] for group in groups.values()]
+    return sorted(lines, key=lambda line: -abs(line["bytes"]))
+
+
+def _thing(line: Line) -> tuple[object, ...] | None:
+    """Return what a line tells of, ``None`` where it stands for itself."""
+    category, operator = line.get("category"), line.get("operator") or ""
+    what = category, line["bytes"] < 0, line.get("change"), line.get("held_by")
+    if category == OPTIMIZER_STATE and "." in operator:
+        return (*what, operator.partition(".")[0])
+    return (*what, line["site"], operator) if line.get("site") else None
+
+
+def _sum(group: Sequence[Line]) -> Line:
+    first, total = group[0], sum(line["bytes"] for line in group)
+    count = sum(line.get("count") or 1 for line in group)
+    sizes = {line.get("each") for line in group}
+    each = sizes.pop() if len(sizes) == 1 else None
+    return {
+        **first,
+        "bytes": total,
+        "count": count,
+        "each": each if each and each * count == abs(total) else None,
+        "site": _common(group, "site"),
+        "module": _common(group, "module"),
+        "operator": _operators(group),
+        "dtype": _common(group, "dtype"),
+        FOLDED: len(group),
+    }
+
+
+def _common(group: Sequence[Line], key: str) -> Any:
+    values = {line.get(key) for line in group}
+    return values.pop() if len(values) == 1 else None
+
+
+def _operators(group: Sequence[Line]) -> str | None:
+    names = list(dict.fromkeys(line["operator"] for line in group if line.get("operator")))
+    if len(names) < 2:
+        return names[0] if names else None
+    owner, dot, _ = names[0].partition(".")
+    return f"{owner}{dot}" + ", ".join(name.removeprefix(owner + dot) for name in sorted(names))
+
+
+def _columns(line: Line, signed: bool, decimal: bool, least: bool) -> tuple[str, ...]:
+    """Return sign, size, category, place, operator and blocks of a line, or the ``least`` of it."""
+    change = line["bytes"]
+    category = line.get("category") or "other"
+    operator = line.get("operator") or line.get("module")
+    if category == PARAMETERS and line.get("module"):
+        operator = line["module"]  # says more than what moved it to the device
+    # A library's workspace has no source line: its name stands where the line would.
+    places = [place for place in (line.get("site"), operator) if place]
+    site, operator = [*places, "", ""][:2]
+    blocks = [_blocks(line, signed, decimal), "" if least else line.get("dtype") or ""]
+    if signed and line.get("change") in ("new", "gone"):
+        blocks.append(f"({line['change']})")
+    if line.get("held_by"):
+        blocks.append(f"held by {line['held_by']}")
+    return (
+        _sign(change) if signed else "",
+        format_size(abs(change), decimal=decimal),
+        category,
+        site,
+        operator,
+        " ".join(part for part in blocks if part),
+    )
+
+
+def _blocks(line: Line, signed: bool, decimal: bool) -> str:
+    """Return how many blocks of which size; where they are not of one, only how many."""
+    count = line.get("count") or 1
+    # Elsewhere recorded lines say nothing of single blocks.
+    each = line["each"] if "each" in line else abs(line["bytes"]) // count
+    if each is not None and each * count == abs(line["bytes"]):
+        return f"{count} × {format_size(each, decimal=decimal)}"
+    if signed and line.get("change") in ("grown", "shrunk") and FOLDED not in line:
+        return f"in {count} block{'s' * (count > 1)}"
+    return f"{count} block{'s' * (count > 1)}"
+
+
+def _sign(change: int) -> str:
+    return "-" if change < 0 else "+"
+
+
+def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """Return ``rows`` in columns; one that no row fills is left out."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        rows, widths = _fitted(rows, widths, width)
+    lines = []
+    for sign, size, *texts in rows:
+        columns = [f"{text:<{w}}" for text, w in zip(texts, widths[2:], strict=True) if w]
+        lines.append(f"  {sign}{size:>{widths[1]}}  {'  '.join(columns)}".rstrip())
+    return lines
+
+
+def _fitted(
+    rows: Sequence[Sequence[str]], widths: list[int], width: int
+) -> tuple[list[list[str]], list[int]]:
+    """Return ``rows`` and their widths with places and operators cut to what there is room for."""
+    from pytest_gpumem.report.text import shorten
+
+    gaps = 2 * (1 + sum(map(bool, widths[2:])))
+    room = width - gaps - sum(width for i, width in enumerate(widths) if i not in (3, 4))
+    # Of a path its end says most, of a long name both ends.
+    operator = min(widths[4], max(LEAST_TEXT, room - widths[3], room // 2))
+    place = min(widths[3], max(LEAST_TEXT, room - operator))
+    fitted = [[*row[:3], _end(row[3], place), shorten(row[4], operator), *row[5:]] for row in rows]
+    return fitted, [max(map(len, column)) for column in zip(*fitted, strict=True)]
+
+
+def _end(path: str, width: int) -> str:
+    """Return the end of ``path``, from a folder on where it does not fit as a whole."""
+    if len(path) <= width:
+        return path
+    tail = path[len(path) - width + 1 :]
+    return f"…{tail[tail.find('/') :]}" if "/" in tail else f"…{tail}"

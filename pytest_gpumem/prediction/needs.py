@@ -1,0 +1,253 @@
+"""What the tests of a suite need on each runner: by reports, baselines or a simulated run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.prediction.runners import PlanError, PlannedTest, Runner
+from pytest_gpumem.sharing.learned import FILE_NAME, IN_SHARDS, Learned, read_learned
+from pytest_gpumem.sharing.weights import OF_PYTEST_SPLIT, read_weights
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.prediction.process import Answer
+
+CACHE = Path(".pytest_cache", "d", "gpumem")
+"""Where pytest's cache lies by default, below the folder of the ini file."""
+
+Seconds = Mapping[str, Mapping[str, float]]
+"""By GPU, as an environment names it, and node id."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The tests, and where their numbers come from."""
+
+    tests: tuple[PlannedTest, ...]
+    sources: tuple[str, ...]
+    """Sentences without a full stop."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One test in one environment."""
+
+    nodeid: str
+    environment: Environment
+    bytes: int | None
+    """``None``: it did not run to its end."""
+    seconds: float | None = None
+    min_memory: int | None = None
+    problem: str = ""
+
+
+def needs_of(
+    given: Sequence[str], runners: Sequence[Runner], durations: Path | None = None
+) -> Needs:
+    """Return what the tests that ``given`` names need on ``runners``.
+
+    ``given`` are JSON reports, or a folder of baselines, or else what pytest takes: paths and node
+    ids, which run on simulated GPUs, in a process of their own. ``durations`` is a file that says
+    what tests take; otherwise pytest's cache, and what pytest-split has stored. Raises
+    ``ValueError`` where that cannot be read or run.
+    """
+    paths = [Path(one) for one in given]
+    if paths and all(path.suffix == ".json" for path in paths):
+        measured = [one for path in paths for one in _of_report(path)]
+        tests = _tests(measured, runners)
+        source = f"needs: as measured by {_environments(measured)}"
+    elif len(paths) == 1 and _is_baselines(paths[0]):
+        measured = list(_of_baselines(paths[0]))
+        tests = _tests(measured, runners)
+        source = f"needs: stored baselines of {_environments(measured)}"
+    else:
+        measured = []
+        tests, source = _simulated(given or ["."], runners)
+    if not tests:
+        raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
+    timed, said = _timed(tests, runners, measured, durations)
+    return Needs(tuple(sorted(timed, key=lambda test: test.nodeid)), (source, said))
+
+
+def _of_report(path: Path) -> Iterator[_Measured]:
+    from pytest_gpumem.report.json_report import read_report
+
+    for record in read_report(path):
+        ran = record.judged or record.outcome == "passed"
+        found = record.measurement
+        yield _Measured(
+            record.nodeid,
+            record.environment,
+            max(found.peak_reserved, found.peak_allocated, 0) if found and ran else None,
+            # Beside others a test takes as long as they let it.
+            None if record.beside else record.duration,
+            record.expectation.get("min_memory"),
+            "" if found and ran else f"it {record.outcome} where it was measured",
+        )
+
+
+def _of_baselines(folder: Path) -> Iterator[_Measured]:
+    from pytest_gpumem.baseline.store import read_folder
+
+    for module, file in read_folder(folder):
+        for name, entry in file.tests.items():
+            size = max(entry.peak_reserved, entry.peak_allocated)
+            yield _Measured(f"{module}::{name}", file.environment, size)
+
+
+def _is_baselines(path: Path) -> bool:
+    return path.is_dir() and any(path.rglob("*.json")) and not any(path.rglob("*.py"))
+
+
+def _tests(measured: Iterable[_Measured], runners: Sequence[Runner]) -> list[PlannedTest]:
+    """Return each test once: on a runner as measured there, else the most that it took anywhere."""
+    by_test: dict[str, list[_Measured]] = {}
+    for one in measured:
+        by_test.setdefault(one.nodeid, []).append(one)
+    return [_test(nodeid, found, runners) for nodeid, found in by_test.items()]
+
+
+def _test(nodeid: str, found: Sequence[_Measured], runners: Sequence[Runner]) -> PlannedTest:
+    known = [one for one in found if one.bytes is not None]
+    sizes = {}
+    for runner in runners:
+        own = [one for one in known if _is_of(one.environment.gpu, runner)]
+        if known:
+            sizes[runner.name] = max(one.bytes or 0 for one in own or known)
+    least = max((one.min_memory or 0 for one in found), default=0)
+    return PlannedTest(
+        nodeid,
+        bytes=sizes,
+        refusals={
+            runner.name: f"asks for a GPU of {format_size(least)}"
+            for runner in runners
+            if runner.model.total_memory < least
+        },
+        problem="" if known else found[0].problem,
+    )
+
+
+def _environments(measured: Sequence[_Measured]) -> str:
+    return ", ".join(sorted({one.environment.key for one in measured})) or "nothing"
+
+
+def _simulated(given: Sequence[str], runners: Sequence[Runner]) -> tuple[list[PlannedTest], str]:
+    from importlib.metadata import version
+
+    import torch  # noqa: F401  # a machine without it says so before it starts another process
+
+    from pytest_gpumem.prediction.process import PredictionError, run_tests
+    from pytest_gpumem.simulated.gpus import Machine
+
+    try:
+        answers = run_tests(given, [Machine(one.model, 1) for one in runners], unbounded=True)
+    except PredictionError as error:
+        raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
+    by_test: dict[str, list[Answer]] = {}
+    for answer in answers:
+        by_test.setdefault(answer.nodeid, []).append(answer)
+    release = ".".join(version("torch").split(".")[:2])
+    source = f"needs: simulated on each runner by the rules of torch {release}"
+    return [_answered(nodeid, found) for nodeid, found in by_test.items()], source
+
+
+def _answered(nodeid: str, answers: Sequence[Answer]) -> PlannedTest:
+    sizes, refusals = {}, {}
+    for answer in answers:
+        if answer.measured and answer.record is not None:
+            found = answer.record.measurement
+            sizes[answer.gpu] = max(found.peak_reserved, found.peak_allocated, 0) if found else 0
+            if not answer.fits:
+                refusals[answer.gpu] = f"runs out of memory, needs {format_size(sizes[answer.gpu])}"
+        elif answer.problem:
+            refusals[answer.gpu] = answer.problem
+        else:
+            sizes[answer.gpu] = 0  # it allocates nothing there
+    if sizes:
+        return PlannedTest(nodeid, sizes, refusals=refusals)
+    return PlannedTest(nodeid, problem=next(iter(refusals.values()), "nobody ran it"))
+
+
+def _timed(
+    tests: Iterable[PlannedTest],
+    runners: Sequence[Runner],
+    measured: Iterable[_Measured],
+    durations: Path | None,
+) -> tuple[list[PlannedTest], str]:
+    """Return ``tests`` with what they take, and the sentence that says by whom it is known."""
+    known, where = _durations(measured, durations)
+    timed = [
+        replace(
+            test,
+            seconds={
+                runner.name: taken
+                for runner in runners
+                if (taken := _taken(test.nodeid, known, runner)) is not None
+            },
+        )
+        for test in tests
+    ]
+    count = sum(bool(test.seconds) for test in timed)
+    if not count:
+        return timed, "durations: unknown, so there is no time or cost; give --durations FILE"
+    rest = len(timed) - count
+    others = f"; {rest} unknown, taken for average" if rest else ""
+    simulated = all(_is_simulated(key) for key, found in known.items() if found)
+    real = ", where a real GPU differs" if simulated else ""
+    keys = ", ".join(key for key, found in sorted(known.items()) if key and found)
+    on = f" on {keys}{real}" if keys else ""
+    return timed, f"durations: {where}{on}; of tests alone on their device{others}"
+
+
+def _durations(
+    measured: Iterable[_Measured], file: Path | None
+) -> tuple[dict[str, dict[str, float]], str]:
+    """Return seconds by environment key and node id, and where they were found."""
+    if file is not None:
+        return {"": dict(read_weights(file).seconds)}, f"by {file}"
+    known: dict[str, dict[str, float]] = {}
+    for one in measured:
+        if one.seconds is not None:
+            known.setdefault(one.environment.key, {})[one.nodeid] = one.seconds
+    if known:
+        return known, "as reported"
+    learned = Learned()
+    for name in (IN_SHARDS, FILE_NAME):
+        learned.merge(read_learned(CACHE, name))
+    for key, nodeid, lesson in learned:
+        if lesson.seconds is not None:
+            known.setdefault(key, {})[nodeid] = lesson.seconds
+    if known:
+        return known, "of earlier runs, by pytest's cache"
+    if Path(OF_PYTEST_SPLIT).is_file():
+        return {"": dict(read_weights(Path(OF_PYTEST_SPLIT)).seconds)}, "by pytest-split"
+    return {}, ""
+
+
+def _taken(nodeid: str, known: Seconds, runner: Runner) -> float | None:
+    """Return what a test takes on ``runner``: measured there, else on any GPU, else simulated."""
+    ranked: dict[int, list[float]] = {}
+    for key, tests in known.items():
+        if nodeid in tests:
+            rank = 0 if _names(key, runner) else 2 if _is_simulated(key) else 1
+            ranked.setdefault(rank, []).append(tests[nodeid])
+    return max(ranked[min(ranked)]) if ranked else None
+
+
+def _is_simulated(key: str) -> bool:
+    return key.startswith("sim-")
+
+
+def _names(key: str, runner: Runner) -> bool:
+    """Whether the environment ``key`` is one of the runner's GPU."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
+    return key.startswith(f"cuda-{name}-torch")
+
+
+def _is_of(gpu: str, runner: Runner) -> bool:
+    return gpu in (runner.model.name, runner.model.full_name)

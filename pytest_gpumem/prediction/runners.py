@@ -1,0 +1,290 @@
+"""Which GPU each test needs, how many machines of each kind that takes, and what they cost.
+
+Plain arithmetic over what tests need; nothing here runs code or imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from pytest_gpumem.echo import quoted
+from pytest_gpumem.sharing.host import CONTEXT, MARGIN
+from pytest_gpumem.sharing.shards import Weight, split
+from pytest_gpumem.sharing.weights import PLAN_VERSION, Shard, Weights
+from pytest_gpumem.simulated.gpus import GpuModel, find_gpu
+from pytest_gpumem.sizes import format_size
+
+MOST_RUNNERS = 8
+"""Every selection of them is tried."""
+
+HOUR = 3600.0
+
+
+class PlanError(ValueError):
+    """What cannot be planned; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One kind of machine to be had."""
+
+    model: GpuModel
+    price: float
+    """Of an hour, in whatever currency."""
+
+    @property
+    def name(self) -> str:
+        """The model's, from the catalogue."""
+        return self.model.name
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a test can have: all but a CUDA context and the margin that sharing leaves."""
+        return round(self.model.total_memory * (1 - MARGIN)) - CONTEXT
+
+
+@dataclass(frozen=True)
+class PlannedTest:
+    """What is known of one test."""
+
+    nodeid: str
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """The most that it reserves, by runner; without one, nobody knows."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What it takes alone on the device, by runner; without one, nobody knows."""
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """By runner: why it does not run there, memory aside."""
+    problem: str = ""
+    """Why nobody knows what it needs."""
+
+    def obstacle(self, runner: Runner) -> str:
+        """Return why the test does not fit ``runner``, empty where it does or nobody knows."""
+        if runner.name in self.refusals:
+            return self.refusals[runner.name]
+        need = self.bytes.get(runner.name, 0)
+        return f"needs {format_size(need)}" if need > runner.memory else ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One machine and its tests."""
+
+    runner: Runner
+    tests: tuple[str, ...]
+    seconds: float | None
+    """Its start-up included; ``None`` where no duration is known."""
+
+    @property
+    def cost(self) -> float | None:
+        """In the currency of the price."""
+        return None if self.seconds is None else self.seconds / HOUR * self.runner.price
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where all tests run."""
+
+    runners: tuple[Runner, ...]
+    tests: tuple[PlannedTest, ...]
+    jobs: tuple[Job, ...]
+    nowhere: tuple[PlannedTest, ...]
+    """Tests that no runner can run."""
+    late: tuple[str, ...]
+    """Tests that alone take longer than there is time."""
+
+    @property
+    def cost(self) -> float | None:
+        """Of all machines; ``None`` where no duration is known."""
+        costs = [job.cost for job in self.jobs]
+        return None if None in costs else sum(cost for cost in costs if cost is not None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Until the last machine is done; ``None`` where no duration is known."""
+        times = [job.seconds for job in self.jobs if job.seconds is not None]
+        return max(times, default=None)
+
+    def shards(self) -> dict[str, Any]:
+        """Return what ``--gpumem-shard-by`` reads, with a matrix of CI jobs in it."""
+        homes = {nodeid: job.runner.name for job in self.jobs for nodeid in job.tests}
+        placed = [test for test in self.tests if test.nodeid in homes]
+        shards = [
+            Shard(job.runner.name, job.runner.memory, job.runner.price, job.tests)
+            for job in self.jobs
+        ]
+        weights = Weights(
+            {test.nodeid: test.seconds[homes[test.nodeid]] for test in placed if test.seconds},
+            {test.nodeid: test.bytes[homes[test.nodeid]] for test in placed if test.bytes},
+            shards,
+        )
+        jobs = [
+            {
+                "runner": job.runner.name,
+                "shard": f"{number}/{len(self.jobs)}",
+                "tests": len(job.tests),
+                "minutes": None if job.seconds is None else round(job.seconds / 60, 2),
+            }
+            for number, job in enumerate(self.jobs, 1)
+        ]
+        return {
+            "schema_version": PLAN_VERSION,
+            "matrix": {"include": jobs},
+            **weights.to_dict(),
+        }
+
+    def fitting(self, runner: Runner) -> int:
+        """Return how many tests fit ``runner``, of those of which anything is known."""
+        known = [test for test in self.tests if not test.problem]
+        return sum(not test.obstacle(runner) for test in known)
+
+
+def parse_runner(text: str) -> Runner:
+    """Return what ``"T4:0.35"`` stands for; raises ``ValueError`` for an unknown model or price."""
+    name, colon, price = text.rpartition(":")
+    if not colon or not re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]{1,9})?\s*", price):
+        raise PlanError(
+            f"--runner {quoted(text)} is no model of GPU and the price of an hour, like T4:0.35"
+        )
+    return Runner(find_gpu(name), float(price))
+
+
+def make_plan(
+    tests: Sequence[PlannedTest],
+    runners: Sequence[Runner],
+    *,
+    limit: float | None = None,
+    startup: float = 0.0,
+) -> Plan:
+    """Return the cheapest plan by which every machine ends within ``limit`` seconds.
+
+    Each machine takes ``startup`` seconds before its first test; then it runs one test after the
+    other. A test whose duration nobody knows counts as the others on average, one whose memory
+    nobody knows goes where there is most. Raises :class:`PlanError` where ``limit`` cannot be kept
+    by any plan, or no duration is known.
+    """
+    _check(tests, runners, limit, startup)
+    nowhere = [test for test in tests if all(test.obstacle(runner) for runner in runners)]
+    homeless = {test.nodeid for test in nowhere}
+    placed = [test for test in tests if test.nodeid not in homeless]
+    seconds = _Seconds(placed)
+    found = [
+        jobs
+        for chosen in _selections(runners, startup)
+        if (jobs := _jobs(placed, chosen, seconds, limit, startup)) is not None
+    ]
+    best = min(found, key=_cost) if found else ()
+    room = math.inf if limit is None else limit - startup
+    late = [test for job in best for test in job.tests if seconds.of(test, job.runner) > room]
+    return Plan(tuple(runners), tuple(tests), tuple(best), tuple(nowhere), tuple(late))
+
+
+class _Seconds:
+    """What tests take on each runner."""
+
+    def __init__(self, tests: Sequence[PlannedTest]) -> None:
+        self._tests = {test.nodeid: test.seconds for test in tests}
+        self.known = any(self._tests.values())
+
+    def of(self, nodeid: str, runner: Runner) -> float:
+        own = self._tests[nodeid].get(runner.name)
+        return self._mean(runner) if own is None else own
+
+    def _mean(self, runner: Runner) -> float:
+        known = [taken[runner.name] for taken in self._tests.values() if runner.name in taken]
+        return sum(known) / len(known) if known else 0.0
+
+
+def _check(
+    tests: Sequence[PlannedTest], runners: Sequence[Runner], limit: float | None, startup: float
+) -> None:
+    names = [runner.name for runner in runners]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise PlanError(f"--runner {twice[0]} is given twice; give each model once")
+    if len(runners) > MOST_RUNNERS:
+        raise PlanError(f"{len(runners)} runners are given; {MOST_RUNNERS} at most can be weighed")
+    if limit is None:
+        return
+    if limit <= startup:
+        raise PlanError(
+            f"machines that take {startup / 60:g} minutes to start are not done in {limit / 60:g}; "
+            "give --minutes more than --startup"
+        )
+    if not any(test.seconds for test in tests):
+        raise PlanError(
+            "no test's duration is known, so nobody can say how many machines --minutes takes; "
+            "give a report, or --durations FILE"
+        )
+
+
+def _selections(runners: Sequence[Runner], startup: float) -> Iterator[tuple[Runner, ...]]:
+    """Yield the kinds of machines that may be the cheapest together."""
+    # A machine that costs nothing before its first test is never too many.
+    sizes = range(1, len(runners) + 1) if startup else [len(runners)]
+    for size in sizes:
+        yield from combinations(runners, size)
+
+
+def _jobs(
+    tests: Sequence[PlannedTest],
+    runners: Sequence[Runner],
+    seconds: _Seconds,
+    limit: float | None,
+    startup: float,
+) -> tuple[Job, ...] | None:
+    """Return the machines on which ``tests`` are cheapest, ``None`` where one has none."""
+    homes: dict[str, list[str]] = {runner.name: [] for runner in runners}
+    for test in tests:
+        fitting = [runner for runner in runners if not test.obstacle(runner)]
+        if not fitting:
+            return None
+        if test.problem:
+            home = max(fitting, key=lambda runner: (runner.memory, -runner.price))
+        else:
+            home = min(fitting, key=lambda one: _price(test.nodeid, one, seconds))
+        homes[home.name].append(test.nodeid)
+    return tuple(
+        Job(
+            runner,
+            tuple(names),
+            startup + sum(seconds.of(name, runner) for name in names) if seconds.known else None,
+        )
+        for runner in runners
+        for names in _machines(homes[runner.name], runner, seconds, limit, startup)
+    )
+
+
+def _price(nodeid: str, runner: Runner, seconds: _Seconds) -> tuple[float, float, int]:
+    taken = seconds.of(nodeid, runner) if seconds.known else 1.0
+    return taken * runner.price, runner.price, runner.memory
+
+
+def _machines(
+    names: Sequence[str],
+    runner: Runner,
+    seconds: _Seconds,
+    limit: float | None,
+    startup: float,
+) -> Iterable[Sequence[str]]:
+    """Return which tests each machine of one kind runs."""
+    if limit is None:
+        return [sorted(names)] if names else []
+    room = limit - startup
+    taken = {name: seconds.of(name, runner) for name in names}
+    late = [[name] for name in sorted(names) if taken[name] > room]
+    rest = [Weight(name, taken[name], 0) for name in names if taken[name] <= room]
+    count = max(math.ceil(sum(taken[test.name] for test in rest) / room), 1)
+    while True:
+        # With a machine for each test at the latest, none is late.
+        parts = split(rest, count)
+        if all(sum(taken[name] for name in part) <= room for part in parts):
+            return [*late, *(part for part in parts if part)]
+        count += 1
+
+
+def _cost(jobs: Sequence[Job]) -> tuple[float, int]:
+    return sum(job.cost or 0.0 for job in jobs), len(jobs)

@@ -1,0 +1,107 @@
+"""A process whose CUDA context is lost runs no further test: it leaves, and another takes over.
+
+After an illegal access or an assertion on the device every CUDA call of the process fails
+(``device/fault.py``), so tests that come later would fail for it, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.session.results import LOST, RESCHEDULED
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.session.sharing import Sharing
+
+EXIT_CODE = 70
+"""Of a process that leaves in the middle: EX_SOFTWARE of sysexits.h."""
+
+
+class Faults:
+    """What becomes of this process after a fault of its device."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._lost = ""
+        """The test in which the context was lost."""
+
+    def look(
+        self,
+        item: pytest.Item,
+        report: pytest.TestReport,
+        device: Device,
+        sharing: Sharing | None,
+    ) -> None:
+        """See after a test that failed whether its process can run others.
+
+        Under MPS a fault of one client is one of all: a test that did not run alone on its device
+        is a suspect, and runs again by itself.
+        """
+        if self._lost or (fault := device.fault()) is None:
+            return
+        is_worker = hasattr(self._config, "workerinput")
+        if is_worker and sharing is not None and device.shares_faults and sharing.suspect():
+            self._leave(item)
+        self._lost = item.nodeid
+        setattr(report, LOST, item.nodeid)
+        consequence = "its worker is replaced" if is_worker else "no further test is run"
+        sentence = f"the CUDA context of the process is lost ({fault}): {consequence}"
+        report.sections.append(("gpumem", sentence))
+        if not is_worker:
+            item.session.shouldfail = f"{item.nodeid}: {sentence}"
+
+    def leave_if_lost(self, item: pytest.Item) -> None:
+        """End this process before ``item`` if it is a worker that can run no more tests."""
+        if self._lost and hasattr(self._config, "workerinput"):
+            self._leave(item)
+
+    def _leave(self, item: pytest.Item) -> None:
+        with suppress(BaseException):  # what needs the device cannot be torn down
+            item.session._setupstate.teardown_exact(None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Destructors would call CUDA; the driver takes back what the process held.
+        os._exit(EXIT_CODE)
+
+
+class Crashes:
+    """What a controller of pytest-xdist makes of workers that have left."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, str] = {}
+        """By worker: the test in which its context was lost."""
+
+    def take(self, report: Any) -> None:
+        """Take in a test's report."""
+        if (lost := getattr(report, LOST, None)) and (worker := _worker_of(report)):
+            self._lost[worker] = lost
+
+    def reschedule(self, nodeid: str, report: Any, scheduler: Any, *, is_suspect: bool) -> None:
+        """Let the test run that a worker had next when it left on purpose; leave real crashes."""
+        culprit = self._lost.get(_worker_of(report) or "")
+        if is_suspect:
+            why = "a fault of the GPU hit all that ran on it: it is run again by itself"
+        elif culprit is not None:
+            why = f"its worker lost the CUDA context in {culprit}: another worker runs it"
+        else:
+            return
+        try:
+            scheduler.mark_test_pending(nodeid)
+        except NotImplementedError:
+            report.longrepr = f"{nodeid} was not run: {why.partition(':')[0]}; run it again"
+            return
+        report.outcome = "rerun"
+        report.longrepr = why
+        setattr(report, RESCHEDULED, why)
+
+
+def _worker_of(report: Any) -> str | None:
+    """The worker that a report comes from; ``None`` for one of this process."""
+    node = getattr(report, "node", None)
+    return None if node is None else node.gateway.id

@@ -1,0 +1,152 @@
+"""What workers tell of the devices that they share, on whatever host pytest-xdist started them.
+
+Each host has a ledger of its own, which the controller may not be able to read. So what it has to
+know goes through the gateway: a channel of execnet's that travels with the worker's input.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.sharing.database import default_folder
+from pytest_gpumem.sharing.learned import Learned
+from pytest_gpumem.sharing.ledger import Entry
+from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sharing.place import NOWHERE, Place
+from pytest_gpumem.sharing.usage import Usage, usages
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pytest_gpumem.device.environment import Environment
+
+LINE = "gpumem_line"
+"""Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""
+
+
+class Line:
+    """A worker's way to tell the controller; without one, nobody listens."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._channel: Any = getattr(config, "workerinput", {}).get(LINE)
+
+    def will_need(self, device: str, capacity: int, needs: Mapping[str, Need], real: bool) -> None:
+        """Tell what the worker's tests need of ``device``, which has ``capacity`` bytes."""
+        told = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
+        host = [socket.gethostname(), str(default_folder())]
+        self._tell(
+            {"host": host, "device": device, "capacity": capacity, "needs": told, "real": real}
+        )
+
+    def has_run(self, entries: Iterable[Entry]) -> None:
+        """Tell which bytes of which devices a test had, and when."""
+        self._tell({"entries": [list(astuple(entry)) for entry in entries]})
+
+    def leaves(self, nodeid: str) -> None:
+        """Tell that the worker leaves because of a fault that ``nodeid`` may not have made."""
+        self._tell({"suspect": nodeid})
+
+    def has_learned(self, learned: Learned) -> None:
+        """Tell what is to be kept for later runs."""
+        self._tell({"learned": learned.to_dict()})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._channel is not None:
+            with suppress(OSError):  # of a controller that is gone
+                self._channel.send(message)
+
+
+@dataclass(frozen=True)
+class _Host:
+    name: str
+    folder: str
+    """Of the ledger: two hosts may have one name."""
+
+
+class Hosts:
+    """What the controller knows of its workers' devices."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, Place] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._entries: dict[str, list[Entry]] = {}
+        """By worker."""
+        self.suspects: set[str] = set()
+        """Tests in which their worker left because of a fault that others shared."""
+        self.learned = Learned()
+        """What is to be kept for later runs."""
+
+    def connect(self, node: Any) -> None:
+        """Let a worker that is about to start tell."""
+        worker: str = node.gateway.id
+        channel = node.gateway.newchannel()
+        channel.setcallback(lambda message: self.take(worker, message))
+        node.workerinput[LINE] = channel
+
+    def take(self, worker: str, message: Mapping[str, Any]) -> None:
+        """Take what a worker tells; in the order of its telling."""
+        if "entries" in message:
+            self._entries.setdefault(worker, []).extend(Entry(*row) for row in message["entries"])
+            return
+        if "suspect" in message:
+            self.suspects.add(message["suspect"])
+            return
+        if "learned" in message:
+            self.learned.merge(Learned.from_dict(message["learned"]))
+            return
+        host = self._hosts[worker] = _Host(*message["host"])
+        self._places[worker] = Place(
+            name=f"{host.name} {host.folder} {message['device']}",
+            capacity=message["capacity"],
+            needs={nodeid: Need(*row) for nodeid, row in message["needs"].items()},
+            real=message["real"],
+        )
+
+    def place(self, worker: str) -> Place:
+        """Return what a worker's tests run on."""
+        return self._places.get(worker, NOWHERE)
+
+    def usages(self, run: str) -> list[Usage]:
+        """Return what became of the tests on each host's devices."""
+        hosts = sorted(set(self._hosts.values()), key=lambda host: (host.name, host.folder))
+        found = []
+        for host in hosts:
+            workers = [worker for worker, its in self._hosts.items() if its == host]
+            entries = [entry for worker in workers for entry in self._entries.get(worker, ())]
+            entries.sort(key=lambda entry: entry.time)
+            capacity = max(self._places[worker].capacity for worker in workers)
+            label = f"{_label(host, hosts)} " if len(hosts) > 1 else ""
+            found += [
+                replace(usage, device=f"{label}{usage.device}")
+                for usage in usages(entries, run, capacity)
+            ]
+        return found
+
+
+def _label(host: _Host, hosts: Sequence[_Host]) -> str:
+    alike = [one for one in hosts if one.name == host.name]
+    return host.name if len(alike) == 1 else f"{host.name} ({host.folder})"
+
+
+def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
+    """Yield who measured where, if hosts differ; ``environments`` are those of each worker.
+
+    The header is the controller's, which may have other devices or none. That a test names another
+    simulated model makes no other host.
+    """
+    from pytest_gpumem.report.terminal import describe
+
+    places: dict[frozenset[Environment], list[str]] = {}
+    for worker, seen in environments.items():
+        hosts = frozenset(
+            replace(one, gpu="GPU", compute_capability="") if one.simulated else one for one in seen
+        )
+        places.setdefault(hosts, []).append(worker)
+    if len(places) > 1:
+        for hosts, workers in sorted(places.items(), key=lambda place: min(place[1])):
+            where = " and ".join(sorted(map(describe, hosts)))
+            yield f"{', '.join(sorted(workers))}: {where}"

@@ -1,0 +1,170 @@
+"""One test's way through the gate of shared devices, which it may pass several times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pytest_gpumem.device.device import Device
+from pytest_gpumem.session.yielding import YieldedError
+from pytest_gpumem.sharing.database import SharingError
+from pytest_gpumem.sharing.gate import Admission, Gate, NotAdmittedError, TooLargeError
+from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
+from pytest_gpumem.sizes import format_size
+
+MOST_YIELDS = 3
+"""Times that an opportunistic test makes room for others; then it is as guaranteed as they are."""
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """What a test needs to run once more, and why."""
+
+    need: Need
+    note: str
+    """For the record; empty where the numbers say it."""
+    quota: int | None = None
+    """What it may reserve then, where that has grown; bytes."""
+    alone: bool = False
+    """Because it was crowded out, which cannot happen again."""
+    yielded: bool = False
+    """Because it made room for another."""
+
+
+class Passage:
+    """A test on its way in, in and out of its devices.
+
+    ``elastic`` is whether its quota may grow as long as the device has room; ``left`` is told each
+    time how it had come in, and when, in seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        nodeid: str,
+        need: Need,
+        device: Device,
+        *,
+        elastic: bool,
+        left: Callable[[Admission, float], None],
+    ) -> None:
+        self._gate = gate
+        self._nodeid = nodeid
+        self._need = need
+        self._device = device
+        self._elastic = elastic
+        self._left = left
+        self._granted = 0.0
+        self._inside = ExitStack()
+        self._waited = 0.0
+        self._waited_for = ""
+        self._yields = 0
+        self._alone = False
+        self._notes: list[str] = []
+        self._own_quota: int | None = None
+        self.quota: int | None = None
+        """What an elastic quota has grown to; bytes."""
+        self.refusal: str | None = None
+        """Why the test may not run at all."""
+        self.admission: Admission | None = None
+        """How the test came in."""
+
+    def enter(self) -> None:
+        """Wait until the test may run; :attr:`refusal` says if it may not."""
+        try:
+            passing = self._gate.admitted(self._nodeid, self._need)
+            self.admission = self._inside.enter_context(passing)
+        except (SharingError, TooLargeError, NotAdmittedError) as error:
+            self.refusal = str(error)
+            return
+        self._granted = time.time()
+        self._inside.callback(self._device.empty_cache)
+        self._waited += self.admission.waited
+        self._waited_for = self.admission.waited_for or self._waited_for
+
+    def leave(self) -> None:
+        """Let others have the memory."""
+        self._inside.close()
+        if self.admission is not None:
+            self._left(self.admission, self._granted)
+            self.admission = None
+
+    def enter_again(self, run: NextRun) -> None:
+        """Leave, and wait for what the test needs by now."""
+        self.leave()
+        self._need, self._alone = run.need, self._alone or run.alone
+        self._notes += filter(None, [run.note])
+        self._yields += run.yielded
+        self.quota = run.quota or self.quota
+        self.enter()
+
+    def next_run(
+        self, error: BaseException | None, refusal: Refusal | None, quota: int | None
+    ) -> NextRun | None:
+        """Return how the test runs once more, ``None`` where what it did stands.
+
+        Of a run that ended with ``error``, and in which the allocator could not serve ``refusal``
+        within ``quota``.
+        """
+        if isinstance(error, YieldedError):
+            return self._after_yielding()
+        if refusal is None:
+            return None
+        cause = cause_of(refusal, quota)
+        if cause is Cause.NEIGHBOUR and not self._alone:
+            return self._by_itself(refusal)
+        if cause is Cause.QUOTA and isinstance(error, torch.OutOfMemoryError):
+            return self._with_more(refusal, quota)
+        return None
+
+    def crowded_out(self, refusal: Refusal | None, quota: int | None) -> str | None:
+        """Return the sentence on a test for which there was no room even alone."""
+        if refusal is None or not self._alone or cause_of(refusal, quota) is not Cause.NEIGHBOUR:
+            return None
+        holders = self._gate.strangers() or "they are gone by now"
+        return (
+            f"infrastructure error, not the test's: {format_size(refusal.asked)} could not be had "
+            f"with {format_size(refusal.reserved)} reserved, also when {self._nodeid} ran alone, "
+            f"because other processes held {format_size(refusal.of_others)}: {holders}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; sizes in bytes, times in seconds."""
+        admission = self.admission
+        return {
+            "needed": self._need.bytes,
+            "source": self._need.source,
+            "waited": round(self._waited, 3),
+            "waited_for": self._waited_for or None,
+            "alone": admission.alone if admission else False,
+            "borrowed": (self.quota or 0) - (self._own_quota or 0) if self.quota else 0,
+            "notes": list(self._notes),
+        }
+
+    def _after_yielding(self) -> NextRun:
+        last = self._yields + 1 >= MOST_YIELDS
+        need = self._need.as_guaranteed() if last else self._need
+        return NextRun(need, "made room for a guaranteed test, and was run again", yielded=True)
+
+    def _by_itself(self, refusal: Refusal) -> NextRun:
+        return NextRun(
+            self._need.alone(refusal.wanted),
+            f"run again alone: other processes held {format_size(refusal.of_others)} of the "
+            f"device when {format_size(refusal.asked)} were asked for",
+            alone=True,
+        )
+
+    def _with_more(self, refusal: Refusal, quota: int | None) -> NextRun | None:
+        """Borrow twice the quota, or what was asked for if that is more, so that runs are few."""
+        most = self._gate.capacity
+        if not self._elastic or quota is None or quota >= most or refusal.wanted > most:
+            return None
+        larger = min(max(2 * quota, refusal.wanted), most)
+        self._own_quota = self._own_quota or quota
+        return NextRun(self._need.larger(larger), "", quota=larger)

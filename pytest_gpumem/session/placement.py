@@ -1,0 +1,100 @@
+"""The device of this process: chosen before CUDA starts, by the variables that CUDA reads then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.device.host_gpus import host_gpus
+from pytest_gpumem.sharing.database import SharingError, default_folder
+from pytest_gpumem.sharing.host import CONTEXT
+from pytest_gpumem.sharing.placement import Spot, take_place
+from pytest_gpumem.sizes import MIB
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pytest_gpumem.measurement.nvml import NvmlReading
+    from pytest_gpumem.options import Quota, Settings
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MPS_THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
+
+def place(config: pytest.Config, settings: Settings) -> None:
+    """Give this process its device, and its part of it under MPS, until pytest is done.
+
+    Does nothing where tests are simulated, and to a variable that the user has set for MPS. Raises
+    ``pytest.UsageError`` where the table of places cannot be used.
+    """
+    gpus = host_gpus(settings.device)
+    if not gpus:
+        return
+    own = gpus[0]
+    chosen = {}
+    if settings.share and settings.device.index is None and len(gpus) > 1:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        try:
+            own = gpus[take_place(default_folder(), [spot_of(gpu) for gpu in gpus], run)]
+        except SharingError as error:
+            import pytest
+
+            raise pytest.UsageError(str(error)) from None
+        chosen[VISIBLE] = visible(own, gpus)
+    if settings.quota is not None and own.mode.mps:
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        part = part_of_mps(settings.quota, own.total, workers)
+        chosen |= {name: value for name, value in part.items() if name not in os.environ}
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)
+    config.add_cleanup(lambda: _restore(before))
+
+
+def spot_of(gpu: NvmlReading) -> Spot:
+    """Return what a worker may get of ``gpu``."""
+    taken = {process.pid: process.used or 0 for process in gpu.others or ()}
+    taken[0] = max(gpu.used - sum(taken.values()), 0)
+    is_exclusive = gpu.mode.is_exclusive or gpu.mode.prohibited
+    return Spot(
+        name=gpu.uuid,
+        total=min(gpu.total, gpu.mode.limit or gpu.total),
+        taken=taken,
+        seats=(0 if gpu.mode.prohibited else 1)
+        if is_exclusive or gpu.mode.mig_profile is not None
+        else None,
+        strict=is_exclusive,
+    )
+
+
+def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a process whose own device, ``cuda:0``, is ``own``.
+
+    The other GPUs stay visible behind it, for tests that use several; of MIG instances CUDA can
+    use one alone (NVIDIA's MIG guide, "CUDA Device Enumeration").
+    """
+    if own.uuid.startswith("MIG-"):
+        return own.uuid
+    others = [gpu.uuid for gpu in gpus if gpu.uuid.startswith("GPU-") and gpu.uuid != own.uuid]
+    return ",".join([own.uuid, *others])
+
+
+def part_of_mps(quota: Quota, total: int, workers: int) -> Mapping[str, str]:
+    """Return the variables that hold a client of MPS to ``quota``, threads and memory.
+
+    The limit counts what CUDA itself allocates, so a context is added. Source: NVIDIA's
+    Multi-Process Service guide, "Appendix: Environment Variables".
+    """
+    size = quota.of(total, workers)
+    threads = min(max(round(100 * size / total), 1), 100)
+    return {MPS_THREADS: str(threads), MPS_MEMORY: f"0={ceil((size + CONTEXT) / MIB)}M"}
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,90 @@
+"""A test that is run once more within the same phase of pytest's: other plugins see one run.
+
+It is torn down and set up again, as between any two tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+from _pytest.tmpdir import tmppath_result_key
+
+if TYPE_CHECKING:
+    from pytest_gpumem.session.session import GpumemSession
+
+
+class Again(Protocol):
+    """What asks for another run."""
+
+    def set_up(self) -> None:
+        """Set the test up, as pytest would for a test that follows it."""
+
+    def call(self) -> None:
+        """Set the test up and call it."""
+
+
+class Rerun:
+    """Another run of one test; those that derive say what is different about it."""
+
+    def __init__(self, session: GpumemSession, item: Any) -> None:
+        self._session = session
+        self._item = item
+
+    def set_up(self) -> None:
+        """Set the test up, as pytest would for a test that follows it."""
+        with self._bounded():
+            self._set_up()
+
+    def call(self) -> None:
+        """Set the test up and call it."""
+        if collected_error(self._item):
+            self._item._excinfo.clear()
+        with self._bounded():
+            self._set_up()
+            assert self._session.current is not None
+            with self._session.current.calling():
+                self._item.runtest()
+
+    def _set_up(self) -> None:
+        session, item = self._session, self._item
+        state = item.session._setupstate
+        _expect_results(item)
+        state.teardown_exact(item.parent)
+        _expect_results(item)
+        item._initrequest()
+        session.end()
+        self._begin()
+        state.setup(item)
+
+    def _begin(self) -> None:
+        """Begin to measure, between the two runs."""
+        self._session.begin(self._item)
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Be in the other run inside."""
+        yield
+
+
+def collected_error(item: Any) -> BaseException | None:
+    """What a unittest's body raised: it reaches pytest in a list of the item's."""
+    found = getattr(item, "_excinfo", None)
+    error: BaseException | None = found[0].value if found else None
+    return error
+
+
+def can_run_again(item: pytest.Item) -> bool:
+    """Whether pytest lets ``item`` be set up a second time: not a plugin's own kinds of items."""
+    return hasattr(item, "_initrequest")
+
+
+def _expect_results(item: pytest.Item) -> None:
+    """Let ``tmp_path`` be torn down before a phase has been reported.
+
+    Its teardown reads what the reports of the test have left, and takes it away; after this one,
+    or where the user interrupts the second run, there has been none.
+    """
+    item.stash.setdefault(tmppath_result_key, {})

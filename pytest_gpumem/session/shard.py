@@ -1,0 +1,176 @@
+"""``--gpumem-shard K/N``: of all tests that are selected, those of one machine out of N."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.baseline.store import BaselineError, read_folder
+from pytest_gpumem.session.learning import WEIGHTS, learned_of_whole_runs
+from pytest_gpumem.session.results import Results, without_group
+from pytest_gpumem.sharing.shards import Weight, fingerprint, split
+from pytest_gpumem.sharing.weights import (
+    OF_PYTEST_SPLIT,
+    Shard,
+    Weights,
+    WeightsError,
+    read_weights,
+)
+
+if TYPE_CHECKING:
+    from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.options import Settings
+
+
+class Sharding:
+    """Deselects the tests of other machines, when nobody deselects any more.
+
+    Raises ``pytest.UsageError`` where the file that was given does not say what tests take.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        results: Results,
+        expectation: Callable[[pytest.Item], Expectation | None],
+    ) -> None:
+        assert settings.shard is not None
+        self._number, self._count = settings.shard
+        self._shares = settings.share
+        self._results = results
+        self._expectation = expectation
+        worker = getattr(config, "workerinput", None)
+        try:
+            self.weights = (
+                Weights.from_dict(worker[WEIGHTS]) if worker else _weights(config, settings)
+            )
+        except WeightsError as error:
+            raise pytest.UsageError(str(error)) from None
+        shards = self.weights.shards
+        if shards and len(shards) != self._count:
+            raise pytest.UsageError(
+                f"--gpumem-shard={self._number}/{self._count}: {settings.shard_by} has "
+                f"{len(shards)} shards; write {min(self._number, len(shards))}/{len(shards)} or "
+                "plan anew"
+            )
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Generator[None, object, object]:
+        """Leave the tests of other machines out."""
+        result = yield
+        parts = self._parts(items)
+        own = set(parts[self._number - 1])
+        left = [item for item in items if _unit(item) in own]
+        others = [item for item in items if _unit(item) not in own]
+        self._results.shard = self._sentence(parts, left, len(items))
+        items[:] = left
+        if others:
+            config.hook.pytest_deselected(items=others)
+        return result
+
+    def _parts(self, items: Sequence[pytest.Item]) -> list[list[str]]:
+        weights: dict[str, Weight] = {}
+        for item in items:
+            own = self._weight(item)
+            weights[own.name] = _together(weights.get(own.name), own)
+        if self.weights.shards:
+            on_gpu = {_unit(item) for item in items if self._expectation(item)}
+            return planned(self.weights.shards, list(weights.values()), on_gpu)
+        return split(weights.values(), self._count)
+
+    def _weight(self, item: pytest.Item) -> Weight:
+        nodeid = without_group(item.nodeid)
+        return Weight(_unit(item), self.weights.seconds.get(nodeid), self._size(item, nodeid))
+
+    def _size(self, item: pytest.Item, nodeid: str) -> int | None:
+        """Return the bytes that count: those that tests of a shared device wait for."""
+        expectation = self._expectation(item) if self._shares else None
+        if expectation is None:
+            return 0
+        declared = expectation.max if expectation.max_reserved is None else expectation.max_reserved
+        return self.weights.bytes.get(nodeid) if declared is None else declared
+
+    def _sentence(
+        self, parts: Sequence[Sequence[str]], left: Sequence[pytest.Item], count: int
+    ) -> str:
+        known = [self.weights.seconds.get(without_group(item.nodeid)) for item in left]
+        seconds = [one for one in known if one is not None]
+        times = f", {len(seconds)} of them known to take {sum(seconds):.1f} s" if seconds else ""
+        return (
+            f"shard {self._number}/{self._count}: {len(left)} of {count} tests{times}; cut "
+            f"{fingerprint(parts)}, which is the same on every machine or tests are left out"
+        )
+
+
+def planned(
+    shards: Sequence[Shard], tests: Sequence[Weight], on_gpu: Collection[str]
+) -> list[list[str]]:
+    """Return ``tests`` as a plan says.
+
+    Of those that it does not know, the machines of most memory get the ones that run ``on_gpu``,
+    and the cheapest machines the others.
+    """
+    names = {test.name for test in tests}
+    parts = [sorted(names & set(shard.tests)) for shard in shards]
+    known = {name for part in parts for name in part}
+    most = max(shard.memory for shard in shards)
+    least = min(shard.price for shard in shards)
+    for kind, takes in (
+        (True, [shard.memory == most for shard in shards]),
+        (False, [shard.price == least for shard in shards]),
+    ):
+        missing = [t for t in tests if t.name not in known and (t.name in on_gpu) == kind]
+        takers = [part for part, taken in zip(parts, takes, strict=True) if taken]
+        for part, further in zip(takers, split(missing, len(takers)), strict=True):
+            part += further
+    return parts
+
+
+def _weights(config: pytest.Config, settings: Settings) -> Weights:
+    """Return what is known of tests: by the file that was given, else by cache and baselines."""
+    if settings.shard_by is not None:
+        return read_weights(settings.shard_by)
+    seconds: dict[str, float] = {}
+    bytes_: dict[str, int] = {}
+    own = config.rootpath / OF_PYTEST_SPLIT
+    if own.is_file():
+        seconds.update(read_weights(own).seconds)
+    if settings.baselines.is_dir():
+        try:
+            for module, file in read_folder(settings.baselines):
+                for name, entry in file.tests.items():
+                    nodeid = f"{module}::{name}"
+                    bytes_[nodeid] = max(bytes_.get(nodeid, 0), entry.peak_reserved)
+        except BaselineError:
+            pass  # said where tests are judged
+    learned = learned_of_whole_runs(config)
+    for _, nodeid, _ in learned:
+        lesson = learned.anywhere(nodeid)
+        if lesson.seconds is not None:
+            seconds[nodeid] = lesson.seconds
+        if lesson.reserved is not None:
+            bytes_[nodeid] = lesson.reserved
+    return Weights(seconds, bytes_)
+
+
+def _together(one: Weight | None, other: Weight) -> Weight:
+    """Return what both take, which follow each other."""
+    if one is None:
+        return other
+    seconds = [known for known in (one.seconds, other.seconds) if known is not None]
+    sizes = [known for known in (one.bytes, other.bytes) if known is not None]
+    return Weight(one.name, sum(seconds) if seconds else None, max(sizes) if sizes else None)
+
+
+def _unit(item: Any) -> str:
+    """Return the name of what stays together: a test, or a group of pytest-xdist."""
+    group = item.get_closest_marker("xdist_group")
+    if group is None:
+        return without_group(item.nodeid)
+    name = group.args[0] if group.args else group.kwargs.get("name", "default")
+    return f"@{name}"

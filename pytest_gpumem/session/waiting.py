@@ -1,0 +1,93 @@
+"""A person who looks at the terminal sees which test waits for memory, and who holds it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.sharing.database import SharingError, default_folder
+from pytest_gpumem.sharing.gate import holding
+from pytest_gpumem.sharing.ledger import FILE_NAME, Ledger, State
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    import pytest
+
+SAID_AT = (5.0, 60.0, 600.0)
+"""Seconds of waiting after which a line says so, and for whom."""
+LOOKED_EVERY = 1.0
+"""Seconds between two looks of a controller at what its workers wait for."""
+
+
+class Waiting:
+    """Says of tests that wait that they do, where this process has the terminal."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._said: dict[str, int] = {}
+
+    def tell(self, nodeid: str, waited: float, holders: str) -> None:
+        """Take in that a test waits, for so many seconds by now; ``holders`` says for whom."""
+        due = sum(waited >= limit for limit in SAID_AT)
+        if due <= self._said.get(nodeid, 0) or hasattr(self._config, "workerinput"):
+            return
+        self._said[nodeid] = due
+        reporter = self._config.pluginmanager.getplugin("terminalreporter")
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        if reporter is None:
+            return
+        line = f"{nodeid} has waited {waited:.0f} s for {holders}"
+        if capture is None:
+            _write(reporter, line)
+            return
+        with capture.global_and_fixture_disabled():
+            _write(reporter, line)
+
+
+class WaitWatch:
+    """Looks in a controller of pytest-xdist, which waits for nothing, at what its workers do."""
+
+    def __init__(self, config: pytest.Config, run: Callable[[], str]) -> None:
+        self._waiting = Waiting(config)
+        self._run = run
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gpumem-waiting", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        ledger: Ledger | None = None
+        while not self._done.wait(LOOKED_EVERY):
+            try:
+                if ledger is None and (default_folder() / FILE_NAME).exists():
+                    ledger = Ledger(default_folder())
+                if ledger is not None:
+                    self._look(ledger.state({}))
+            except SharingError:
+                break  # its workers say so
+        if ledger is not None:
+            ledger.close()
+
+    def _look(self, state: State) -> None:
+        now = time.time()
+        for lease in state.waiting:
+            if lease.run != self._run():
+                continue
+            amount = format_size(sum(lease.request.needs.values()))
+            holders = ", ".join(holding(state)) or "tests before it wait too"
+            self._waiting.tell(lease.nodeid, now - lease.request.since, f"{amount}: {holders}")
+
+
+def _write(reporter: pytest.TerminalReporter, line: str) -> None:
+    reporter.ensure_newline()
+    reporter.write_line(line)
+    reporter.flush()

@@ -1,0 +1,119 @@
+"""``-n auto`` where workers share GPUs: as many as fit their memory, and never more than cores."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from pytest_gpumem.options import settings_from
+from pytest_gpumem.session.host import SIZED
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pytest_gpumem.options import Settings
+
+
+class Room(NamedTuple):
+    """What one device has for workers; bytes."""
+
+    free: int
+    context: int
+    """Of each worker, whatever it runs."""
+    seats: int | None = None
+    """Workers that it is meant for; ``None`` for as many as come."""
+
+
+def workers_by_memory(config: pytest.Config) -> int | None:
+    """Return how many workers ``-n auto`` stands for, ``None`` where pytest-xdist decides.
+
+    Raises ``pytest.UsageError`` for wrong options.
+    """
+    settings = settings_from(config)
+    if not settings.share or os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    from xdist.plugin import pytest_xdist_auto_num_workers
+
+    rooms, gpu = _rooms(settings)
+    if not rooms:
+        return None
+    cores: int = pytest_xdist_auto_num_workers(config)
+    known = _limited(_needs(settings, gpu), settings, max(room.free for room in rooms))
+    found = min(fitting(rooms, known), cores)
+    config.stash[SIZED] = f"-n auto: {found} of {cores} cores' workers fit the memory"
+    return found
+
+
+def fitting(rooms: Iterable[Room], needs: Iterable[float]) -> int:
+    """Return how many workers can run tests at once: at least one.
+
+    Each holds its context and a test of the mean need; ``needs`` are bytes, of the tests of which
+    anybody knows. More workers would only wait, and hold their contexts meanwhile.
+    """
+    needs = list(needs)
+    mean = sum(needs) / len(needs) if needs else 0.0
+    total = 0
+    for room in rooms:
+        each = room.context + mean
+        # Where nothing is known to take anything, cores alone count.
+        fit = int(room.free // each) if each else 2**16
+        total += fit if room.seats is None else min(fit, room.seats)
+    return max(total, 1)
+
+
+def _rooms(settings: Settings) -> tuple[list[Room], str]:
+    """What there is, and how folders of baselines begin that are of it."""
+    from pytest_gpumem.device.host_gpus import host_gpus
+
+    if gpus := host_gpus(settings.device):
+        from pytest_gpumem.session.placement import spot_of
+        from pytest_gpumem.sharing.host import CONTEXT
+        from pytest_gpumem.sharing.host import MARGIN as LEFT_FREE
+
+        spots = [spot_of(gpu) for gpu in (gpus if settings.device.index is None else gpus[:1])]
+        rooms = [
+            Room(round(spot.room(()) - spot.total * LEFT_FREE), CONTEXT, spot.seats)
+            for spot in spots
+        ]
+        return rooms, f"cuda-{gpus[0].name}"
+    if settings.device.kind not in ("sim", "auto"):
+        return [], ""
+    from pytest_gpumem.simulated.gpus import find_machine
+
+    machine = find_machine(settings.device.models[0])
+    return [Room(machine.model.total_memory, 0)] * machine.count, f"sim-{machine.name}"
+
+
+def _needs(settings: Settings, gpu: str) -> Iterator[float]:
+    """What tests take, by what all of them declare, or by the baselines of this GPU."""
+    from pytest_gpumem.session.sharing import MARGIN
+
+    for keyword, margin in (("max_reserved", 1.0), ("max", MARGIN)):
+        if declared := settings.defaults.get(keyword):
+            yield declared * margin
+            return
+    from pytest_gpumem.baseline.content import read_file
+    from pytest_gpumem.baseline.store import BaselineError
+
+    beginning = re.sub(r"[^A-Za-z0-9._-]+", "-", gpu) + "-"
+    for path in sorted(settings.baselines.glob("*/**/*.json")):
+        folder = path.relative_to(settings.baselines).parts[0]
+        if not folder.startswith(beginning):
+            continue
+        try:
+            content = read_file(path, folder)
+        except BaselineError:
+            continue  # said where a baseline is needed
+        for entry in content.tests.values() if content else ():
+            yield max(entry.peak_reserved, entry.peak_allocated * MARGIN)
+
+
+def _limited(needs: Iterable[float], settings: Settings, free: int) -> list[float]:
+    """What tests take under the quota, which alone is known where nothing else is."""
+    quota = settings.quota
+    if quota is None or quota.auto:
+        return list(needs)
+    most = quota.of(free, 1)
+    return [min(need, most) for need in needs] or [most]

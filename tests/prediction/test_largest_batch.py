@@ -1,0 +1,78 @@
+"""The largest batch of real models on every GPU there is: it runs, the next one does not."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from examples.cnn_memory.models import train_alexnet
+from pytest_gpumem import fit_batch, simulate
+from pytest_gpumem.simulated.gpus import GPUS
+
+Step = Callable[[int], None]
+
+GIB = 1 << 30
+TOKENS = 1024
+
+
+def gpt2_step() -> Step:
+    """Train the one GPT-2 of the first call."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+    made: list[Any] = []
+
+    def step(batch: int) -> None:
+        if not made:
+            with torch.device("cuda"):
+                model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+            made.extend((model, torch.optim.AdamW(model.parameters())))
+        model, optimizer = made
+        tokens = torch.zeros(batch, TOKENS, dtype=torch.long, device="cuda")
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def runs(step: Step, gpu: str, *batches: int) -> bool:
+    """Run ``batches`` on a GPU of their own, each with what the ones before it have left."""
+    with simulate(gpu):
+        for batch in batches:
+            gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            try:
+                step(batch)
+            except torch.OutOfMemoryError:
+                return False
+        return True
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_alexnet(gpu: str) -> None:
+    fit = fit_batch(train_alexnet, [8, 16, 32], gpu=gpu)
+    assert fit.largest is not None
+    assert runs(train_alexnet, gpu, fit.largest)
+    assert not runs(train_alexnet, gpu, fit.largest + 1)
+    # Adam's peak hides the samples of small batches; of large ones each takes some 4 MiB.
+    assert 3.5 * 2**20 < (fit.total_memory - 1.2 * GIB) / fit.largest < 6 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("gpu", GPUS)
+def test_gpt2(gpu: str) -> None:
+    # Not four samples fit the smallest of them.
+    fit = fit_batch(gpt2_step(), [1, 2, 4], gpu=gpu)
+    assert fit.largest is not None
+    assert runs(gpt2_step(), gpu, 1, fit.largest)
+    assert not runs(gpt2_step(), gpu, 1, fit.largest + 1)
+    assert fit.larger_that_ran == ()
+    # Weights, two moments and, in the step, gradients of 124,439,808 numbers; a workspace.
+    assert 16 * 124_439_808 * 0.7 < fit.model_bytes < 16 * 124_439_808

@@ -1,0 +1,78 @@
+"""What workers tell the controller of their devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.session.hosts import Hosts, differing
+from pytest_gpumem.sharing.learned import Learned, Lesson
+from pytest_gpumem.sharing.need import Need
+from pytest_gpumem.sharing.place import NOWHERE
+
+T4 = Environment(True, "T4", "7.5", "2.13")
+H100 = Environment(False, "NVIDIA H100", "9.0", "2.13", cuda="12.8", driver="570")
+
+
+def will_need(host: str, folder: str, *, capacity: int = 100) -> dict[str, Any]:
+    needs = {"a": [7, "max", 1.5, False, 0, True]}
+    told = {"device": "GPU", "capacity": capacity, "needs": needs, "real": True}
+    return {"host": [host, folder], **told}
+
+
+def has_run(worker: str, nodeid: str, began: float, ended: float) -> dict[str, Any]:
+    rest = ["run", worker, 1, nodeid, "GPU", 50]
+    return {"entries": [[began, "granted", *rest], [ended, "released", *rest]]}
+
+
+def test_a_place_is_one_device_of_one_host() -> None:
+    hosts = Hosts()
+    hosts.take("gw0", will_need("one", "/tmp"))
+    hosts.take("gw1", will_need("one", "/tmp"))
+    hosts.take("gw2", will_need("other", "/tmp", capacity=80))
+    assert hosts.place("gw0") == hosts.place("gw1")
+    assert hosts.place("gw0").needs == {"a": Need(7, "max", 1.5)}
+    assert hosts.place("gw2").name != hosts.place("gw0").name
+    assert hosts.place("gw2").capacity == 80
+    assert hosts.place("gw3") == NOWHERE
+
+
+def test_times_of_two_hosts_are_never_mixed() -> None:
+    hosts = Hosts()
+    for worker, host, clock in (("gw0", "one", 0.0), ("gw1", "one", 0.0), ("gw2", "two", 9e9)):
+        hosts.take(worker, will_need(host, "/tmp"))
+        hosts.take(worker, has_run(worker, f"test_{worker}", clock + 1, clock + 3))
+    one, two = hosts.usages("run")
+    assert (one.device, one.workers, one.makespan, one.peak) == ("one GPU", 2, 2.0, 100)
+    assert (two.device, two.workers, two.makespan, two.peak) == ("two GPU", 1, 2.0, 50)
+    assert hosts.usages("another") == []
+
+
+def test_hosts_of_one_name_are_told_apart_and_a_single_one_is_not_named() -> None:
+    hosts = Hosts()
+    hosts.take("gw0", will_need("one", "/a"))
+    hosts.take("gw0", has_run("gw0", "test", 1, 3))
+    assert [usage.device for usage in hosts.usages("run")] == ["GPU"]
+    hosts.take("gw1", will_need("one", "/b"))
+    hosts.take("gw1", has_run("gw1", "test", 1, 3))
+    assert [usage.device for usage in hosts.usages("run")] == ["one (/a) GPU", "one (/b) GPU"]
+
+
+def test_what_is_to_be_kept_of_all_of_them() -> None:
+    hosts = Hosts()
+    for worker, nodeid in (("gw0", "a"), ("gw1", "b")):
+        learned = Learned()
+        learned.learn("cuda", nodeid, Lesson(predicted=5))
+        hosts.take(worker, {"learned": learned.to_dict()})
+    assert {nodeid for _, nodeid, _ in hosts.learned} == {"a", "b"}
+
+
+def test_environments_are_told_where_hosts_differ() -> None:
+    assert list(differing({"gw0": [T4], "gw1": [T4]})) == []
+    # Tests of another simulated model may have come to one of them.
+    assert list(differing({"gw0": [T4, replace(T4, gpu="L4")], "gw1": [T4]})) == []
+    assert list(differing({"gw2": [H100], "gw0": [T4], "gw1": [T4]})) == [
+        "gw0, gw1: simulated GPU (torch 2.13)",
+        "gw2: NVIDIA H100 (torch 2.13, CUDA 12.8, driver 570)",
+    ]
