@@ -26,7 +26,8 @@ def project(
     _loaded_torch: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> Project:
     """A user's project, on which pytest runs with this plugin."""
-    monkeypatch.delenv("CI", raising=False)
+    for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
@@ -42,6 +43,9 @@ LOADED: tuple[str, ...] = () if _INSTALLED else ("-p", "pytest_gpumem.plugin")
 UNLOADED = ("-p", "no:gpumem") if _INSTALLED else ()
 
 
+_IMPORTS = "import pytest\nimport torch\n\n"
+
+
 class Project:
     """A user's project: files, and pytest runs on them."""
 
@@ -51,10 +55,16 @@ class Project:
 
     def write(self, **files: str) -> None:
         """Write Python files; each starts with the imports that tests need."""
-        header = "import pytest\nimport torch\n\n"
         self._pytester.makepyfile(
-            **{name: header + _dedented(source) for name, source in files.items()}
+            **{name: _IMPORTS + _dedented(source) for name, source in files.items()}
         )
+
+    def write_in(self, folder: str, name: str, source: str) -> Path:
+        """Write a Python file of any name into ``folder``, with the same imports."""
+        path = self.path / folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_IMPORTS + _dedented(source))
+        return path
 
     def write_ini(self, text: str) -> None:
         self._pytester.makeini("[pytest]\n" + _dedented(text))
@@ -75,6 +85,11 @@ class Project:
     ) -> pytest.RunResult:
         """Run pytest in a process of its own."""
         return self._pytester.runpytest_subprocess(*_arguments(args, device, use))
+
+    def start(self, *args: str, device: str = DEVICE) -> subprocess.Popen[bytes]:
+        """Start pytest in a process of its own, and do not wait for it."""
+        command = [sys.executable, "-m", "pytest", *_arguments(args, device, ())]
+        return subprocess.Popen(command, cwd=self.path, stdout=subprocess.PIPE)
 
     def run_on_terminal(self, *args: str, device: str = DEVICE) -> str:
         """Run pytest in a process of its own, on a terminal; return what it wrote there."""

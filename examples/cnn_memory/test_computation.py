@@ -35,7 +35,12 @@ ALEXNET = {
 def test_alexnet_layer_by_layer() -> None:
     model, *layers = layers_of(alexnet_and_images)
 
-    assert (model.parameters, model.flops) == (61_100_840, 1_428_376_960)
+    products = 1_428_376_960
+    # An operation for each element of an activation, eight comparisons for each 3 × 3 window.
+    activations, pooling = 493_184, 706_560
+    assert (model.parameters, model.flops) == (61_100_840, products + activations + pooling)
+    assert sum(layer.flops for layer in layers if layer.kind == "ReLU") == activations
+    assert sum(layer.flops for layer in layers if layer.kind == "MaxPool2d") == pooling
     for kind, expected in ALEXNET.items():
         found = [layer for layer in layers if layer.kind == kind]
         assert [(layer.parameters, layer.flops) for layer in found] == expected

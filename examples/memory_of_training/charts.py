@@ -20,6 +20,7 @@ import torch
 
 from examples.memory_of_training.closed_form import CATEGORIES
 from examples.memory_of_training.tables import Table, all_tables
+from examples.memory_of_training.timelines import SEGMENTS
 from pytest_gpumem import simulate
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ INK, GREY, PALE, ACCENT = "#24292f", "#6e7781", "#d0d7de", "#d1495b"
 COLOURS = dict(
     zip(CATEGORIES, ("#30638e", "#a1c6ea", "#76a665", "#edae49", "#8d6a9f", "#c96a4b"), strict=True)
 )
+SEGMENT_COLOURS = {
+    "kept": COLOURS["trainable_params"],
+    "gradient": COLOURS["gradient"],
+    "intermediate_tensors": COLOURS["intermediate_tensors"],
+    "optimizer_state": COLOURS["optimizer_state"],
+    "temporary": PALE,
+}
 PHASES = {"zero_grad": "#f3f4f6", "forward": "#e3eef9", "backward": "#fbeed5", "step": "#f7e0dc"}
 NO_WORKSPACE = ":0:0"
 
@@ -150,12 +158,22 @@ def training(figure: Figure, tables: Tables) -> None:
 
 
 def one_step_with_adam(figure: Figure, tables: Tables) -> None:
-    """Memory between the events: every allocation and free of one step."""
+    """Memory between the events, by what it is for: every allocation and free of one step."""
     axes = _axes(figure.subplots(), "One training step with Adam, every allocation and free")
     rows = tables["one_step_with_adam"].rows
-    times, _, taken = zip(*rows, strict=True)
+    times, _, *segments, taken = zip(*rows, strict=True)
     kilobytes = _kilobytes(taken)
-    axes.step(times, kilobytes, where="post", color=COLOURS["trainable_params"], linewidth=1.4)
+    bottom = [0.0] * len(times)
+    for name, sizes in zip(SEGMENTS, segments, strict=True):
+        top = [sum(pair) for pair in zip(bottom, _kilobytes(sizes), strict=True)]
+        if top != bottom:
+            label = name.replace("_", " ")
+            axes.fill_between(
+                times, bottom, top, step="post", color=SEGMENT_COLOURS[name], label=label
+            )
+        bottom = top
+    axes.step(times, kilobytes, where="post", color=INK, linewidth=0.8)
+    figure.legend(frameon=False, ncols=len(SEGMENTS), loc="outside lower center")
     axes.set(xlabel="milliseconds", ylabel="KiB allocated", xlim=(times[0], times[-1]))
     axes.set_ylim(0, max(kilobytes) * 1.15)
     starts = {phase: float(next(moments)[0]) for phase, moments in groupby(rows, key=itemgetter(1))}

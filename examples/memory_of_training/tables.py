@@ -12,6 +12,7 @@ import torch
 from examples.memory_of_training import closed_form
 from examples.memory_of_training.experiments import bytes_per_element, staircase
 from examples.memory_of_training.timelines import (
+    SEGMENTS,
     MakeOptimizer,
     optimizer_timeline,
     step_timeline,
@@ -62,8 +63,12 @@ def optimizer_table(name: str, make_optimizer: MakeOptimizer, state_copies: int)
 def step_table() -> Table:
     """Every allocation and free of one step with Adam."""
     moments = step_timeline(torch.optim.Adam)
-    rows = [(moment.milliseconds, moment.phase, moment.allocated) for moment in moments]
-    return Table("one_step_with_adam", ("milliseconds", "phase", "allocated"), rows)
+    rows: list[tuple[str | float, ...]] = [
+        (moment.milliseconds, moment.phase, *moment.segments.values(), moment.allocated)
+        for moment in moments
+    ]
+    columns = ("milliseconds", "phase", *SEGMENTS, "allocated")
+    return Table("one_step_with_adam", columns, rows)
 
 
 def all_tables() -> list[Table]:

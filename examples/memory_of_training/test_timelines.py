@@ -68,3 +68,29 @@ def test_between_the_events_adam_needs_one_more_copy_of_the_model() -> None:
     assert moments[-1].allocated == between_steps
     highest = max(moment.allocated for moment in moments if moment.phase == "step")
     assert highest == between_steps + model
+
+
+def test_within_a_step_intermediates_come_and_go() -> None:
+    with simulate("T4", torch_version="2.6", alloc_conf="", cublas_workspace_config=":0:0"):
+        moments = step_timeline(torch.optim.Adam, blocks=4)
+    last = {moment.phase: moment.segments for moment in moments}
+    model, loss = closed_form.deep_network(4), in_blocks()
+    # Backward needs what ReLU and Sigmoid have made in each block.
+    intermediates = 4 * (in_blocks(500, 100) + in_blocks(500, 200)) + loss
+    kept = 3 * model + in_blocks(500, 200)
+
+    def held(gradient: int, intermediate_tensors: int) -> dict[str, int]:
+        return {
+            "kept": kept,
+            "gradient": gradient,
+            "intermediate_tensors": intermediate_tensors,
+            "optimizer_state": 0,
+            "temporary": 0,
+        }
+
+    assert last["zero_grad"] == held(0, 0)
+    assert last["forward"] == held(0, intermediates)
+    assert last["backward"] == held(model, loss)
+    assert last["step"] == held(model, loss)
+    # The optimizer's one more copy of the model is nothing that it keeps.
+    assert max(m.segments["temporary"] for m in moments if m.phase == "step") == model

@@ -48,7 +48,36 @@ class Moment:
     milliseconds: float
     """Since the step began; a simulated GPU's clock advances a microsecond each event."""
     phase: str
-    allocated: int
+    segments: dict[str, int]
+    """Bytes allocated, by :data:`SEGMENTS`."""
+
+    @property
+    def allocated(self) -> int:
+        """All of them together."""
+        return sum(self.segments.values())
+
+
+SEGMENTS = ("kept", "gradient", "intermediate_tensors", "optimizer_state", "temporary")
+"""What a step finds and keeps: parameters, input, optimizer state; gradients; what forward makes;
+state that the optimizer makes; what backward and the optimizer make and drop again."""
+
+
+@dataclass
+class _Block:
+    size: int
+    born: str | None
+    """The phase that allocated it, ``None`` where it was there before the step."""
+    died: str | None = None
+    """The phase that freed it."""
+
+    @property
+    def segment(self) -> str:
+        if self.born is None:
+            return "gradient" if self.died == "zero_grad" else "kept"
+        if self.born == "forward":
+            return "intermediate_tensors"
+        kept = {"backward": "gradient", "step": "optimizer_state"}
+        return "temporary" if self.died else kept.get(self.born, "temporary")
 
 
 def step_timeline(make_optimizer: MakeOptimizer, blocks: int = 4, batch: int = 500) -> list[Moment]:
@@ -90,10 +119,31 @@ def _trace() -> list[dict[str, Any]]:
 def _moments(
     trace: list[dict[str, Any]], before: int, begin: int, ends: dict[str, int]
 ) -> Iterator[Moment]:
-    now = before
+    changes = list(_changes(trace, begin, ends))
+    held = dict.fromkeys(SEGMENTS, 0)
+    for _, _, _, block in changes:
+        if block.born is None:
+            held[block.segment] += block.size
+    held["kept"] += before - sum(held.values())
+    for number, phase, sign, block in changes:
+        held[block.segment] += sign * block.size
+        milliseconds = (trace[number]["time_us"] - trace[begin]["time_us"]) / 1000
+        yield Moment(milliseconds, phase, dict(held))
+
+
+def _changes(
+    trace: list[dict[str, Any]], begin: int, ends: dict[str, int]
+) -> Iterator[tuple[int, str, int, _Block]]:
+    """Yield each event's number and phase, whether it adds or takes away, and the block."""
+    live: dict[int, _Block] = {}
     for number, event in enumerate(trace[begin:], begin):
-        sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
-        if sign:
-            now += sign * in_blocks(event["size"], itemsize=1)
-            phase = next(name for name, end in ends.items() if number < end)
-            yield Moment((event["time_us"] - trace[begin]["time_us"]) / 1000, phase, now)
+        phase = next(name for name, end in ends.items() if number < end)
+        size = in_blocks(event["size"], itemsize=1)
+        if event["action"] == "alloc":
+            block = live[event["addr"]] = _Block(size, phase)
+            yield number, phase, 1, block
+        elif event["action"] == "free_completed":
+            address = event["addr"]
+            block = live.pop(address) if address in live else _Block(size, None)
+            block.died = phase
+            yield number, phase, -1, block

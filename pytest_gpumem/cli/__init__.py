@@ -9,8 +9,29 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 from typing import NoReturn
 
-from pytest_gpumem.cli import compare, gpus, layers, lines, predict, replay
+from pytest_gpumem.cli import (
+    bisect,
+    compare,
+    gpus,
+    history,
+    html,
+    layers,
+    lines,
+    markdown,
+    move,
+    plan,
+    plot,
+    predict,
+    replay,
+    watch,
+)
 from pytest_gpumem.echo import printable, quoted
+
+COMMANDS = (
+    *(bisect, compare, gpus, history, html, layers, lines),
+    *(markdown, move, plan, plot, predict, replay, watch),
+)
+"""The modules of the subcommands."""
 
 BAD_INPUT = 2
 
@@ -34,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    for command in (compare, gpus, layers, lines, predict, replay):
+    for command in COMMANDS:
         command.add_command(commands)
     _show_all_letters()
     try:

@@ -3,66 +3,87 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.compare import default_tolerance_for
-from pytest_gpumem.baseline.store import read_folder, split_nodeid
+from pytest_gpumem.baseline.renamed import successors
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import say
-from pytest_gpumem.echo import printable
-from pytest_gpumem.report.json_report import read_report
+from pytest_gpumem.cli.sides import Side, Test, read_side
+from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.environment import Environment
-    from pytest_gpumem.report.record import TestRecord
 
 REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
 COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
 
-Figures = Mapping[str, int]
-"""Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
-
-
-@dataclass
-class Side:
-    """One of the two that are compared."""
-
-    path: Path
-    environments: dict[str, Environment] = field(default_factory=dict)
-    tests: dict[str, dict[str, Figures]] = field(default_factory=dict)
-    """By environment key and node id."""
-
-    def add(self, environment: Environment, nodeid: str, figures: Figures) -> None:
-        """Put one test in its place."""
-        self.environments[environment.key] = environment
-        self.tests.setdefault(environment.key, {})[nodeid] = figures
+NOTHING = Test({})
+"""Of a test that one side does not have."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One compared number, in bytes; ``None`` on the side that lacks it."""
 
-    nodeid: str
     phase: str
     a: int | None
     b: int | None
     status: str
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the texts of :data:`COLUMNS`."""
+    @property
+    def change(self) -> int | None:
+        """What B has more than A; ``None`` where one of them has no number."""
+        return None if self.a is None or self.b is None else self.b - self.a
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether both have the same number."""
+        return self.status == "same" and self.a == self.b
+
+    def cells(self, nodeid: str, own: str) -> tuple[str, ...]:
+        """Return the texts of :data:`COLUMNS`; ``own`` is the tolerance of the test itself."""
         sizes = ["-" if size is None else format_size(size) for size in (self.a, self.b)]
         change = percent = ""
         if self.a is not None and self.b is not None:
             change = _signed(self.b - self.a)
             percent = format_percent(self.b - self.a, self.a) if self.a > 0 else ""
-        names = printable(self.nodeid), printable(self.phase)
-        return (*names, *sizes, change, percent.removesuffix(" %"), self.status)
+        status = f"{self.status} (tolerance {own})" if own and self.change else self.status
+        names = printable(nodeid), printable(self.phase)
+        return (*names, *sizes, change, percent.removesuffix(" %"), status)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One test of both sides, or of one of them."""
+
+    nodeid: str
+    shown: str
+    """Its name with what a reader has to know: the environment, and what it was called before."""
+    rows: tuple[Row, ...]
+    tolerance: str = ""
+    """Its own."""
+
+    @property
+    def only(self) -> str:
+        """``new`` or ``gone`` where one side alone has it, else empty."""
+        statuses = {row.status for row in self.rows}
+        return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
+
+    @property
+    def order(self) -> tuple[bool, int, str]:
+        """What to sort by: the largest regression first, the largest improvement after them."""
+        changes = [row.change or 0 for row in self.rows]
+        regressed = any(row.status == "regression" for row in self.rows)
+        largest = max(changes, key=abs, default=0)
+        return not regressed, -abs(max(changes) if regressed else largest), self.shown
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -86,6 +107,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="store_true",
         help="compare although A and B were measured in different environments",
     )
+    parser.add_argument("--all", action="store_true", help="show numbers that are equal, too")
+    parser.add_argument(
+        "--test",
+        action="append",
+        metavar="PART",
+        help="compare only tests with this in their node id, * for anything; may be repeated",
+    )
+    parser.add_argument(
+        "--phase",
+        action="append",
+        metavar="NAME",
+        help="compare only this phase; may be repeated",
+    )
     parser.set_defaults(run=run)
 
 
@@ -94,50 +128,95 @@ def run(arguments: argparse.Namespace) -> int:
     tolerance = _tolerance(arguments.tolerance)
     a, b = read_side(arguments.a), read_side(arguments.b)
     pairs = _pairs(a, b, arguments.across_environments)
-    rows = [row for pair in pairs for row in compare_environments(a, b, *pair, tolerance)]
-    if not rows:
+    tests = [test for pair in pairs for test in compare_environments(a, b, *pair, tolerance)]
+    if not tests:
         raise ValueError(f"neither {a.path} nor {b.path} holds a measured test; nothing to compare")
-    say([*_header(a, b, pairs, tolerance), *_table(rows), _totals(rows)])
-    return REGRESSION if any(row.status == "regression" for row in rows) else 0
-
-
-def read_side(path: Path) -> Side:
-    """Return what ``path`` holds: a baselines folder or a JSON report.
-
-    Raises ``ValueError`` with one sentence where it is neither.
-    """
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; give a JSON report or a baselines folder")
-    return _folder_side(path) if path.is_dir() else _report_side(path)
+    tests = _chosen(tests, arguments.test, arguments.phase)
+    say([*_header(a, b, pairs, tolerance), *_body(tests, arguments.all), _totals(tests)])
+    return REGRESSION if any(row.status == "regression" for row in _rows_of(tests)) else 0
 
 
 def compare_environments(
     a: Side, b: Side, key_a: str, key_b: str, tolerance: Tolerance | None
-) -> Iterator[Row]:
-    """Yield the rows of one environment of each side, tests and phases in order.
+) -> Iterator[Compared]:
+    """Yield the tests of one environment of each side, in order.
 
-    Without a ``tolerance``, that of the environment applies: exact only where both are simulated.
+    Without a ``tolerance``, each test's own applies, as B has it, else as A does; and where it
+    states none, that of the environment: exact only where both are simulated.
     """
     simulated = a.environments[key_a].simulated and b.environments[key_b].simulated
-    allowed = tolerance or default_tolerance_for(simulated)
     before, after = a.tests[key_a], b.tests[key_b]
+    gone, new = (
+        {nodeid: tuple(sorted(one[nodeid].figures.items())) for nodeid in sorted(one.keys() - two)}
+        for one, two in ((before, after.keys()), (after, before.keys()))
+    )
+    earlier = {successor.nodeid: old for old, successor in successors(gone, new).items()}
     suffix = f" [{key_a}]" if len(a.tests) > 1 else ""
-    for nodeid in sorted(before.keys() | after.keys()):
-        for row in _rows(nodeid, before.get(nodeid), after.get(nodeid), allowed):
-            yield Row(f"{nodeid}{suffix}", row.phase, row.a, row.b, row.status)
+    for nodeid in sorted((before.keys() | after.keys()) - set(earlier.values())):
+        old = earlier.get(nodeid, nodeid)
+        pair = before.get(old, NOTHING), after.get(nodeid, NOTHING)
+        known = [test.tolerance for test in reversed(pair) if test.tolerance is not None]
+        own = known[0] if known and tolerance is None else None
+        allowed = tolerance or own or default_tolerance_for(simulated)
+        here = (old in before, nodeid in after)
+        was = f" (was {old})" if old != nodeid else ""
+        yield Compared(
+            nodeid,
+            f"{nodeid}{was}{suffix}",
+            tuple(_rows(pair[0].figures, pair[1].figures, here, allowed)),
+            "" if own is None else str(own),
+        )
 
 
 def _rows(
-    nodeid: str, before: Figures | None, after: Figures | None, tolerance: Tolerance
+    before: Mapping[str, int],
+    after: Mapping[str, int],
+    here: tuple[bool, bool],
+    tolerance: Tolerance,
 ) -> Iterator[Row]:
-    failed = {} in (before, after)
-    before, after = before or {}, after or {}
+    failed = (here[0] and not before) or (here[1] and not after)
     if failed:
-        yield Row(nodeid, "", before.get(""), after.get(""), "failed")
+        yield Row("", before.get(""), after.get(""), "failed")
         return
     for phase in [*before, *(phase for phase in after if phase not in before)]:
         a, b = before.get(phase), after.get(phase)
-        yield Row(nodeid, phase, a, b, _status(a, b, tolerance))
+        yield Row(phase, a, b, _status(a, b, tolerance))
+
+
+def _chosen(
+    tests: Iterable[Compared], parts: Sequence[str] | None, phases: Collection[str] | None
+) -> list[Compared]:
+    """Return the tests, and of each the rows, that were asked for.
+
+    Raises ``ValueError`` where there are none.
+    """
+    patterns = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in parts or ()]
+    named = [
+        test
+        for test in tests
+        if not patterns or any(pattern.search(test.shown) for pattern in patterns)
+    ]
+    if not named:
+        raise ValueError(f"no test has {_either(parts or ())} in its node id")
+    if phases is None:
+        return named
+    cut = [
+        Compared(test.nodeid, test.shown, rows, test.tolerance)
+        for test in named
+        if (rows := tuple(row for row in test.rows if row.phase in phases))
+    ]
+    if not cut:
+        known = dict.fromkeys(row.phase for row in _rows_of(named) if row.phase)
+        raise ValueError(f"no test has a phase {_either(phases)}; there are: {', '.join(known)}")
+    return cut
+
+
+def _either(words: Collection[str]) -> str:
+    return " or ".join(map(quoted, words))
+
+
+def _rows_of(tests: Iterable[Compared]) -> Iterator[Row]:
+    return (row for test in tests for row in test.rows)
 
 
 def _status(a: int | None, b: int | None, tolerance: Tolerance) -> str:
@@ -147,37 +226,6 @@ def _status(a: int | None, b: int | None, tolerance: Tolerance) -> str:
     if b > a + allowance:
         return "regression"
     return "improvement" if b < a - allowance else "same"
-
-
-def _folder_side(path: Path) -> Side:
-    side = Side(path)
-    for module, content in read_folder(path):
-        for test_id, entry in content.tests.items():
-            figures = {"": entry.peak_allocated, **entry.phases}
-            side.add(content.environment, f"{module}::{test_id}", figures)
-    return side
-
-
-def _report_side(path: Path) -> Side:
-    side = Side(path)
-    for record in read_report(path):
-        if record.measurement is not None or record.outcome in ("failed", "error"):
-            nodeid = "::".join(split_nodeid(record.nodeid))
-            side.add(record.environment, nodeid, _figures(record))
-    return side
-
-
-def _figures(record: TestRecord) -> Figures:
-    """Return the numbers of a test, none where its body failed: they end where it ended."""
-    if record.outcome not in ("passed", "xpassed") and not record.broken:
-        return {}
-    figures = {}
-    for position, measurement in enumerate(record.measurements):
-        device = f"{measurement.device} " if position else ""
-        figures[device.strip()] = measurement.peak_allocated
-        for name, phase in measurement.phases.items():
-            figures[f"{device}{name}"] = phase.peak_allocated
-    return figures
 
 
 def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
@@ -218,16 +266,45 @@ def _header(
         keys = sorted({pair[name == "B"] for pair in pairs})
         known = [_described(side.environments[key]) for key in keys]
         yield f"{name}: {side.path} ({', '.join(known)})"
-    yield f"tolerance: {'0 simulated, 1% + 1MiB measured' if tolerance is None else tolerance}"
+    yield f"tolerance: {_tolerance_line(a, b, pairs) if tolerance is None else tolerance}"
     yield ""
+
+
+def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
+    own = {
+        nodeid
+        for pair in pairs
+        for side, key in zip((a, b), pair, strict=True)
+        for nodeid, test in side.tests[key].items()
+        if test.tolerance is not None
+    }
+    theirs = {0: "", 1: "; 1 test has its own"}.get(len(own), f"; {len(own)} tests have their own")
+    return f"0 simulated, 1% + 1MiB measured{theirs}"
 
 
 def _described(environment: Environment) -> str:
     return f"{environment.key}, {'simulated' if environment.simulated else 'measured'}"
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
-    lines = [COLUMNS, *(row.cells() for row in rows)]
+def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
+    both = sorted((test for test in tests if not test.only), key=lambda test: test.order)
+    lines = [
+        row.cells(test.shown, test.tolerance)
+        for test in both
+        for row in test.rows
+        if every or not row.is_equal
+    ]
+    if lines:
+        yield from _table([COLUMNS, *lines])
+    for status, where in (("new", "B"), ("gone", "A")):
+        yield from _alone(status, where, [test for test in tests if test.only == status])
+    hidden = sum(row.is_equal for row in _rows_of(both)) if not every else 0
+    if hidden:
+        yield f"{hidden} equal {'number is' if hidden == 1 else 'numbers are'} not shown (--all)"
+    yield ""
+
+
+def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         left = [cell.ljust(width) for cell, width in zip(line[:2], widths, strict=False)]
@@ -236,15 +313,29 @@ def _table(rows: list[Row]) -> Iterator[str]:
     yield ""
 
 
-def _totals(rows: list[Row]) -> str:
+def _alone(status: str, where: str, tests: Sequence[Compared]) -> Iterator[str]:
+    """Yield the tests that only the side ``where`` has, with their peaks."""
+    if not tests:
+        return
+    yield f"{status}, in {where} alone:"
+    width = max(len(printable(test.shown)) for test in tests)
+    for test in tests:
+        peak = next((row.a if row.b is None else row.b for row in test.rows), None)
+        size = "" if peak is None else format_size(peak)
+        yield f"  {printable(test.shown).ljust(width)}  {size:>9}"
+    yield ""
+
+
+def _totals(tests: Sequence[Compared]) -> str:
+    rows = list(_rows_of(tests))
     counts = Counter(row.status for row in rows)
     numbers = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
     both = [(row.a, row.b) for row in rows if not row.phase and row.status in STATUSES[:3]]
     a, b = (sum(pair[side] or 0 for pair in both) for side in (0, 1))
     percent = f", {format_percent(b - a, a)}" if a > 0 else ""
-    tests = "1 test" if len(both) == 1 else f"{len(both)} tests"
+    count = "1 test" if len(both) == 1 else f"{len(both)} tests"
     return (
-        f"{tests} in A and B, peaks add up to {format_size(a)} and {format_size(b)} "
+        f"{count} in A and B, peaks add up to {format_size(a)} and {format_size(b)} "
         f"({_signed(b - a)}{percent}); numbers: {numbers}"
     )
 

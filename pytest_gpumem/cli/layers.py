@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.columns import UNLIMITED, say, table, terminal_width
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.echo import quoted
 from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
 
@@ -23,16 +24,19 @@ HEADER = (
     "input",
     "output",
     "parameters",
+    "multiply-adds",
     "FLOPs",
+    "read",
+    "written",
     "kept",
     "peak",
     "kept, inference",
     "peak, inference",
 )
-_GROUPS = ("", "", "", "", "", "", "", "training", "", "inference")
+_GROUPS = ("", "", "", "", "", "", "", "", "", "", "training", "", "inference")
 """What stands above the columns in a terminal."""
-_GIVEN_UP = (1, 2, 8, 9)
-"""Columns that a narrow terminal does without: kind, input, inference."""
+_GIVEN_UP = (1, 7, 8, 2, 5, 11, 12)
+"""Columns that a narrow terminal does without: kind, bytes moved, input, operations, inference."""
 _TEXTS = 4
 """Columns of text; the others are numbers."""
 
@@ -61,6 +65,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
     )
+    parser.add_argument(
+        "--input",
+        metavar="SHAPE",
+        type=_shape,
+        action="append",
+        default=[],
+        help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
+        "each input, of float32",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print comma-separated values, in bytes")
     form.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
@@ -69,7 +82,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; raises ``ValueError`` for bad input."""
-    found = layers_of_target(arguments.target, arguments.gpu)
+    found = layers_of_target(arguments.target, arguments.gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     if arguments.json:
         print(json.dumps([layer.to_dict() for layer in shown], indent=2))
@@ -82,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def layers_of_target(text: str, gpu: str) -> list[Layer]:
+def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
     """Return the layers of what the target ``text`` calls."""
     from pytest_gpumem.prediction.layers import layers_of
     from pytest_gpumem.simulated.errors import SimulationError
@@ -93,7 +106,7 @@ def layers_of_target(text: str, gpu: str) -> list[Layer]:
     if not isinstance(target, FunctionTarget):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")
     try:
-        return layers_of(target.call, gpu)
+        return layers_of(target.call, gpu, inputs)
     except (SimulationError, ValueError) as error:
         raise TargetError(f"{text}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -103,7 +116,10 @@ def layers_of_target(text: str, gpu: str) -> list[Layer]:
 def lines(target: str, layers: Sequence[Layer], width: int = UNLIMITED) -> Iterator[str]:
     """Yield what the command prints; a narrow terminal gets fewer columns."""
     model = layers[0]
-    yield f"{target}: {model.kind}, {model.parameters:,} parameters, {_count(model.flops)}FLOPs"
+    yield (
+        f"{target}: {model.kind}, {model.parameters:,} parameters, "
+        f"{_count(model.multiply_adds)} multiply-adds, {_count(model.flops)}FLOPs"
+    )
     yield ""
     rows = [_GROUPS, tuple(title.partition(",")[0] for title in HEADER), *map(_row, layers)]
     yield from table(rows, left=range(_TEXTS), given_up=_GIVEN_UP, width=width)
@@ -115,6 +131,16 @@ def lines(target: str, layers: Sequence[Layer], width: int = UNLIMITED) -> Itera
         f"{format_size(model.inference.peak)}",
         width,
     )
+    yield from wrap(_outputs(model), width)
+
+
+def _outputs(model: Layer) -> str:
+    """Return what the outputs of all layers come to, in powers of 1000 as papers have it."""
+    held, written = (f"{size / 1e6:,.2f} MB" for size in (model.outputs_held, model.written))
+    text = f"the outputs of its layers are {held}, and as much again with their gradients"
+    if model.outputs_held == model.written:
+        return text
+    return f"{text}; {written} if those in place, and views, had memory of their own"
 
 
 def _row(layer: Layer) -> tuple[str, ...]:
@@ -125,7 +151,10 @@ def _row(layer: Layer) -> tuple[str, ...]:
         _shapes(layer.inputs),
         _shapes(layer.outputs),
         f"{layer.parameters:,}" if layer.parameters else "",
+        _count(layer.multiply_adds).rstrip() if layer.multiply_adds else "",
         _count(layer.flops).rstrip() if layer.flops else "",
+        format_size(layer.read),
+        format_size(layer.written),
         format_size(layer.training.kept),
         format_size(layer.training.peak),
         format_size(layer.inference.kept),
@@ -140,12 +169,22 @@ def _values(layer: Layer) -> tuple[str | int, ...]:
         _shapes(layer.inputs),
         _shapes(layer.outputs),
         layer.parameters,
+        layer.multiply_adds,
         layer.flops,
+        layer.read,
+        layer.written,
         layer.training.kept,
         layer.training.peak,
         layer.inference.kept,
         layer.inference.peak,
     )
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    parts = text.lower().split("x")
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a shape; write 1x3x224x224")
+    return tuple(map(int, parts))
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:

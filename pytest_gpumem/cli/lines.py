@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, say, terminal_width
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 MOST_SOURCE, LEAST_SOURCE = 60, 20
 NUMBERS = 56
 """Columns of the terminal that a line's numbers take, with the gaps."""
+PROCESS = 20
+"""And those of what the process holds, which a narrow terminal does without."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,8 +29,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "lines",
         help="print what each source line allocated and freed",
         description="Run TARGET on a simulated GPU and print for each line of it, and of the "
-        "functions given with --function, the memory before and after it, and the tensors that it "
-        "added and removed.",
+        "functions given with --function, the memory before and after it, its peak, what the "
+        "process holds of the device then, and the tensors that it added and removed.",
     )
     parser.add_argument(
         "target",
@@ -45,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--gpu",
         metavar="MODEL",
         default="A100-40GB",
-        help="model of the catalogue (default: %(default)s)",
+        help="model of the catalogue (default: %(default)s), or cuda for a device of this machine",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
     parser.set_defaults(run=run)
@@ -63,13 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
     """Return the lines of what the target ``text`` runs."""
-    from pytest_gpumem.prediction.lines import lines_of
+    from pytest_gpumem.prediction.lines import MEASURED, lines_of
     from pytest_gpumem.simulated.errors import SimulationError
     from pytest_gpumem.simulated.run import simulate
 
-    with simulate(gpu):  # what the module looks at while it is imported is a GPU
+    # What the module looks at while it is imported is a GPU.
+    with nullcontext() if gpu == MEASURED else simulate(gpu):
         target = find_target(text)
         followed = [_function(name) for name in functions]
+    if gpu == MEASURED and not _has_cuda():
+        raise TargetError("--gpu cuda: torch sees no CUDA device; name a model to be simulated")
     if not isinstance(target, FunctionTarget):
         raise TargetError(f"{text}: lines are those of a function; write path.py:function")
     try:
@@ -78,6 +84,12 @@ def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]
         raise TargetError(f"{text}: {error}") from error
     except (Exception, SystemExit) as error:
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _function(text: str) -> Callable[..., Any]:
@@ -101,7 +113,9 @@ def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
     from pytest_gpumem.prediction.lines import shown
 
     number = max((len(str(line.number)) for line in lines), default=1)
-    room = max(min(width - number - NUMBERS, MOST_SOURCE), LEAST_SOURCE)
+    wide = width >= number + NUMBERS + PROCESS + LEAST_SOURCE
+    numbers = NUMBERS + PROCESS * wide
+    room = max(min(width - number - numbers, MOST_SOURCE), LEAST_SOURCE)
     source = min(max((len(line.source) for line in lines), default=1), room)
     heading = ""
     for line in lines:
@@ -115,11 +129,16 @@ def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
         times = f"  {line.times} times" if line.times > 1 else ""
         yield (
             f"  {line.number:>{number}}  {text:<{source}}  {format_size(line.before):>10} -> "
-            f"{format_size(line.after):>10}  peak {format_size(line.peak):>10}{times}"
+            f"{format_size(line.after):>10}  peak {format_size(line.peak):>10}"
+            f"{_process(line) if wide else ''}{times}"
         )
         for sign, groups in (("+", line.added), ("-", line.removed)):
             for group in groups:
                 yield f"  {'':>{number}}    {sign} {_group(group)}"
+
+
+def _process(line: Line) -> str:
+    return f"  process {'?' if line.process is None else format_size(line.process):>10}"
 
 
 def _group(group: Group) -> str:

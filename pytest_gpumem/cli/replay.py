@@ -139,8 +139,10 @@ def _agreement(result: ReplayResult) -> str:
     if not result.total:
         return "no allocation is among the events; with a larger max_entries recording keeps more"
     if result.exact:
-        return f"all {total} agree, and so does the final layout"
-    return f"{result.exact_addresses:,} of {total} agree"
+        agreed = "the one address agrees" if result.total == 1 else f"all {total} agree"
+        return f"{agreed}, and so does the final layout"
+    verb = "agrees" if result.exact_addresses == 1 else "agree"
+    return f"{result.exact_addresses:,} of {total} {verb}"
 
 
 def _mismatch(device: DeviceReplay) -> Iterator[str]:

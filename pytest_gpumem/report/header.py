@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def header_line(device: str, torch: str | None, folder: str, environments: Sequence[str]) -> str:
+def header_line(
+    device: str,
+    torch: str | None,
+    folder: str,
+    environments: Sequence[str],
+    gpus: Sequence[str] = (),
+) -> str:
     """Return the line for ``pytest_report_header``: what is real, and what is compared with.
 
     ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
-    those that ``folder`` has baselines of.
+    those that ``folder`` has baselines of, ``gpus`` what is out of the ordinary about this host's.
     """
-    facts = [device, f"torch {torch}" if torch else "torch is not installed"]
+    facts = [device, *gpus, f"torch {torch}" if torch else "torch is not installed"]
     if environments:
         facts.append(f"baselines in {folder}: {', '.join(environments)}")
     line = f"gpumem: {'; '.join(facts)}"

@@ -46,6 +46,15 @@ def write_report(path: Path, records: Sequence[TestRecord]) -> Path:
     if problem := schema_problem("pytest_gpumem.report", report):
         raise ReportError(f"report {path} was not written: {problem}")
     content = f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode("ascii")
+    return write_file(path, content, "--gpumem-report json:PATH")
+
+
+def write_file(path: Path, content: bytes, asked_by: str) -> Path:
+    """Write a report's ``content`` to ``path``, whole or not at all; return the file written.
+
+    Folders that are missing are made, a symbolic link is written through. Raises
+    :class:`ReportError`, which names ``asked_by`` as what to change, where it cannot be written.
+    """
     try:
         target = path.resolve()
         if target.is_dir():
@@ -59,7 +68,7 @@ def write_report(path: Path, records: Sequence[TestRecord]) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise ReportError(
             f"report {printable(str(path), MOST)} cannot be written: {reason}; "
-            "give --gpumem-report json:PATH a file that can be written"
+            f"give {asked_by} a file that can be written"
         ) from error
     return target
 
@@ -89,7 +98,7 @@ def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:
     data = record.to_dict()
     if record.environment == common:
         del data["environment"]
-    for key in ("nvml", "out_of_memory"):
+    for key in ("nvml", "out_of_memory", "sharing", "duration", "beside"):
         if data[key] is None:
             del data[key]
     return data
@@ -104,6 +113,9 @@ def _record(test: dict[str, Any], environment: dict[str, Any] | None) -> TestRec
         "judged": True,
         "nvml": None,
         "out_of_memory": None,
+        "sharing": None,
+        "duration": None,
+        "beside": None,
     }
     return TestRecord.from_dict({**optional, **test})
 

@@ -40,6 +40,12 @@ class TestRecord:
     """``False`` where the test was only measured, or its body failed before a verdict."""
     out_of_memory: Mapping[str, Any] | None = None
     """Of a body that ran out of memory: what was asked for and what held the memory."""
+    sharing: Mapping[str, Any] | None = None
+    """How the test came to its shared device: what it needed, waited for and borrowed."""
+    duration: float | None = None
+    """Seconds of set-up, call and teardown, without what it waited for a shared device."""
+    beside: int | None = None
+    """Tests that were on its shared device meanwhile: its duration is not its own then."""
     nvml: Mapping[str, Any] | None = None
     """A device-level reading, or why there is none; ``None`` where none was tried."""
 
@@ -47,6 +53,11 @@ class TestRecord:
     def broken(self) -> tuple[Verdict, ...]:
         """The verdicts that did not pass."""
         return tuple(verdict for verdict in self.verdicts if not verdict.passed)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its numbers are those of the whole body: where that failed they end there."""
+        return self.outcome in ("passed", "xpassed") or bool(self.broken)
 
     @property
     def failed(self) -> bool:
@@ -74,6 +85,9 @@ class TestRecord:
             "missing_baseline": self.missing_baseline,
             "judged": self.judged,
             "out_of_memory": None if self.out_of_memory is None else dict(self.out_of_memory),
+            "sharing": None if self.sharing is None else dict(self.sharing),
+            "duration": self.duration,
+            "beside": self.beside,
             "nvml": None if self.nvml is None else dict(self.nvml),
         }
 

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.baseline.verdict import explanation_lines, update_command
+from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.table import STATUS_STYLE, table, test_status
+from pytest_gpumem.report.remarks import Missing, missing_lines
+from pytest_gpumem.report.rows import STATUS_STYLE, test_status
+from pytest_gpumem.report.selection import Sort
+from pytest_gpumem.report.table import table
 from pytest_gpumem.report.text import Line, Span, Writer, pack, shorten, wrap, write_lines
 from pytest_gpumem.sizes import format_size
 
@@ -61,26 +65,35 @@ def section(
     width: int,
     update: UpdateReport | None = None,
     notes: Sequence[str] = (),
-    command: str = "pytest",
+    command: Command = PLAIN,
+    told_above: bool = False,
+    missing: Missing | None = None,
+    rows: int | None = None,
+    sort: Sort | None = None,
 ) -> list[Line]:
     """Return the lines of the section, none wider than ``width`` unless one word or command is.
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
-    exact bytes. ``command`` is how pytest is started, for the commands that are suggested.
+    exact bytes. ``command`` is how pytest was started, for the commands that are suggested.
+    ``told_above``: pytest has shown the failures. ``missing`` says what was compared with nothing;
+    ``rows`` and ``sort`` are those of the table.
     """
     records = _recorded(records, update)
     blocks: list[list[Line]] = []
     if verbosity >= 0:
-        blocks += _tables(records, verbosity, width)
+        blocks += _tables(records, verbosity, width, rows, sort)
     if verbosity > 0:
         blocks.append(list(_expected(records, width)))
-    blocks.append(list(_failures(records, verbosity, width)))
+    blocks.append(list(_failures(records, verbosity, width, told_above)))
     if verbosity > 0:
         blocks.append(list(_compositions(records, verbosity, width)))
     if verbosity >= 0:
         most = len(records) + MOST_LISTED if verbosity > 0 else MOST_LISTED
+        blocks.append(list(_acceptable(records, command)))
         blocks.append(list(_improvements(records, most, width, command)))
         blocks.append(list(_without_baseline(records, most, width, command)))
+        if missing:
+            blocks.append(list(missing_lines(missing, command, most=most, width=width)))
         blocks.append(list(_notes(records, notes, most, width)))
         blocks.append(list(_devices(records, verbosity, width)))
     else:
@@ -110,10 +123,12 @@ def _spaced(blocks: Sequence[Sequence[Line]], between: Line | None) -> list[Line
     return lines
 
 
-def _tables(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[list[Line]]:
+def _tables(
+    records: Sequence[TestRecord], verbosity: int, width: int, rows: int | None, sort: Sort | None
+) -> Iterator[list[Line]]:
     for environment, found in _by_environment(records).items():
         heading = [Line.of(line, "bold") for line in wrap(describe(environment), width, rest="  ")]
-        yield heading + table(found, verbosity=verbosity, width=width)
+        yield heading + table(found, verbosity=verbosity, width=width, rows=rows, sort=sort)
 
 
 def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[TestRecord]]:
@@ -136,9 +151,21 @@ def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
             yield from _sentence(f"{category} {expected:,} B{at_most}", width)
 
 
-def _failures(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
+def _acceptable(records: Sequence[TestRecord], command: Command) -> Iterator[Line]:
+    """Yield the command that accepts what several tests need beyond their baselines."""
+    over = [r for r in records if r.failed and all(v.kind == "baseline" for v in r.broken)]
+    if len(over) > 1:
+        line = Line((Span(f"accept all {len(over)}: "), Span(command.records_failures(), "cyan")))
+        yield line
+
+
+def _failures(
+    records: Sequence[TestRecord], verbosity: int, width: int, told_above: bool
+) -> Iterator[Line]:
     for record in records:
-        if record.failed or (record.broken and verbosity > 0):
+        if (record.failed and not told_above) or (
+            record.broken and not record.failed and verbosity > 0
+        ):
             yield _marked(test_status(record), record.nodeid, width)
             for verdict in _telling(record.broken, verbosity):
                 yield from _sentence(verdict.short, width)
@@ -157,7 +184,9 @@ def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> 
         for line in pack(parts, width, first="    ", rest="    "):
             yield Line.of(line, "dim")
         if verbosity > 1:
-            sites = explanation_lines(tuple(record.measurement.sites), signed=False)
+            sites = explanation_lines(
+                record.measurement.sites, signed=False, every=verbosity > 2, width=width - 2
+            )
             yield from (Line.of(f"  {line}", "dim") for line in sites)
 
 
@@ -174,22 +203,24 @@ def _telling(broken: Sequence[Verdict], verbosity: int) -> Sequence[Verdict]:
 
 
 def _improvements(
-    records: Sequence[TestRecord], most: int, width: int, command: str
+    records: Sequence[TestRecord], most: int, width: int, command: Command
 ) -> Iterator[Line]:
     improved = [record for record in records if test_status(record) == "better"]
     for record in improved[:most]:
         yield _marked("better", record.nodeid, width)
         for improvement in record.improvements:
             yield from _sentence(improvement.short, width)
-        yield _command("lock it in", update_command(record.nodeid, command))
     yield from _rest(improved, most, "improved")
+    if improved:
+        shown = [record.nodeid for record in improved[:most]]
+        yield _command("lock it in" if len(shown) == 1 else "lock them in", command.records(*shown))
 
 
 def _without_baseline(
     records: Sequence[TestRecord],
     most: int,
     width: int,
-    command: str,
+    command: Command,
 ) -> Iterator[Line]:
     missing = [record for record in records if test_status(record) == "new"]
     for environment, found in _by_environment(missing).items():
@@ -198,7 +229,7 @@ def _without_baseline(
         yield from (Line.of(shorten(f"  {record.nodeid}", width)) for record in found[:most])
         yield from _rest(found, most, "without baseline")
     if missing:
-        yield _command("record them", f"{command} --gpumem-update-baselines=new")
+        yield _command("record them", command.again(f"{UPDATE}=new"))
 
 
 def _updates(update: UpdateReport | None, verbosity: int, width: int) -> Iterator[Line]:
@@ -280,9 +311,9 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
     text = f"gpumem: {_tests(len(records))} on {where}: {told}"
     if measured:
         largest = max(measured, key=lambda record: _peak(record))
-        text += (
-            f"; highest peak {format_size(_peak(largest))} ({shorten(largest.nodeid, width - 4)})"
-        )
+        decimal = any(verdict.decimal for verdict in largest.verdicts)
+        peak = format_size(_peak(largest), decimal=decimal)
+        text += f"; highest peak {peak} ({shorten(largest.nodeid, width - 4)})"
     style = "bold red" if counts["FAIL"] else "bold green"
     yield from (Line.of(line, style) for line in wrap(text, width, rest="  "))
 

@@ -110,13 +110,17 @@ def test_two_reports(gpumem: Gpumem, tmp_path: Path) -> None:
             "",
             "test                   phase             A          B  difference      %  status",
             "test_a.py::test_grown            100.0 MiB  130.0 MiB   +30.0 MiB  +30.0  regression",
-            "test_a.py::test_grown  forward    80.0 MiB   80.0 MiB         0 B   +0.0  same",
             "test_a.py::test_grown  backward  100.0 MiB          -                     gone",
             "test_a.py::test_grown  step              -      512 B                     new",
             "test_a.py::test_less               8.0 MiB    6.0 MiB    -2.0 MiB  -25.0  improvement",
-            "test_a.py::test_new                      -    1.0 KiB                     new",
-            "test_a.py::test_old                  512 B          -                     gone",
-            "test_a.py::test_same                   0 B        0 B         0 B         same",
+            "",
+            "new, in B alone:",
+            "  test_a.py::test_new    1.0 KiB",
+            "",
+            "gone, in A alone:",
+            "  test_a.py::test_old      512 B",
+            "",
+            "2 equal numbers are not shown (--all)",
             "",
             "3 tests in A and B, peaks add up to 108.0 MiB and 136.0 MiB (+28.0 MiB, +25.9 %); "
             "numbers: 1 regression, 1 improvement, 2 same, 2 new, 2 gone, 0 failed",
@@ -128,7 +132,7 @@ def test_two_baselines_folders_and_one_against_a_report(gpumem: Gpumem, tmp_path
     folder(tmp_path / "old", test_x=1024)
     folder(tmp_path / "new", test_x=2048)
     report(tmp_path / "run.json", record("test_x", 1024, phases={"forward": 512}))
-    code, lines = gpumem("compare", "old", "new")
+    code, lines = gpumem("compare", "old", "new", "--all")
     assert code == 1
     assert lines[5:7] == [
         "test_a.py::test_x           1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression",
@@ -150,7 +154,7 @@ def test_simulated_numbers_are_compared_exactly_and_measured_ones_with_a_toleran
     assert gpumem("compare", "0a", "0b")[0] == 1
     for peak, status in ((197 * MIB, "same"), (197 * MIB - 1, "improvement")):
         folder(tmp_path / "0b", H100, test_x=peak)
-        code, lines = gpumem("compare", "0a", "0b")
+        code, lines = gpumem("compare", "0a", "0b", "--all")
         assert (code, lines[5].split()[-1]) == (0, status)
 
 
@@ -164,6 +168,93 @@ def test_the_tolerance_can_be_given(gpumem: Gpumem, refusal: Refusal, tmp_path: 
     assert refusal("compare", "a", "b", "--tolerance=lots").startswith(
         "gpumem: --tolerance: 'lots' is not a tolerance; write "
     )
+
+
+def test_each_test_keeps_its_own_tolerance(
+    gpumem: Gpumem, refusal: Refusal, tmp_path: Path
+) -> None:
+    wide = {"tolerance": "10%"}
+    for name, peak in (("a", 100 * MIB), ("b", 105 * MIB)):
+        own = record("test_own", peak, expectation=wide)
+        report(tmp_path / name, own, record("test_exact", peak))
+    code, lines = gpumem("compare", "a", "b")
+    assert code == 1
+    assert lines[2] == "tolerance: 0 simulated, 1% + 1MiB measured; 1 test has its own"
+    assert lines[5].endswith(
+        "test_exact         100.0 MiB  105.0 MiB    +5.0 MiB  +5.0  regression"
+    )
+    assert lines[6].endswith("+5.0 MiB  +5.0  same (tolerance 10%)")
+    assert gpumem("compare", "a", "b", "--test", "own")[0] == 0
+    # One that is given is meant for all of them.
+    assert gpumem("compare", "a", "b", "--test", "own", "--tolerance=0")[0] == 1
+
+
+def test_a_baseline_knows_the_tolerance_of_its_test(gpumem: Gpumem, tmp_path: Path) -> None:
+    for name, peak in (("a", 100 * MIB), ("b", 105 * MIB)):
+        entry = BaselineEntry.of(measured(peak), "10%")
+        BaselineStore(tmp_path / name).write(T4, "test_a.py", {"test_x": entry})
+    assert gpumem("compare", "a", "b")[0] == 0
+    BaselineStore(tmp_path / "b").write(T4, "test_a.py", {"test_x": BaselineEntry.of(measured(1))})
+    assert gpumem("compare", "b", "a")[0] == 1
+
+
+def test_the_largest_change_comes_first(gpumem: Gpumem, tmp_path: Path) -> None:
+    before = {"a": 10, "b": 10, "c": 10, "d": 100, "e": 10}
+    after = {"a": 11, "b": 20, "c": 9, "d": 10, "e": 10}
+    for name, peaks in (("old", before), ("new", after)):
+        report(tmp_path / name, *(record(f"test_{one}", size) for one, size in peaks.items()))
+    _, lines = gpumem("compare", "old", "new")
+    assert [line.split()[0][-1] for line in lines[5:9]] == ["b", "a", "d", "c"]
+    assert lines[10] == "1 equal number is not shown (--all)"
+
+
+def test_tests_and_phases_are_chosen(gpumem: Gpumem, refusal: Refusal, tmp_path: Path) -> None:
+    for name, peak in (("a", 1024), ("b", 2048)):
+        report(
+            tmp_path / name,
+            record("test_x[big-1]", peak, phases={"forward": 512, "step": peak}),
+            record("test_y[big-1]", 512, phases={"forward": peak}),
+        )
+    _, lines = gpumem("compare", "a", "b", "--test", "x[big", "--phase", "step")
+    assert lines[5] == (
+        "test_a.py::test_x[big-1]  step   1.0 KiB  2.0 KiB    +1.0 KiB  +100.0  regression"
+    )
+    assert lines[6] == ""
+    # What is not chosen does not count either.
+    assert gpumem("compare", "a", "b", "--test", "a.py*x[", "--phase", "forward")[0] == 0
+    assert gpumem("compare", "a", "b", "--test", "_x", "--test", "_y", "--phase=forward")[0] == 1
+    assert refusal("compare", "a", "b", "--test", "test_z") == (
+        "gpumem: no test has 'test_z' in its node id"
+    )
+    assert refusal("compare", "a", "b", "--phase", "backward") == (
+        "gpumem: no test has a phase 'backward'; there are: forward, step"
+    )
+
+
+def test_a_renamed_test_is_compared_with_what_it_was(gpumem: Gpumem, tmp_path: Path) -> None:
+    report(
+        tmp_path / "a",
+        record("test_train_step", 3000, phases={"forward": 100}),
+        record("test_other", 3000),
+        record("test_x", 512, nodeid="old/test_b.py::test_x[1]"),
+    )
+    report(
+        tmp_path / "b",
+        record("test_training_step", 3000, phases={"forward": 100}),
+        record("test_quite_different", 512),
+        record("test_x", 1024, nodeid="new/test_b.py::test_x[1]"),
+    )
+    code, lines = gpumem("compare", "a", "b", "--all")
+    # A test that only moved was the same one, though it has grown; one with another name and other
+    # numbers is another one.
+    assert code == 1
+    assert [line.split("  ")[0] for line in lines[5:8]] == [
+        "new/test_b.py::test_x[1] (was old/test_b.py::test_x[1])",
+        "test_a.py::test_training_step (was test_a.py::test_train_step)",
+        "test_a.py::test_training_step (was test_a.py::test_train_step)",
+    ]
+    assert "  test_a.py::test_quite_different      512 B" in lines
+    assert "  test_a.py::test_other    2.9 KiB" in lines
 
 
 def test_environments_that_only_one_side_has_are_left_out_and_said_first(
@@ -225,7 +316,7 @@ def test_tests_of_several_environments_are_told_apart(gpumem: Gpumem, tmp_path: 
             record("test_y", 512),
             record("test_x", peak, environment=A10),
         )
-    code, lines = gpumem("compare", "a", "b")
+    code, lines = gpumem("compare", "a", "b", "--all")
     assert code == 1
     assert [line.split("  ")[0] for line in lines[5:8]] == [
         "test_a.py::test_x [sim-A10-torch2.13]",
@@ -246,8 +337,8 @@ def test_a_test_whose_body_failed_is_shown_and_not_compared(gpumem: Gpumem, tmp_
     )
     code, lines = gpumem("compare", "a", "b")
     assert code == 1
-    assert [line.split()[-1] for line in lines[5:8]] == ["failed", "regression", "failed"]
-    assert lines[5].split()[1:] == ["1.0", "KiB", "-", "failed"]
+    assert [line.split()[-1] for line in lines[5:8]] == ["regression", "failed", "failed"]
+    assert lines[6].split() == ["test_a.py::test_body", "1.0", "KiB", "-", "failed"]
     assert lines[-1].startswith("1 test in A and B, peaks add up to 1.0 KiB and 4.0 KiB (+3.0 KiB")
 
 
@@ -256,14 +347,15 @@ def test_a_skipped_test_is_as_good_as_absent(gpumem: Gpumem, tmp_path: Path) -> 
     report(tmp_path / "b", record("test_x", 1), record("test_y", None, outcome="skipped"))
     code, lines = gpumem("compare", "a", "b")
     assert code == 0
-    assert lines[6].split()[-1] == "gone"
+    assert "gone, in A alone:" in lines
+    assert "  test_a.py::test_y        1 B" in lines
 
 
 def test_every_device_of_a_test_is_compared(gpumem: Gpumem, tmp_path: Path) -> None:
     for name, peak in (("a", 512), ("b", 1024)):
         other = measured(peak, "cuda:1", forward=peak)
         report(tmp_path / name, record("test_x", 1, other_devices=(other,)))
-    code, lines = gpumem("compare", "a", "b")
+    code, lines = gpumem("compare", "a", "b", "--all")
     assert code == 1
     assert [line.split()[-1] for line in lines[5:8]] == ["same", "regression", "regression"]
     assert lines[6].startswith("test_a.py::test_x  cuda:1          ")
@@ -351,7 +443,7 @@ def test_control_characters_of_a_name_are_shown_and_not_obeyed(
 ) -> None:
     hostile = record("test_\x1b[2J\n\u202e", MIB, phases={"\x1b[31m": MIB})
     before = report(tmp_path / "a\x1b.json", hostile)
-    code, lines = gpumem("compare", str(before), str(report(tmp_path / "b.json", hostile)))
+    code, lines = gpumem("compare", "--all", str(before), str(report(tmp_path / "b.json", hostile)))
     assert code == 0
     assert all(line.isprintable() for line in lines)
     assert r"test_a.py::test_\x1b[2J\n\u202e" in "\n".join(lines)

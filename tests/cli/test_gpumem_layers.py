@@ -3,12 +3,40 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from tests.cli.targets import KIB, Command, command
 
-pytestmark = pytest.mark.usefixtures("plain_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces", "cnn")
+
+CNN = """
+    from torch import nn
+
+    def vgg19():
+        "The convolutions of VGG-19."
+        layers, channels = [], 3
+        for width, count in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+            for _ in range(count):
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        return nn.Sequential(*layers)
+
+    def norms():
+        return nn.Sequential(
+            nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False), nn.AvgPool2d(2),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        )
+"""
+
+
+@pytest.fixture
+def cnn(tmp_path: Path) -> None:
+    (tmp_path / "cnn.py").write_text(dedent(CNN))
+
 
 gpumem = command("layers")
 
@@ -29,7 +57,66 @@ def test_numbers(gpumem: Command) -> None:
     assert net["parameters"] == 256 * 1024 + 1024 + 1024 * 128 + 128
     # A product of (64, 256) and (256, 1024): two operations for each of them.
     assert first["flops"] == 2 * 64 * 256 * 1024
-    assert net["flops"] == 2 * 64 * 1024 * (256 + 128)
+    # An activation is one of each element.
+    assert net["flops"] == 2 * 64 * 1024 * (256 + 128) + 64 * 1024
+    assert net["multiply_adds"] == 64 * 1024 * (256 + 128) + 64 * 1024
+
+
+def test_bytes_that_are_read_and_written(gpumem: Command) -> None:
+    net, first, activation, second = gpumem.json("net.py:model")
+
+    assert first["read"] == 64 * 256 * 4 + first["parameters"] * 4
+    assert activation["read"] == activation["written"] == ACTIVATION
+    assert net["read"] == sum(layer["read"] for layer in (first, activation, second))
+    assert net["written"] == net["outputs_held"] == FIRST + ACTIVATION + SECOND
+
+
+def test_vgg19_as_the_literature_sizes_it(gpumem: Command) -> None:
+    layers = gpumem.json("cnn.py:vgg19", "--input", "1x3x224x224")
+
+    assert layers[0]["parameters"] == 20_024_384
+    # 65.53 MB of outputs; 124.94 MB if the ReLU were not in place.
+    assert layers[0]["outputs_held"] == 65_529_856
+    assert layers[0]["written"] == 124_938_240
+    relu, pool = layers[2], layers[5]
+    assert (relu["kind"], relu["outputs_held"]) == ("ReLU", 0)
+    assert relu["multiply_adds"] == 64 * 224 * 224  # B·H·W·C
+    # Three comparisons find the largest of four.
+    assert (pool["kind"], pool["flops"]) == ("MaxPool2d", 3 * 64 * 112 * 112)
+    convolution = 64 * 224 * 224 * 64 * 3 * 3
+    assert (layers[3]["multiply_adds"], layers[3]["flops"]) == (convolution, 2 * convolution)
+
+
+def test_norms_and_other_pooling(gpumem: Command) -> None:
+    _, norm, plain, average, adaptive, view = gpumem.json("cnn.py:norms", "--input", "2x8x4x4")
+
+    elements = 2 * 8 * 4 * 4
+    # Less the mean, by the deviation; times the weight, plus the bias.
+    assert (norm["multiply_adds"], norm["flops"]) == (2 * elements, 4 * elements)
+    assert (plain["multiply_adds"], plain["flops"]) == (elements, 2 * elements)
+    assert (average["multiply_adds"], average["flops"]) == (elements, 4 * elements // 4)
+    assert (adaptive["multiply_adds"], adaptive["flops"]) == (elements // 4, elements // 4)
+    # A batch norm reads two weights and three buffers besides: 8 numbers each, and one of 8 bytes.
+    assert norm["read"] == 4 * (elements + 4 * 8) + 8
+    assert (view["written"], view["outputs_held"]) == (4 * 2 * 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            [],
+            "the function returned a Sequential without its inputs (missing a required argument: "
+            "'input'); give their shapes, like --input 1x3x224x224, or return them with it",
+        ),
+        (["--input", "3by4"], "argument --input: '3by4' is not a shape; write 1x3x224x224"),
+        (["--input", "1x3x0"], "argument --input: '1x3x0' is not a shape; write 1x3x224x224"),
+    ],
+)
+def test_a_model_alone_asks_for_its_inputs(
+    gpumem: Command, arguments: list[str], sentence: str
+) -> None:
+    assert sentence in gpumem.refusal("cnn.py:vgg19", *arguments)
 
 
 def test_memory_with_and_without_backward(gpumem: Command) -> None:
@@ -52,14 +139,18 @@ def test_the_table(gpumem: Command) -> None:
     code, lines = gpumem("net.py:model")
 
     assert code == 0
-    assert lines[0] == "net.py:model: Net, 394,368 parameters, 50.33 MFLOPs"
+    assert lines[0] == "net.py:model: Net, 394,368 parameters, 25.23 M multiply-adds, 50.40 MFLOPs"
     assert lines[3].split()[:3] == ["layer", "kind", "input"]
     assert lines[4].split() == [
-        *("Net", "Net", "64×256", "64×128", "394,368", "50.33", "M"),
+        *("Net", "Net", "64×256", "64×128", "394,368", "25.23", "M", "50.40", "M"),
+        *("2.1", "MiB", "544.0", "KiB"),
         *("288.0", "KiB", "512.0", "KiB", "32.0", "KiB", "512.0", "KiB"),
     ]
     assert lines[5].startswith("  first")
-    assert lines[-1].startswith("the whole model keeps 288.0 KiB for backward")
+    assert lines[-2].startswith("the whole model keeps 288.0 KiB for backward")
+    assert lines[-1] == (
+        "the outputs of its layers are 0.56 MB, and as much again with their gradients"
+    )
 
 
 def test_a_narrow_terminal_gets_fewer_columns(

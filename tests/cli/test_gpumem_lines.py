@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.cli.targets import KIB, NET, Command, command
+from pytest_gpumem import simulate
+from tests.cli.targets import KIB, MIB, NET, Command, command
 
 pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
@@ -99,10 +101,37 @@ def test_the_text(gpumem: Command) -> None:
     assert lines[0] == "net.py, train()"
     assert lines[1].split() == [
         *("20", "net", "=", "Net().cuda()", "0", "B", "->", "1.5", "MiB", "peak", "1.5", "MiB"),
+        *("process", "2.0", "MiB"),
     ]
     assert "        + 1 × (1024,256) 1.0 MiB float32 Parameter" in lines
     assert "        + 1 × 8.1 MiB workspace" in lines
     assert "        - 1 × (64,1024) 256.0 KiB float32 Tensor" in lines
+
+
+def test_what_the_process_holds_is_what_the_allocator_has_reserved(gpumem: Command) -> None:
+    found = by_source(gpumem.json("net.py:train", "--gpu", "T4"))
+    assert found["net = Net().cuda()"]["process"] == 2 * MIB  # the first segment
+
+
+def test_on_a_gpu_nvml_says_what_the_process_holds(
+    gpumem: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = iter(range(400 * MIB, 500 * MIB, MIB))
+    reading = "pytest_gpumem.prediction.lines.read_device"
+    monkeypatch.setattr(reading, lambda device: SimpleNamespace(process_used=next(held)))
+    with simulate("H100"):  # it stands in for the device: torch alone is asked
+        lines = gpumem.json("net.py:train", "--gpu", "cuda")
+    assert [line["process"] for line in lines] == [
+        (400 + number) * MIB for number in range(len(lines))
+    ]
+    assert by_source(lines)["net = Net().cuda()"]["after"] == PARAMETERS
+
+
+def test_a_device_that_is_not_there(gpumem: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpumem.refusal("net.py:train", "--gpu", "cuda") == (
+        "gpumem: --gpu cuda: torch sees no CUDA device; name a model to be simulated"
+    )
 
 
 def test_a_narrow_terminal_shortens_the_source(

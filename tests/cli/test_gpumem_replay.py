@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from pytest_gpumem.cli import main
+from pytest_gpumem.cli import main, replay
 from pytest_gpumem.simulated.allocator import Allocator, OutOfMemory
 
 GIB = 1 << 30
@@ -75,6 +76,20 @@ def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> Refusal:
         return sentence
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("total", "exact", "sentence"),
+    [
+        (1, 1, "the one address agrees, and so does the final layout"),
+        (2, 2, "all 2 addresses agree, and so does the final layout"),
+        (3, 1, "1 of 3 addresses agrees"),
+        (3, 2, "2 of 3 addresses agree"),
+    ],
+)
+def test_one_address_is_one(total: int, exact: int, sentence: str) -> None:
+    result = SimpleNamespace(total=total, exact=exact == total, exact_addresses=exact)
+    assert replay._agreement(cast(Any, result)) == sentence
 
 
 def test_a_recording_that_agrees(gpumem: Gpumem) -> None:

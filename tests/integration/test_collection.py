@@ -289,8 +289,9 @@ def pytest_unconfigure(config):
     result = project.run_apart("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "device device.select options plugin report report.header"
-        " session session.early session.results session.session"
+        "device device.host_gpus device.select ini_names options plugin report report.header"
+        " session session.early session.faults session.host session.learning session.results"
+        " session.session sharing sharing.learned"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

@@ -119,6 +119,7 @@ def test_sites_name_line_operator_and_module(project: Project) -> None:
         "module": "blocks.*",
         "shape": [512, 256],
         "dtype": "float32",
+        "each": TENSOR,
     }
     weights = [site for site in sites if site["module"] == "blocks.*.linear"]
     assert {site["site"] for site in weights if site["category"] == "parameters"} == {

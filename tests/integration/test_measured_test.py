@@ -74,7 +74,7 @@ def test_a_failure_is_one_text_without_a_traceback(project: Project) -> None:
     result.stdout.fnmatch_lines(
         [
             "*_ test_block _*",
-            "the test peaked at 4.0 MiB (4,194,304 B), 1.0 MiB over its limit of 3.0 MiB "
+            "the test peaked at 4.0 MiB (4,194,304 B), 1.0 MiB over its limit of 3MiB "
             "?simulated T4?",
             "*= gpumem =*",
         ]
@@ -108,8 +108,8 @@ def test_reserved_phase_and_leak_limits(project: Project) -> None:
     result.assert_outcomes(failed=3)
     result.stdout.fnmatch_lines_random(
         [
-            "the test reserved 20.0 MiB (20,971,520 B), 1.0 MiB over its limit of 19.0 MiB*",
-            "load peaked at 2.0 MiB (2,097,152 B), 1.0 MiB over its limit of 1.0 MiB*",
+            "the test reserved 20.0 MiB (20,971,520 B), 1.0 MiB over its limit of 19MiB*",
+            "load peaked at 2.0 MiB (2,097,152 B), 1.0 MiB over its limit of 1MiB*",
             "1.0 KiB (1,024 B) still allocated after the test, 1.0 KiB over its limit of 0 B*",
         ]
     )

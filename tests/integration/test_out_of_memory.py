@@ -79,3 +79,39 @@ def test_a_leak_says_what_keeps_it(project: Project) -> None:
     assert line["bytes"] == leak["actual"] == 4096
     assert line["site"] == "test_leak.py:8"
     assert line["held_by"] == "test_leak.KEPT['x'][0]"
+
+
+LIMITED = """
+    GIB = 1 << 30
+
+    def fill():
+        return [torch.empty(GIB, dtype=torch.uint8, device="cuda") for _ in range(9)]
+
+    @pytest.mark.gpumem(max="2GB")
+    def test_fraction():
+        torch.cuda.set_per_process_memory_fraction(0.25)
+        fill()
+
+    @pytest.mark.gpumem(quota="3GiB")
+    def test_quota():
+        fill()
+"""
+
+
+def test_a_smaller_limit_of_the_process_or_of_the_test_is_named(project: Project) -> None:
+    project.write(test_limited=LIMITED)
+
+    result = project.run()
+
+    result.assert_outcomes(failed=2)
+    # A quarter of the T4's 14.75 GiB.
+    result.stdout.fnmatch_lines(
+        [
+            "out of memory: 1.00 GiB asked for by test_limited.py:7 torch.empty, 703.5 MiB left of "
+            "the 3.69 GiB that this process may reserve "
+            "(torch.cuda.set_per_process_memory_fraction, or a quota); the device has 11.75 GiB "
+            "free of 14.75 GiB",
+            "  its limit max=2GB was passed before: 3.22 GB were allocated",
+            "out of memory: 1.00 GiB asked for *, * left of the 3.00 GiB that this process may *",
+        ]
+    )

@@ -262,7 +262,9 @@ def test_what_cannot_be_predicted_fails(real: Project) -> None:
     )
     path = real.path / "report.json"
 
-    result = real.run_apart(f"--gpumem-report=json:{path}", "test_odd.py", "-rA", device=REAL)
+    result = real.run_apart(
+        f"--gpumem-report=json:{path}", "test_odd.py", "-rA", "-vv", device=REAL
+    )
 
     result.assert_outcomes(failed=4, skipped=1)
     peaked = "the test peaked at 1.0 KiB (1,024 B) and could not be predicted; on a simulated H100"

@@ -62,7 +62,7 @@ def test_every_device_that_a_test_touches_is_measured(project: Project) -> None:
 @pytest.mark.parametrize(
     ("limit", "broken"),
     [
-        ('max="4KiB"', "the test peaked at 8.0 KiB (8,192 B), 4.0 KiB over its limit of 4.0 KiB"),
+        ('max="4KiB"', "the test peaked at 8.0 KiB (8,192 B), 4.0 KiB over its limit of 4KiB"),
         ("max_leak=0", "8.0 KiB (8,192 B) still allocated after the test"),
         ('max_reserved="1MiB"', "2.0 MiB (2,097,152 B)"),
     ],

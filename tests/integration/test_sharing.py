@@ -91,6 +91,81 @@ def test_a_baseline_says_what_a_test_needs(project: Project, folder: Path) -> No
     assert log(folder)[0].bytes == 20 << 20
 
 
+TWO = "--gpumem-device=sim:T4*2"
+
+
+def asked(folder: Path) -> dict[str, int]:
+    """Bytes by device of the last test that was granted any."""
+    granted = [entry for entry in log(folder) if entry.event == "granted"]
+    last = granted[-1].nodeid, granted[-1].time
+    return {one.device: one.bytes for one in granted if (one.nodeid, one.time) == last}
+
+
+def test_a_test_that_uses_two_devices_asks_for_both(project: Project, folder: Path) -> None:
+    both = {"simulated T4 cuda:0": 2 << 30, "simulated T4 cuda:1": 2 << 30}
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(max_reserved="2GiB")
+        def test_it():
+            torch.ones(3, device="cuda:1")
+        """
+    )
+    project.run("--gpumem-share", device=TWO).assert_outcomes(passed=1)
+    assert asked(folder) == {"simulated T4 cuda:0": 2 << 30}, "nobody knows yet"
+    project.run("--gpumem-share", device=TWO).assert_outcomes(passed=1)
+    assert asked(folder) == both
+
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(max_reserved="2GiB", gpu="T4*2")
+        def test_says_so():
+            torch.ones(3, device="cuda")
+        """
+    )
+    project.run("--gpumem-share").assert_outcomes(passed=1)
+    assert asked(folder) == both
+
+
+def test_workers_spread_over_the_devices_of_a_machine(project: Project, folder: Path) -> None:
+    project.write(
+        test_it="""
+        import time
+
+        @pytest.mark.parametrize("number", range(4))
+        @pytest.mark.gpumem(max_reserved="12GiB")
+        def test_takes(number):
+            torch.empty(11 << 30, dtype=torch.uint8, device="cuda")
+            time.sleep(0.2)
+        """
+    )
+
+    result = project.run_apart("--gpumem-share", "-n2", device=TWO)
+
+    result.assert_outcomes(passed=4)
+    # 12 of 14.7 GiB: two at a time only because each worker has a device of its own.
+    entries = log(folder)
+    places = {(entry.worker, entry.device) for entry in entries}
+    assert len(places) == len({device for _, device in places}) == 2
+    running = list(accumulate({"granted": 1, "released": -1}[entry.event] for entry in entries))
+    assert max(running) == 2
+
+
+def test_no_test_needs_more_than_its_quota(project: Project, folder: Path) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(quota="1GiB")
+        def test_unknown():
+            torch.ones(3, device="cuda")
+
+        @pytest.mark.gpumem(quota="1GiB", max="2GiB")
+        def test_limited():
+            torch.ones(3, device="cuda")
+        """
+    )
+    project.run("--gpumem-share").assert_outcomes(passed=2)
+    assert [entry.bytes for entry in log(folder)] == [GIB] * 4
+
+
 def test_a_test_that_never_fits_says_so(project: Project) -> None:
     project.write(
         test_it="""

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.rows import test_status as status
 from pytest_gpumem.report.table import table
-from pytest_gpumem.report.table import test_status as status
 from pytest_gpumem.report.text import Line, Span, cells
 from tests.report.example_run import (
     MIB,
@@ -122,6 +122,49 @@ def test_of_many_tests_those_that_tell_something_and_the_largest_are_shown() -> 
     assert [line.split()[0] for line in lines[-3:-1]] == ["test_step", "forward"]
     assert lines[-1] == "  and 17 more tests with smaller peaks (-v shows all)"
     assert len(text_of(*many, failing(), verbosity=1, width=160)) == 2 + 2 * 40 + 4
+
+
+def failed(name: str, site: str, over: int = MIB) -> TestRecord:
+    line = {"bytes": over, "change": "new", "category": "activations", "site": site, "count": 1}
+    broken = verdict("baseline", 8 * MIB + over, 8 * MIB, reference=8 * MIB)
+    phases = (phase("forward", 8 * MIB + over),)
+    return record(
+        f"tests/test_model.py::{name}",
+        measured(8 * MIB + over, *phases),
+        replace(broken, explanation=(line,)),
+        replace(broken, phase="forward", explanation=(line,)),
+        outcome="failed",
+    )
+
+
+def test_of_very_many_failures_each_cause_is_shown_and_how_many_are_not() -> None:
+    one_cause = [failed(f"test_{number}", "net.py:7", number * MIB) for number in range(1, 41)]
+    lines = text_of(*one_cause, failed("test_other", "net.py:9"), passing("test_passes"))
+    rows = [line.split()[0] for line in lines[2:-1]]
+    assert rows == [*(f"test_{number}" for number in range(1, 9)), "test_other"]
+    assert lines[-1] == "  and 33 more tests, 32 of them failed (--gpumem-rows all shows all)"
+
+
+def test_a_limit_and_its_test_s_numbers_are_in_the_units_it_is_written_in() -> None:
+    over = replace(verdict("limit", 300_032, 300_000), written="300KB")
+    one = record("t.py::test_x", measured(300_032), over, outcome="failed")
+    assert text_of(one, width=60)[-1] == "  test_x  300.03 KB  8.4 MB  100.7 MB  max 300KB  FAIL"
+    close = verdict("baseline", 20 * MIB + 4096, 20 * MIB, reference=20 * MIB)
+    one = record("t.py::test_x", measured(20 * MIB + 4096), close, outcome="failed")
+    assert text_of(one, width=60)[-1].split() == [
+        *("test_x", "20.004", "MiB", "96.0", "MiB", "baseline", "20.000", "MiB", "FAIL")
+    ]
+
+
+def test_rows_and_order_are_asked_for() -> None:
+    many = [passing(f"test_{number}", (number + 1) * MIB) for number in range(30)]
+    names = [
+        line.text.split()[0]
+        for line in table(many, verbosity=0, width=100, rows=3, sort="peak")
+        if "test_model" in line.text
+    ]
+    assert names == [f"tests/test_model.py::test_{number}" for number in (29, 28, 27)]
+    assert len(table(many, verbosity=1, width=160, rows=2)) == 2 + 2 * 2 + 1
 
 
 def test_where_rows_are_many_only_phases_with_a_limit_or_a_failure_are_shown() -> None:

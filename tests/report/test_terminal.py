@@ -8,6 +8,7 @@ from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.update import Change, UpdateReport
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.remarks import Missing
 from pytest_gpumem.report.terminal import describe, section, write_section
 from pytest_gpumem.report.text import cells
 from tests.report.example_run import (
@@ -281,3 +282,21 @@ def test_control_characters_of_a_name_are_shown_and_not_obeyed() -> None:
 def test_of_very_long_settings_a_part_is_shown() -> None:
     special = replace(SIMULATED, alloc_conf="x" * 10**7, cublas_workspace_config=":" * 10**7)
     assert len(describe(special)) < 600
+
+
+def test_tests_whose_baselines_stand_elsewhere_are_told_whatever_limits_they_have() -> None:
+    for elsewhere, told in (
+        (
+            {"sim-T4-torch2.6": 1},
+            "1 test has a baseline in sim-T4-torch2.6 and none in this environment: it was "
+            "compared with nothing",
+        ),
+        (
+            {"sim-T4-torch2.6": 1, "sim-T4-torch2.13": 2},
+            "2 tests have a baseline in sim-T4-torch2.13 (and 1 more) and none in this "
+            "environment: they were compared with nothing",
+        ),
+    ):
+        missing = Missing(elsewhere=elsewhere)
+        lines = section([passing()], verbosity=0, width=160, missing=missing)
+        assert told in [line.text for line in lines]

@@ -1,0 +1,320 @@
+"""``gpumem bisect TEST --good REV``: the commit that made a test's memory grow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baseline.verdict import format_percent
+from pytest_gpumem.cli.columns import say
+from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.git import git, toplevel
+from pytest_gpumem.options import DEFAULT_GPU
+from pytest_gpumem.report.difference import explain_peaks
+from pytest_gpumem.report.json_report import ReportError, read_report
+from pytest_gpumem.sizes import SizeError, Tolerance, format_exact, format_size, parse_tolerance
+
+if TYPE_CHECKING:
+    from pytest_gpumem.measurement.record import Measurement
+
+FOUND = 1
+
+
+class UnmeasuredError(ValueError):
+    """A commit at which the test cannot be measured; the message says why."""
+
+
+Measure = Callable[[str], "Measurement"]
+"""Runs the test at a commit; raises :class:`UnmeasuredError`."""
+
+
+@dataclass
+class Search:
+    """A binary search for the commit at which a peak reached what it is at the last one."""
+
+    commits: Sequence[str]
+    """The good one, and those that followed up to the bad one."""
+    measure: Measure
+    tolerance: Tolerance
+    said: Callable[[str, str], object] = lambda commit, text: None
+    """Called with each commit that was tried, and what came of it."""
+    found: dict[int, Measurement] = field(default_factory=dict)
+    """By position, what was measured."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """By position, why nothing was."""
+
+    @property
+    def runs(self) -> int:
+        """How often the test was run, or tried to."""
+        return len(self.found) + len(self.failed)
+
+    def first_bad(self) -> range:
+        """Return the positions of which one is guilty: one, or more where some cannot be measured.
+
+        Position 0 alone means that the test did not grow. Of n commits, the good one counted, at
+        most log2(n) + 1 are measured unless some cannot be. Raises :class:`UnmeasuredError` where
+        the last one cannot be.
+        """
+        low, high = 0, len(self.commits) - 1
+        peak = self._peak(high)
+        if peak is None:
+            raise UnmeasuredError(self.failed[high])
+        floor = peak - self.tolerance.allowance(max(peak, 0))
+        skipped: set[int] = set()
+        while candidates := [at for at in range(low, high) if at not in skipped]:
+            middle = (low + high) // 2
+            at = min(candidates, key=lambda one: abs(one - middle))
+            tried = self._peak(at)
+            if tried is None:
+                skipped.add(at)
+            elif tried >= floor:
+                high = at
+            else:
+                low = at + 1
+        return range(low, high + 1)
+
+    def _peak(self, at: int) -> int | None:
+        commit = self.commits[at]
+        try:
+            self.found[at] = self.measure(commit)
+        except UnmeasuredError as error:
+            self.failed[at] = str(error)
+            self.said(commit, f"not measured: {error}")
+            return None
+        self.said(commit, format_size(self.found[at].peak_allocated))
+        return self.found[at].peak_allocated
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "bisect",
+        help="the commit that made a test's memory grow, by simulated runs",
+        description="Run a test at commits between a good and a bad one, on a simulated GPU and in "
+        "a work tree of its own, and say which commit made its peak grow, and by which lines. Exit "
+        "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
+        epilog='example: gpumem bisect "tests/test_model.py::test_step" --good v1.0',
+    )
+    parser.add_argument("test", metavar="TEST", help="node id, as pytest takes it")
+    parser.add_argument("--good", metavar="REV", required=True, help="where it still took less")
+    parser.add_argument("--bad", metavar="REV", default="HEAD", help="default: HEAD")
+    parser.add_argument("--gpu", metavar="MODEL", default=DEFAULT_GPU, help="what is simulated")
+    parser.add_argument(
+        "--tolerance", default="0", help="by what peaks may differ and still be the same"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument(
+        "--pytest-args", metavar="ARGUMENTS", default="", help='for pytest, like "-p no:randomly"'
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, print what was found and return the exit code; ``ValueError`` for bad input."""
+    top = toplevel(Path.cwd())
+    commits = commits_between(top, arguments.good, arguments.bad)
+    try:
+        tolerance = parse_tolerance(arguments.tolerance)
+    except SizeError as error:
+        raise ValueError(f"--tolerance: {error}") from None
+    try:
+        further = shlex.split(arguments.pytest_args)
+    except ValueError as error:
+        raise ValueError(f"--pytest-args: {error}") from None
+
+    def said(commit: str, text: str) -> None:
+        out = sys.stderr if arguments.json else sys.stdout
+        print(printable(f"{commit[:9]}  {text}"), file=out, flush=True)
+
+    with work_tree(top) as tree:
+        inside = Path.cwd().resolve().relative_to(top.resolve())
+        test = TestAt(top, tree, inside, arguments.test, arguments.gpu, further)
+        search = Search(commits, test.measure, tolerance, said)
+        try:
+            guilty = search.first_bad()
+        except UnmeasuredError as error:
+            raise ValueError(f"{arguments.bad} cannot be the bad one: {error}") from None
+    if arguments.json:
+        print(json.dumps(_data(search, guilty)))
+    else:
+        say(_lines(search, guilty, top, arguments.good))
+    return 0 if _did_not_grow(guilty) else FOUND
+
+
+def commits_between(top: Path, good: str, bad: str) -> list[str]:
+    """Return the commits from ``good`` to ``bad``, along first parents, both included.
+
+    Raises ``ValueError`` with one sentence where git does not know them or ``bad`` does not follow.
+    """
+    first, last = (
+        git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+        .decode()
+        .strip()
+        for revision in (good, bad)
+    )
+    listed = git(top, "rev-list", "--first-parent", "--reverse", f"{first}..{last}")
+    following = listed.decode().split()
+    if not following:
+        raise ValueError(
+            printable(f"{bad} does not come after {good}: no commit lies between them", MOST)
+        )
+    return [first, *following]
+
+
+@contextmanager
+def work_tree(top: Path) -> Iterator[Path]:
+    """Be given a work tree of the repository ``top`` for as long as needed."""
+    with tempfile.TemporaryDirectory(prefix="gpumem-bisect-") as temporary:
+        tree = Path(temporary).resolve() / "tree"
+        git(top, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), "HEAD")
+        try:
+            yield tree
+        finally:
+            git(top, "worktree", "remove", "--force", "--force", str(tree))
+
+
+@dataclass(frozen=True)
+class TestAt:
+    """A test that can be run at any commit."""
+
+    __test__ = False  # pytest would take the name for a test class
+
+    top: Path
+    """The user's work tree, which stays as it is."""
+    tree: Path
+    """The one in which commits are checked out."""
+    inside: Path
+    """Where in it pytest is started."""
+    nodeid: str
+    gpu: str
+    arguments: Sequence[str] = ()
+
+    def measure(self, commit: str) -> Measurement:
+        """Return what the test takes at ``commit``; raises :class:`UnmeasuredError`."""
+        git(self.tree, "checkout", "--quiet", "--force", "--detach", commit)
+        git(self.tree, "clean", "--quiet", "-ffdx")
+        folder = self.tree / self.inside
+        if not folder.is_dir():
+            raise UnmeasuredError(f"there is no folder {self.inside}")
+        report = self.tree.parent / "report.json"
+        report.unlink(missing_ok=True)
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", self.nodeid, *self._options(report), *self.arguments],
+            cwd=folder,
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        try:
+            records = read_report(report)
+        except ReportError:
+            raise UnmeasuredError(_last_words(ran)) from None
+        measured = [record for record in records if record.measurement is not None]
+        if len(measured) > 1:
+            names = ", ".join(record.nodeid for record in measured)
+            raise ValueError(f"{self.nodeid} are {len(measured)} tests, give one of {names}")
+        whole = [one for one in measured if one.outcome in ("passed", "xpassed") or one.broken]
+        if not whole:
+            raise UnmeasuredError(_last_words(ran))
+        assert whole[0].measurement is not None
+        return whole[0].measurement
+
+    def _options(self, report: Path) -> list[str]:
+        return [
+            f"--gpumem-device=sim:{self.gpu}",
+            "--gpumem-all",
+            "--gpumem-report=off",
+            f"--gpumem-report=json:{report}",
+            "-p",
+            "no:cacheprovider",
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        """Let the work tree's code be imported, not that of the user's, installed or not."""
+        search = [str(self.tree), str(self.tree / "src")]
+        for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+            path = Path(entry).resolve()
+            inside = path.is_relative_to(self.top.resolve())
+            search.append(
+                str(self.tree / path.relative_to(self.top.resolve())) if inside else entry
+            )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
+        # Two commits of the same second and size would share compiled files.
+        return {**environment, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
+    """Return what pytest said: its first error, else its last line."""
+    lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
+    said = [line.strip(" =") for line in lines if line.strip(" =")]
+    errors = [line for line in said if line.startswith(("ERROR", "E  ", "FAILED"))]
+    return printable((errors or said[-1:] or [f"pytest ended with {ran.returncode}"])[0], MOST)
+
+
+def _did_not_grow(guilty: range) -> bool:
+    return guilty[-1] == 0
+
+
+def _lines(search: Search, guilty: range, top: Path, good: str) -> Iterator[str]:
+    commits = search.commits
+    last = search.found[len(commits) - 1].peak_allocated
+    yield ""
+    if _did_not_grow(guilty):
+        peak = search.found[0].peak_allocated
+        yield f"it did not grow: {format_size(peak)} at {good}, {format_size(last)} at the bad one"
+    elif len(guilty) > 1:
+        yield "one of these commits made it grow, and some of them cannot be measured:"
+        for at in guilty:
+            yield f"  {_named(top, commits[at]) if at else f'{good}, or one before it'}"
+    else:
+        yield from _guilty(search, guilty[0], top)
+    yield f"{search.runs} run{'s' * (search.runs != 1)} among {len(commits)} commits"
+
+
+def _guilty(search: Search, at: int, top: Path) -> Iterator[str]:
+    now, before = search.found[at], search.found[at - 1]
+    yield f"{_named(top, search.commits[at])} made it grow"
+    change = now.peak_allocated - before.peak_allocated
+    percent = ""
+    if before.peak_allocated > 0:
+        percent = f" ({format_percent(change, before.peak_allocated)})"
+    yield (
+        f"  from {format_exact(before.peak_allocated)} to {format_exact(now.peak_allocated)}, "
+        f"+{format_size(change)}{percent}"
+    )
+    yield from explain_peaks(before, now)
+
+
+def _named(top: Path, commit: str) -> str:
+    return (
+        git(top, "show", "--no-patch", "--format=%h %s (%an, %ad)", "--date=short", commit)
+        .decode(errors="replace")
+        .strip()
+    )
+
+
+def _data(search: Search, guilty: range) -> dict[str, object]:
+    grew = not _did_not_grow(guilty)
+    return {
+        "guilty": [search.commits[at] for at in guilty] if grew else [],
+        "runs": search.runs,
+        "commits": len(search.commits),
+        "peaks": {search.commits[at]: m.peak_allocated for at, m in sorted(search.found.items())},
+        "not_measured": {search.commits[at]: why for at, why in sorted(search.failed.items())},
+        "explanation": explain_peaks(search.found[guilty[0] - 1], search.found[guilty[0]])
+        if grew and len(guilty) == 1
+        else [],
+    }

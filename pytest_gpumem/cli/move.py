@@ -1,0 +1,99 @@
+"""``gpumem move OLD NEW``: stored baselines follow a test that was moved or renamed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
+from pytest_gpumem.cli.columns import say
+from pytest_gpumem.echo import printable
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.environment import Environment
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "move",
+        help="let stored baselines follow a test that was moved or renamed",
+        description="Give what is stored of the test OLD to the test NEW, in every environment. "
+        "OLD and NEW are node ids, or both paths of test modules, relative to pytest's rootdir.",
+    )
+    parser.add_argument("old", metavar="OLD")
+    parser.add_argument("new", metavar="NEW")
+    parser.add_argument("--baselines", metavar="DIR", type=Path, default=Path("baselines"))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Move the entries; raises a ``ValueError`` with a sentence where there is nothing to move."""
+    old, new = split_nodeid(arguments.old), split_nodeid(arguments.new)
+    if bool(old[1]) != bool(new[1]):
+        raise ValueError(
+            f"{printable(arguments.old)} and {printable(arguments.new)}: give two tests, or the "
+            "paths of two modules"
+        )
+    folder: Path = arguments.baselines
+    if old == new:
+        raise ValueError(f"{printable(arguments.old)} is moved to itself; give another name")
+    store = BaselineStore(folder)
+    moves = [
+        move
+        for module, content in read_folder(folder)
+        if module == old[0] and (move := _Move.of(store, content.environment, old, new)).names
+    ]
+    if not moves:
+        raise ValueError(f"{folder} holds nothing of {printable(arguments.old)}; check the name")
+    for move in moves:
+        move.carry_out(store)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Move:
+    """What moves in one environment."""
+
+    environment: Environment
+    old: str
+    new: str
+    names: Mapping[str, str]
+    """New test ids by old ones."""
+    entries: Mapping[str, BaselineEntry]
+    """By new test id."""
+
+    @classmethod
+    def of(
+        cls,
+        store: BaselineStore,
+        environment: Environment,
+        old: tuple[str, str],
+        new: tuple[str, str],
+    ) -> _Move:
+        """Return what there is to move; raises a ``ValueError`` where something is in its place."""
+        stored = store.read(environment, old[0])
+        names = {name: new[1] or name for name in stored if not old[1] or name == old[1]}
+        taken = store.read(environment, new[0]).keys() & set(names.values())
+        if taken:
+            raise ValueError(
+                f"{environment.key} has a baseline of {printable(f'{new[0]}::{min(taken)}')} "
+                "already; nothing was moved"
+            )
+        entries = {name: stored[test_id] for test_id, name in names.items()}
+        return cls(environment, old[0], new[0], names, entries)
+
+    def carry_out(self, store: BaselineStore) -> None:
+        """Write it, and say so."""
+        # What is there twice for a moment is not lost if this process ends between the two.
+        store.edit(self.environment, self.new, lambda entries: entries.update(self.entries))
+        store.edit(self.environment, self.old, self._drop)
+        key = self.environment.key
+        say(f"{key}: {self.old}::{a} -> {self.new}::{b}" for a, b in self.names.items())
+
+    def _drop(self, entries: MutableMapping[str, BaselineEntry]) -> None:
+        for test_id in self.names:
+            del entries[test_id]

@@ -1,0 +1,238 @@
+"""``gpumem plot REPORT``: a picture of what a run measured, for a paper or a pull request."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.cli.columns import say
+from pytest_gpumem.echo import printable
+from pytest_gpumem.report.text import shorten
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.report.record import TestRecord
+
+MOST_BARS = 30
+"""Tests of one picture, those with the highest peaks."""
+
+MOST_LETTERS = 60
+"""Of a test's name beside its bar."""
+
+COLOURS = dict(
+    zip(
+        CATEGORIES,
+        (
+            "#5b9bd5",
+            "#e8833a",
+            "#9b7fd1",
+            "#55b6b0",
+            "#e3b62f",
+            "#c678a5",
+            "#8fbf5a",
+            "#a7adb8",
+        ),
+        strict=True,
+    )
+)
+"""Those of the HTML report."""
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "plot",
+        help="draw a picture of a JSON report",
+        description="Draw what a run measured: a test's memory over time or by phase, or the peaks "
+        "of tests by category. Needs matplotlib: pip install 'pytest-gpumem[plot]'.",
+    )
+    parser.add_argument(
+        "report", metavar="REPORT", type=Path, help="what --gpumem-report json:PATH wrote"
+    )
+    parser.add_argument("--kind", choices=list(KINDS), default="composition", help="what to draw")
+    parser.add_argument(
+        "--test", metavar="TEXT", default="", help="of tests whose ids contain this (default: all)"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", type=Path, required=True, help="FILE.png, .svg or .pdf"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw the picture and return the exit code; raises ``ValueError`` for bad input."""
+    output: Path = arguments.output
+    if output.suffix.lower() not in FORMATS:
+        raise ValueError(f"--output: {output} ends in none of {', '.join(FORMATS)}")
+    from pytest_gpumem.report.json_report import read_report
+
+    records = [
+        record
+        for record in read_report(arguments.report)
+        if arguments.test in record.nodeid and record.measurement is not None
+    ]
+    if not records:
+        wanted = f" whose id contains {arguments.test!r}" if arguments.test else ""
+        raise ValueError(f"{arguments.report} holds no measured test{wanted}")
+    figure_of(records, arguments.kind, output)
+    say([f"{output}: {arguments.kind} of {arguments.report}"])
+    return 0
+
+
+def figure_of(records: Sequence[TestRecord], kind: str, output: Path) -> None:
+    """Draw ``records``, all measured, as ``kind`` says into ``output``.
+
+    Raises ``ValueError`` where they do not hold what is drawn, or matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "pictures are drawn by matplotlib, which is not installed: "
+            "pip install 'pytest-gpumem[plot]'"
+        ) from error
+    # Names of tests are no mathematics, whatever dollars are in them.
+    with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        KINDS[kind](figure, records)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(output, dpi=150)
+
+
+def _composition(figure: Figure, records: Sequence[TestRecord]) -> None:
+    axes = figure.add_subplot()
+    by_peak = sorted(records, key=lambda record: _measured(record).peak_allocated, reverse=True)
+    shown = by_peak[:MOST_BARS][::-1]
+    figure.set_figheight(1.5 + 0.28 * len(shown))
+    rows = [(record.nodeid, _measured(record)) for record in shown]
+    _bars(axes, [(name, one.composition, one.peak_allocated) for name, one in rows])
+    hidden = f", the highest {MOST_BARS} of {len(records)}" if len(records) > MOST_BARS else ""
+    figure.suptitle(f"Peak by category{hidden}{_said(records)}")
+
+
+def _phases(figure: Figure, records: Sequence[TestRecord]) -> None:
+    axes = figure.add_subplot()
+    record = _only(records)
+    phases = list(_measured(record).phases.values())[::-1]
+    _bars(axes, [(phase.name, phase.composition, phase.peak_allocated) for phase in phases])
+    figure.suptitle(f"{_name(record.nodeid)}: peak by phase{_said([record])}")
+
+
+def _timeline(figure: Figure, records: Sequence[TestRecord]) -> None:
+    axes = figure.add_subplot()
+    record = _only(records)
+    line = _measured(record).timeline
+    if line is None:
+        raise ValueError(
+            f"{printable(record.nodeid)} has no time line; run it with --gpumem-report html:PATH "
+            "besides json:PATH, on a simulated device or with --gpumem-history"
+        )
+    names = [name for name in CATEGORIES if name in line["categories"]]
+    positions = line["positions"]
+    series = [line["categories"][name] for name in names]
+    axes.stackplot(
+        positions, series, labels=names, colors=[COLOURS[name] for name in names], step="post"
+    )
+    totals = [sum(at) for at in zip(*series, strict=True)]
+    peak = max(range(len(totals)), key=totals.__getitem__)
+    axes.axvline(positions[peak], color="black", linewidth=0.8, linestyle="--")
+    axes.annotate(
+        f"peak {format_size(totals[peak])}",
+        (positions[peak], totals[peak]),
+        xytext=(4, 4),
+        textcoords="offset points",
+    )
+    for name, begin, end in line["phases"]:
+        if name != "call":
+            axes.axvspan(begin, end, ymin=0.97, alpha=0.35, color="gray", linewidth=0)
+            axes.text(
+                begin,
+                0.985,
+                f" {printable(name)}",
+                va="center",
+                fontsize=7,
+                transform=axes.get_xaxis_transform(),
+                clip_on=True,
+            )
+    axes.set_xlim(0, line["events"])
+    axes.set_ylim(0, max(totals) * 1.2 or 1)
+    axes.set_xlabel("events of the allocator")
+    _in_bytes(axes.yaxis, max(totals))
+    figure.suptitle(f"{_name(record.nodeid)}{_said([record])}")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+KINDS: dict[str, Callable[[Figure, Sequence[TestRecord]], None]] = {
+    "composition": _composition,
+    "phases": _phases,
+    "timeline": _timeline,
+}
+
+
+def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> None:
+    """Draw a bar for each name, composition and peak (bytes); what is not composed is white."""
+    labels = [_name(name) for name, _, _ in rows]
+    places = range(len(rows))
+    left = [0] * len(rows)
+    for category in CATEGORIES:
+        sizes = [composition.get(category, 0) for _, composition, _ in rows]
+        if any(sizes):
+            axes.barh(places, sizes, left=left, label=category, color=COLOURS[category])
+            left = [done + size for done, size in zip(left, sizes, strict=True)]
+    peaks = [peak for _, _, peak in rows]
+    axes.barh(places, peaks, fill=False, edgecolor="gray", linewidth=0.6)
+    for place, peak in zip(places, peaks, strict=True):
+        axes.annotate(
+            format_size(peak), (peak, place), xytext=(3, 0), textcoords="offset points", va="center"
+        )
+    axes.set_yticks(places, labels)
+    axes.set_xlim(0, max(peaks) * 1.25 or 1)
+    _in_bytes(axes.xaxis, max(peaks))
+    if any(left):
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _in_bytes(axis: Axis, highest: int) -> None:
+    """Put the ticks of ``axis`` at round sizes: multiples of a power of two, about four."""
+    step = 1 << max(highest // 5, 1).bit_length()
+    axis.set_ticks(range(0, highest + step, step))
+    axis.set_major_formatter(lambda size, _: format_size(round(size)))
+
+
+def _measured(record: TestRecord) -> Measurement:
+    assert record.measurement is not None  # others are not drawn
+    return record.measurement
+
+
+def _only(records: Sequence[TestRecord]) -> TestRecord:
+    if len(records) > 1:
+        raise ValueError(
+            f"{len(records)} tests are meant, {printable(records[0].nodeid)} first, and this shows "
+            "one; name it with --test"
+        )
+    return records[0]
+
+
+def _name(text: str) -> str:
+    return shorten(text, MOST_LETTERS)
+
+
+def _said(records: Sequence[TestRecord]) -> str:
+    gpus = sorted(
+        {
+            f"{'simulated ' * record.environment.simulated}{record.environment.gpu}"
+            for record in records
+        }
+    )
+    return f" [{', '.join(map(printable, gpus))}]"

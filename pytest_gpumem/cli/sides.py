@@ -1,0 +1,88 @@
+"""What ``gpumem compare`` reads: the numbers of a report or a baselines folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baseline.store import read_folder, split_nodeid
+from pytest_gpumem.report.json_report import read_report
+from pytest_gpumem.sizes import Tolerance, parse_tolerance
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.report.record import TestRecord
+
+Figures = Mapping[str, int]
+"""Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """What one side knows of one test."""
+
+    figures: Figures
+    tolerance: Tolerance | None = None
+    """Its own, by marker, option or ini; ``None`` where that of its environment applies."""
+
+
+@dataclass
+class Side:
+    """One of the two that are compared."""
+
+    path: Path
+    environments: dict[str, Environment] = field(default_factory=dict)
+    tests: dict[str, dict[str, Test]] = field(default_factory=dict)
+    """By environment key and node id."""
+
+    def add(
+        self, environment: Environment, nodeid: str, figures: Figures, tolerance: str | None
+    ) -> None:
+        """Put one test in its place."""
+        self.environments[environment.key] = environment
+        own = parse_tolerance(tolerance) if tolerance is not None else None
+        self.tests.setdefault(environment.key, {})[nodeid] = Test(figures, own)
+
+
+def read_side(path: Path) -> Side:
+    """Return what ``path`` holds: a baselines folder or a JSON report.
+
+    Raises ``ValueError`` with one sentence where it is neither.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a JSON report or a baselines folder")
+    return _folder_side(path) if path.is_dir() else _report_side(path)
+
+
+def _folder_side(path: Path) -> Side:
+    side = Side(path)
+    for module, content in read_folder(path):
+        for test_id, entry in content.tests.items():
+            figures = {"": entry.peak_allocated, **entry.phases}
+            side.add(content.environment, f"{module}::{test_id}", figures, entry.tolerance)
+    return side
+
+
+def _report_side(path: Path) -> Side:
+    side = Side(path)
+    for record in read_report(path):
+        if record.measurement is not None or record.outcome in ("failed", "error"):
+            nodeid = "::".join(split_nodeid(record.nodeid))
+            tolerance = record.expectation.get("tolerance")
+            side.add(record.environment, nodeid, _figures(record), tolerance)
+    return side
+
+
+def _figures(record: TestRecord) -> Figures:
+    """Return the numbers of a test, none where its body failed: they end where it ended."""
+    if not record.is_whole:
+        return {}
+    figures = {}
+    for position, measurement in enumerate(record.measurements):
+        device = f"{measurement.device} " if position else ""
+        figures[device.strip()] = measurement.peak_allocated
+        for name, phase in measurement.phases.items():
+            figures[f"{device}{name}"] = phase.peak_allocated
+    return figures

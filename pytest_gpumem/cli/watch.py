@@ -1,0 +1,97 @@
+"""``gpumem watch``: the GPUs of this host and the tests that run, live."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.cli import gpus
+from pytest_gpumem.cli.columns import terminal_width
+from pytest_gpumem.cli.screen import watch
+from pytest_gpumem.echo import printable
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.sharing.watched import Run
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "watch",
+        help="a live view of the GPUs of this host and of the tests that pytest runs",
+        description="Show, again and again until Ctrl-C, each GPU's memory, utilisation and "
+        "processes, and for each running pytest the test that it runs and what the last one took. "
+        "A run is seen from the first test that begins after this.",
+    )
+    parser.add_argument(
+        "--every",
+        type=gpus._seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two looks (default: 1)",
+    )
+    parser.add_argument("--once", action="store_true", help="look once, after that time, and end")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each look")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look again and again; return 0."""
+    from pytest_gpumem.sharing.database import default_folder
+    from pytest_gpumem.sharing.watched import watching
+
+    folder = default_folder()
+
+    def text() -> list[str]:
+        return _look(folder, as_json=arguments.json)
+
+    with suppress(KeyboardInterrupt), watching(folder):
+        if arguments.once:
+            time.sleep(arguments.every)
+            print(*text(), sep="\n")
+        else:
+            watch(text, arguments.every)
+    return 0
+
+
+def _look(folder: Path, *, as_json: bool) -> list[str]:
+    from pytest_gpumem.sharing.watched import runs
+
+    devices, trouble = gpus.found()
+    seen = runs(folder)
+    if as_json:
+        shown = {"devices": devices, "nvml": trouble, "runs": list(map(asdict, seen))}
+        return [json.dumps(shown)]
+    width = terminal_width()
+    found = lines(devices, trouble, seen, time.time(), width)
+    return [printable(line)[:width] for line in found]
+
+
+def lines(
+    devices: Sequence[Mapping[str, Any]],
+    trouble: str | None,
+    seen: Sequence[Run],
+    now: float,
+    width: int,
+) -> Iterator[str]:
+    """Yield what a person reads at the time ``now``, in ``width`` columns."""
+    yield from gpus.lines(devices, trouble, width)
+    yield ""
+    if not seen:
+        yield "no pytest has begun a measured test since this looks"
+    for one in seen:
+        worker = f", worker {one.worker}" if one.worker else ""
+        tests = "1 measured test" if one.finished == 1 else f"{one.finished} measured tests"
+        yield f"pytest in {one.folder} (PID {one.process.pid}{worker}): {tests} so far"
+        if one.test is not None:
+            yield f"  runs  {one.test}  {max(now - one.since, 0):.0f} s on {one.device}"
+        if one.last is not None:
+            peak = "" if one.last_peak is None else f"  peak {format_size(one.last_peak)}"
+            yield f"  last  {one.last}{peak}"

@@ -1,0 +1,228 @@
+"""Command lines to paste: pytest as it was started, for other tests and with other options.
+
+They are run where pytest was started, whatever its rootdir is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.echo import quoted_for_shell
+
+if TYPE_CHECKING:
+    import pytest
+
+UPDATE = "--gpumem-update-baselines"
+PRUNE = "--gpumem-prune-baselines"
+
+_CONFIG_FILES = (
+    *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml"),
+    *("tox.ini", "setup.cfg", "setup.py"),
+)
+"""Where pytest looks for its configuration, and for its rootdir: its documentation of both."""
+
+_FLAGS = (
+    *("-x", "-s", "-l", "--exitfirst", "--lf", "--last-failed", "--ff", "--failed-first"),
+    *("--nf", "--new-first", "--sw", "--stepwise", "--stepwise-skip", "--stepwise-reset"),
+    *("--sw-skip", "--sw-reset", "--pdb", "--trace", "--collect-only", "--co", "--cache-clear"),
+    *("--showlocals", "--no-showlocals", "--full-trace", "--no-header", "--no-summary"),
+    *("--quiet", "--verbose", "--setup-show", "--setup-only", "--setup-plan", "--cov-append"),
+    *("--no-fold-skipped", "--force-short-summary", "--runxfail", "--show-fixtures"),
+    *(PRUNE, "--gpumem-require-baselines", "--gpumem-all", "--gpumem-share"),
+)
+_VALUES = (
+    *("-n", "-r", "--maxfail", "--tb", "--durations", "--durations-min", "--verbosity", "--color"),
+    *("--numprocesses", "--maxprocesses", "--dist", "--tx", "--capture", "--show-capture"),
+    *("--code-highlight", "--junitxml", "--junit-xml", "--junit-prefix", "--junitprefix"),
+    *("--basetemp", "--reruns", "--reruns-delay", "--report-log", "--html", "--timeout"),
+    *("--last-failed-no-failures", "--lfnf", "--cov", "--cov-report", "--cov-config"),
+    *("--log-level", "--log-format", "--log-date-format", "--log-cli-level", "--log-cli-format"),
+    *("--log-file", "--log-file-level", "--log-file-mode", "--gpumem-report", "--gpumem-artifacts"),
+    *("--gpumem-history", "--gpumem-explain", "--gpumem-quota", "--gpumem-share-timeout"),
+    *("--gpumem-rows", "--gpumem-sort", "--gpumem-tolerance"),
+)
+"""Options that change neither which tests there are nor what is recorded of them, and their value.
+
+All others are repeated: a conftest's ``--runslow`` decides whether a test runs.
+"""
+
+_REPEATED = (
+    *("-c", "--config-file", "--rootdir", "--confcutdir", "-o", "--override-ini", "-p", "-W"),
+    *("--import-mode", "--gpumem-device", "--gpumem-baselines", "--gpumem-sim-scope"),
+    *("--gpumem-sim-values", "--gpumem-sim-values-limit", "--pythonwarnings"),
+)
+"""Options that are repeated with the word behind them, which may read like a path."""
+
+_CHOOSING = ("-k", "-m", "--deselect", "--ignore", "--ignore-glob", "--gpumem-shard")
+"""Options that choose tests: repeated where no test is named."""
+
+_LETTERS = re.compile(r"-[vqxsl]+|-r[A-Za-z]+|-n\w+|-pno:.*")
+
+
+@dataclass(frozen=True)
+class Command:
+    """How pytest was started, as far as it matters for starting it again."""
+
+    program: tuple[str, ...] = ("pytest",)
+    options: tuple[str, ...] = ()
+    """Those that matter whichever tests are run."""
+    choosing: tuple[str, ...] = ()
+    """Those that chose the tests."""
+    paths: tuple[str, ...] = ()
+    folder: str = ""
+    """Where it was started; empty where that is not known."""
+    rootdir: str = ""
+    inipath: str = ""
+    cached: bool = True
+    """Whether pytest remembers what failed."""
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Command:
+        """Return how the pytest of ``config`` was started: in a worker of xdist, its controller."""
+        known: dict[str, Any] | None = getattr(config, "workerinput", {}).get(COMMAND)
+        if known is not None:
+            return cls(**{key: _frozen(value) for key, value in known.items()})
+        given = [os.fspath(argument) for argument in config.invocation_params.args]
+        options, choosing, paths = _sorted_out(given, _given_paths(config))
+        return cls(
+            program=_program(config),
+            options=tuple(options),
+            choosing=tuple(choosing),
+            paths=tuple(paths),
+            folder=str(config.invocation_params.dir),
+            rootdir=str(config.rootpath),
+            inipath=str(config.inipath or ""),
+            cached=config.pluginmanager.hasplugin("lfplugin"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that travels to a worker of pytest-xdist: builtin types only."""
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in vars(self).items()
+        }
+
+    def records(self, *nodeids: str) -> str:
+        """Return the line that records what the tests ``nodeids`` measure as their baselines."""
+        parts = [nodeid.partition("::") for nodeid in nodeids]
+        fixed = next(filter(None, (self._fixed(module) for module, _, _ in parts)), [])
+        words = [*self.program, *map(_word, (*fixed, *self.options)), UPDATE]
+        tests = (f"{self._from_folder(module)}{colons}{name}" for module, colons, name in parts)
+        return " ".join([*words, *map(quoted_for_shell, tests)])
+
+    def records_failures(self) -> str:
+        """Return the line that records what all tests measure that failed in this run."""
+        return self.again("--lf", UPDATE) if self.cached else self.again(UPDATE)
+
+    def again(self, *options: str) -> str:
+        """Return the line that runs the tests of this run with further ``options``."""
+        words = (*self.program, *map(_word, (*self.options, *options, *self.choosing)))
+        return " ".join([*words, *(quoted_for_shell(path) for path in self.paths)])
+
+    def _from_folder(self, module: str) -> str:
+        if not self.folder or not self.rootdir:
+            return module
+        return _relative(Path(self.rootdir, module), self.folder).replace(os.sep, "/")
+
+    def _fixed(self, module: str) -> list[str]:
+        """Return the options that let pytest find the same rootdir for one test as for all."""
+        given = ("--rootdir", "-c", "--config-file")
+        if not self.rootdir or any(option.startswith(given) for option in self.options):
+            return []
+        root, folder = Path(self.rootdir), Path(self.folder)
+        test = (root / module).parent
+        nearer = [above for above in (test, *test.parents) if above.is_relative_to(root)]
+        nested = any(
+            (above / name).exists() for above in nearer if above != root for name in _CONFIG_FILES
+        )
+        # Without a configuration file the rootdir is what folder and arguments have in common.
+        above = (one for one in (folder, *folder.parents) if test.is_relative_to(one))
+        found = self.inipath or next(above, None) == root
+        if not nested and (found or (root / "setup.py").exists()):
+            return []
+        fixed = [f"--rootdir={_relative(root, self.folder)}"]
+        if self.inipath:
+            fixed += ["-c", _relative(self.inipath, self.folder)]
+        return fixed
+
+
+COMMAND = "gpumem_command"
+"""Key of a pytest-xdist worker's input: how the controller was started."""
+
+PLAIN = Command()
+
+
+def _word(text: str) -> str:
+    """Return ``text`` as one word for a shell, between quotes where it needs them."""
+    return subprocess.list2cmdline([text]) if os.name == "nt" else shlex.quote(text)
+
+
+def _program(config: pytest.Config) -> tuple[str, ...]:
+    # ``python -m pytest`` lets tests import from the present folder, which ``pytest`` does not.
+    # Who calls pytest.main() with plugins has no command line.
+    as_module = sys.argv[:1] and Path(sys.argv[0]).name == "__main__.py"
+    if as_module and not config.invocation_params.plugins:
+        return "python", "-m", "pytest"
+    return ("pytest",)
+
+
+def _relative(path: str | Path, folder: str) -> str:
+    try:
+        return os.path.relpath(path, folder)
+    except ValueError:  # another drive on Windows
+        return str(path)
+
+
+def _given_paths(config: pytest.Config) -> list[str]:
+    """Return the files, folders and node ids that pytest was given."""
+    if config.args_source is not config.ArgsSource.ARGS:
+        return []
+    return [str(argument) for argument in config.args]
+
+
+def _sorted_out(
+    given: Sequence[str], paths: Sequence[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the options to repeat, those that chose the tests, and the paths."""
+    options: list[str] = []
+    choosing: list[str] = []
+    found: list[str] = []
+    words: Iterator[str] = iter(given)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word in paths:
+            found.append(word)
+        elif name in _CHOOSING:
+            choosing += [word] if equals else [word, *_next(words)]
+        elif name in _VALUES:
+            if not equals:
+                _next(words)
+        elif name in _REPEATED:
+            repeated = [word] if equals else [word, *_next(words)]
+            # What a run did without changes nothing that is recorded.
+            options += [] if repeated[0] == "-p" and "no:" in repeated[-1] else repeated
+        elif (
+            name not in _FLAGS
+            and not word.startswith("-pno:")
+            and not _LETTERS.fullmatch(word)
+            and name != UPDATE
+        ):
+            options.append(word)
+    return options, choosing, found
+
+
+def _next(words: Iterator[str]) -> Iterable[str]:
+    word = next(words, None)
+    return () if word is None else (word,)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,105 @@
+"""GitHub Actions: annotations on the lines of tests, and the summary of the step.
+
+The form of a workflow command and its escaping are those of actions/toolkit,
+``packages/core/src/command.ts``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from pytest_gpumem.echo import MOST, printable, shortened
+from pytest_gpumem.report.json_report import ReportError
+from pytest_gpumem.report.markdown import MOST_NAME, document, failure_lines, is_failure
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.written import ReportedRun
+
+MOST_ANNOTATIONS = 10
+"""GitHub shows ten errors and ten notices of a step."""
+
+_DATA = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+_PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
+
+
+def workflow_commands(run: ReportedRun) -> list[str]:
+    """Return the workflow commands that mark what failed as errors and what improved as notices."""
+    failed = [record for record in run.records if is_failure(record)]
+    better = [record for record in run.records if record.improvements and not is_failure(record)]
+    return [
+        *_limited("error", [_failure(record, run) for record in failed]),
+        *_limited("notice", [_improvement(record, run) for record in better]),
+    ]
+
+
+def workflow_command(name: str, message: str, **properties: str | int) -> str:
+    """Return one workflow command; nothing in its parts can end it or begin another."""
+    given = ",".join(
+        f"{key}={_escaped(str(value), _PROPERTY)}" for key, value in properties.items()
+    )
+    return f"::{name} {given}::{_escaped(message, _DATA)}"
+
+
+def write_summary(run: ReportedRun) -> None:
+    """Append the Markdown of the run to the summary of the step, where there is one.
+
+    Raises :class:`ReportError` where it cannot be written.
+    """
+    path = os.getenv("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    text = document(run.records, command=run.command, skipped=run.skipped)
+    try:
+        with Path(path).open("a", encoding="utf-8") as summary:
+            summary.write(f"{text}\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ReportError(
+            f"GITHUB_STEP_SUMMARY {printable(path, MOST)} cannot be written: {reason}; give "
+            "--gpumem-report off where no report of GitHub's is wanted"
+        ) from error
+
+
+def _escaped(text: str, table: dict[str, str]) -> str:
+    return "".join(table.get(char, char) for char in text)
+
+
+def _limited(name: str, found: list[tuple[str, dict[str, str | int]]]) -> Iterator[str]:
+    shown = found if len(found) <= MOST_ANNOTATIONS else found[: MOST_ANNOTATIONS - 1]
+    for message, properties in islice(shown, MOST_ANNOTATIONS):
+        yield workflow_command(name, message, **properties)
+    if hidden := len(found) - len(shown):
+        yield workflow_command(
+            name, f"{hidden} tests more: see the summary of this step", title="GPU memory"
+        )
+
+
+def _failure(record: TestRecord, run: ReportedRun) -> tuple[str, dict[str, str | int]]:
+    lines = map(printable, failure_lines(record, run.command))
+    return "\n".join(lines), _place("GPU memory", record, run)
+
+
+def _improvement(record: TestRecord, run: ReportedRun) -> tuple[str, dict[str, str | int]]:
+    texts = [printable(improvement.short) for improvement in record.improvements]
+    return "\n".join(texts), _place("less GPU memory", record, run)
+
+
+def _place(title: str, record: TestRecord, run: ReportedRun) -> dict[str, str | int]:
+    titled: dict[str, str | int] = {
+        "title": f"{title}: {printable(shortened(record.nodeid, MOST_NAME))}"
+    }
+    if record.nodeid not in run.lines:
+        return titled
+    file, line = run.lines[record.nodeid]
+    return {"file": printable(_in_repository(run.root / file)), "line": line, **titled}
+
+
+def _in_repository(path: Path) -> str:
+    """Return ``path`` as GitHub knows it: relative to the folder into which it checks out."""
+    path = Path(os.path.normpath(path))
+    workspace = os.getenv("GITHUB_WORKSPACE")
+    if workspace and path.is_relative_to(workspace):
+        return path.relative_to(workspace).as_posix()
+    return path.as_posix()

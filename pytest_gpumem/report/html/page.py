@@ -1,0 +1,96 @@
+"""Puts the page together: template, style, scripts and what the run measured, in one text.
+
+The page asks the network for nothing, and its content security policy forbids it to: only the two
+scripts whose hashes it names may run, so that a test's name never can.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from pytest_gpumem.echo import printable
+from pytest_gpumem.report.html.view import detail_of, overview_of
+from pytest_gpumem.report.record import TestRecord
+
+LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
+SCRIPTS = ("format.js", "bars.js", "treemap.js", "timeline.js", "detail.js", "table.js")
+STYLES = ("vendor/uPlot.min.css", "page.css")
+TOGETHER = 20
+"""Tests whose details are packed, and unpacked, together."""
+
+_UNUSUAL = re.compile(r'\\[^"]|\x7f')
+"""What JSON writes for characters that may have to be shown as escapes: most reports have none."""
+
+
+def render(records: Sequence[TestRecord]) -> str:
+    """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
+    ordered = sorted(records, key=lambda record: record.nodeid)
+    libraries = "\n".join(_file(f"vendor/{name}") for name in LIBRARIES)
+    script = "\n".join(["'use strict';", *map(_file, SCRIPTS)])
+    parts = {
+        "policy": _policy(libraries, script),
+        "style": "\n".join(map(_file, STYLES)),
+        "libraries": libraries,
+        "script": script,
+        "overview": embedded(overview_of(ordered, TOGETHER)),
+        "details": "\n".join(
+            f'<script type="text/plain" class="details">{packed}</script>'
+            for packed in _packed(ordered)
+        ),
+    }
+    # What stands in a part is never read as a placeholder, whatever it says.
+    page = _file("page.html").split("@@")
+    page[1::2] = [parts[name] for name in page[1::2]]
+    return "".join(page)
+
+
+def embedded(data: Any) -> str:
+    """Return ``data`` as JSON that may stand in a script element: nothing in it can end one."""
+    text = compact(data)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def compact(data: Any) -> str:
+    """Return ``data`` as JSON in ASCII with every text in it visible, as :func:`shown` makes it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    if _UNUSUAL.search(text):
+        text = json.dumps(shown(data), separators=(",", ":"), allow_nan=False)
+    return text
+
+
+def shown(data: Any) -> Any:
+    """Return ``data`` with every text in it visible: control characters escaped, at any depth."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {printable(str(key)): shown(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [shown(value) for value in data]
+    return data
+
+
+def _packed(records: Sequence[TestRecord]) -> Iterator[str]:
+    for some in _batches(records):
+        text = compact([detail_of(record) for record in some])
+        yield b64encode(zlib.compress(text.encode("ascii"))).decode("ascii")
+
+
+def _batches(records: Sequence[TestRecord]) -> Iterable[Sequence[TestRecord]]:
+    return (records[begin : begin + TOGETHER] for begin in range(0, len(records), TOGETHER))
+
+
+def _policy(*scripts: str) -> str:
+    hashes = (b64encode(sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in hashes)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+
+
+def _file(name: str) -> str:
+    return files("pytest_gpumem.report.html").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,111 @@
+"""What the page says of each test: a row for the first view, and all that opens on a click."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.baseline.verdict import Verdict, update_command
+from pytest_gpumem.report.html.causes import causes_of, telling
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.rows import test_status
+
+STATUSES = {
+    "failed": "failed by its memory",
+    "error": "failed for another reason",
+    "xfail": "failed by its memory, as expected",
+    "improved": "fell below its baseline",
+    "new": "has no baseline yet",
+    "measured": "measured and not judged",
+    "skipped": "skipped",
+    "ok": "within what it may use",
+}
+"""What a test came to and what that means, in the order of the first view."""
+
+_STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "new", "ok": "ok"}
+
+
+def overview_of(records: Sequence[TestRecord], together: int) -> dict[str, Any]:
+    """Return what the first view needs of all tests; sizes in bytes, times in seconds.
+
+    ``together`` is how many tests' details are packed into one piece.
+    """
+    environments = list(dict.fromkeys(record.environment for record in records))
+    return {
+        "statuses": STATUSES,
+        "categories": CATEGORIES,
+        "together": together,
+        "environments": [environment.to_dict() for environment in environments],
+        "tests": [_row(record, environments.index(record.environment)) for record in records],
+        "causes": causes_of(records),
+    }
+
+
+def detail_of(record: TestRecord) -> dict[str, Any]:
+    """Return everything that is known of one test, with the sentences of its verdicts."""
+    data = record.to_dict()
+    for told, verdict in zip(data["verdicts"], record.verdicts, strict=True):
+        told |= {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
+    for told, better in zip(data["improvements"], record.improvements, strict=True):
+        told["text"] = better.short
+    return data
+
+
+def status_of(record: TestRecord) -> str:
+    """Return the key of :data:`STATUSES` that says what the test came to."""
+    known = _STATUS_OF.get(test_status(record))
+    if known is not None:
+        return known
+    if record.outcome == "skipped":
+        return "skipped"
+    return "error" if record.outcome in ("failed", "error") else "measured"
+
+
+def _row(record: TestRecord, environment: int) -> dict[str, Any]:
+    measured = record.measurement
+    row: dict[str, Any] = {
+        "id": record.nodeid,
+        "status": status_of(record),
+        "environment": environment,
+    }
+    if measured is not None:
+        row |= {
+            "peak": measured.peak_allocated,
+            "reserved": measured.peak_reserved,
+            "composition": [measured.composition.get(name, 0) for name in CATEGORIES],
+            "device": measured.device,
+        }
+    row |= {
+        key: value
+        for key, value in {
+            "limit": _limit(record),
+            "baseline": _baseline(record),
+            "duration": record.duration,
+            "waited": (record.sharing or {}).get("waited"),
+            "why": telling(record.broken).short if record.broken else None,
+        }.items()
+        if value is not None
+    }
+    return row
+
+
+def _limit(record: TestRecord) -> int | None:
+    return next((verdict.limit for verdict in _whole(record, "limit")), None)
+
+
+def _baseline(record: TestRecord) -> int | None:
+    compared = [verdict.reference for verdict in _whole(record, "baseline")]
+    stored: Mapping[str, Any] = record.baseline or {}
+    return next(filter(None, compared), stored.get("peak_allocated"))
+
+
+def _whole(record: TestRecord, kind: str) -> list[Verdict]:
+    """Return the verdicts on the peak of the whole test, on the device that it is judged by."""
+    device = record.measurement.device if record.measurement else None
+    return [
+        verdict
+        for verdict in record.verdicts
+        if (verdict.kind, verdict.metric, verdict.phase) == (kind, "peak_allocated", None)
+        and verdict.device == device
+    ]

@@ -1,0 +1,284 @@
+"""Markdown for a pull request: what grew, by which line, and the command that accepts it.
+
+It is GitHub's dialect, which GitLab and others read as well. Whatever comes from a test stands in a
+code span or a fence, where a reader sees it as it is and nothing of it is obeyed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pytest_gpumem.baseline.verdict import Improvement, Verdict, format_percent, update_command
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.echo import printable, shortened
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.sizes import format_size
+
+MARKER = "pytest-gpumem"
+"""Hidden in the first line, so that a comment can be found and updated."""
+
+MOST_ROWS = 20
+"""Tests of one kind that are listed."""
+MOST_EXPLAINED = 5
+"""Failures of which the source lines are told."""
+MOST_LINES = 6
+"""Lines of an explanation."""
+MOST_NAME = 160
+"""Characters of a test's name, and of a word that a test wrote."""
+MOST_COMMAND = 400
+"""Characters of a command that is worth copying."""
+MOST_CHARACTERS = 60_000
+"""GitHub takes 65,536 of them for a comment."""
+
+
+def document(
+    records: Sequence[TestRecord],
+    *,
+    command: str = "pytest",
+    skipped: Mapping[str, str] | None = None,
+    sections: Iterable[str] = (),
+    name: str = "",
+) -> str:
+    """Return the Markdown of a run, with ``sections`` behind what failed.
+
+    ``command`` is how pytest is started, for the commands that are suggested; ``skipped`` says by
+    node id why a test could not be simulated; ``name`` tells the comments of several jobs apart.
+    """
+    failed = [record for record in records if is_failure(record)]
+    improved = [record for record in records if record.improvements and record not in failed]
+    # A test that kept its limits is in order without a baseline.
+    new = [record for record in records if record.missing_baseline and not record.verdicts]
+    parts = [
+        f"{marker(name)}\n### GPU memory: {_headline(records, failed, improved)}",
+        _where(records),
+        _table(("test", "measured", "allowed", "over"), map(_failure_row, failed)),
+        *_explanations(failed, command),
+        *sections,
+        _section("Improved", _improved(improved)),
+        _command("lock it in", [record.nodeid for record in improved], command),
+        _section("Without baseline", _new(new)),
+        code_block([f"record them: {command} --gpumem-update-baselines=new"]) if new else "",
+        _section("Not simulated, so not checked", _skipped(skipped or {})),
+    ]
+    return bounded(filter(None, parts))
+
+
+def marker(name: str = "") -> str:
+    """Return the first line of a comment; ``name`` tells those of several jobs apart."""
+    word = re.sub(r"[^\w.]+", "-", name).strip("-")
+    return f"<!-- {MARKER}{': ' if word else ''}{word} -->"
+
+
+def bounded(parts: Iterable[str]) -> str:
+    """Return ``parts`` as paragraphs; those that a comment has no room for are left out."""
+    kept: list[str] = []
+    left_out, size = 0, 0
+    for part in parts:
+        if size + len(part) + 2 > MOST_CHARACTERS:
+            left_out += 1
+            continue
+        kept.append(part)
+        size += len(part) + 2
+    if left_out:
+        kept.append("More is in the JSON report: this comment has no room for it.")
+    return "\n\n".join(kept) + "\n"
+
+
+def is_failure(record: TestRecord) -> bool:
+    """Whether a test failed by its memory, be it that there was too little."""
+    out_of_memory = record.out_of_memory is not None and record.outcome in ("failed", "error")
+    return record.failed or out_of_memory
+
+
+def code(text: str, most: int = MOST_NAME) -> str:
+    """Return ``text`` so that it reads as it is in any line or table."""
+    text = printable(shortened(text, most))
+    if not text.strip():
+        return ""
+    if not re.search(r"[`|\\]", text):
+        return f"`{text}`"
+    # No escape holds for all three in a table's code span; references to characters do.
+    shown = re.sub(r"[^A-Za-z0-9 ./:,=-]", lambda found: f"&#{ord(found[0])};", text)
+    return f"<code>{shown}</code>"
+
+
+def code_block(lines: Iterable[str]) -> str:
+    """Return ``lines`` as a block that nothing in them can end."""
+    text = "\n".join(printable(line) for line in lines)
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table, its first column aligned to the left and the others to the right."""
+    lines = [headings, (":--", *("--:" for _ in headings[1:])), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def change_text(before: int, now: int) -> str:
+    """Return how ``now`` differs from ``before``, both in bytes: ``+16.0 MiB (+25.0 %)``."""
+    change = now - before
+    if not change:
+        return "same"
+    percent = f" ({format_percent(change, before)})" if before > 0 else ""
+    return f"{'+' if change > 0 else '-'}{format_size(abs(change))}{percent}"
+
+
+def _headline(
+    records: Sequence[TestRecord], failed: Sequence[TestRecord], improved: Sequence[TestRecord]
+) -> str:
+    measured = sum(record.measurement is not None for record in records)
+    if not records:
+        return "no test was measured"
+    if failed:
+        return f"{len(failed)} of {_tests(len(records))} failed"
+    fell = f", {len(improved)} improved" if improved else ""
+    unjudged = sum(not record.judged or record.outcome == "error" for record in records)
+    open_ = f", {unjudged} not judged" if unjudged else ""
+    return f"{_tests(measured)} measured, none failed by it{fell}{open_}"
+
+
+def _where(records: Sequence[TestRecord]) -> str:
+    from pytest_gpumem.report.terminal import describe
+
+    environments: dict[Environment, None] = {record.environment: None for record in records}
+    named = ", ".join(code(describe(environment)) for environment in environments)
+    return f"Measured on {named}." if records else ""
+
+
+def _section(title: str, lines: str) -> str:
+    return f"**{title}**\n\n{lines}" if lines else ""
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    found = list(rows)
+    if not found:
+        return ""
+    more = f"\n\nand {_tests(len(found) - MOST_ROWS)} more" if len(found) > MOST_ROWS else ""
+    return table(headings, found[:MOST_ROWS]) + more
+
+
+def _failure_row(record: TestRecord) -> tuple[str, ...]:
+    name = code(record.nodeid)
+    if not record.failed:
+        asked = (record.out_of_memory or {})["requested"]
+        free = (record.out_of_memory or {})["free"]
+        return (
+            name,
+            f"asked for {format_size(asked)}",
+            f"{format_size(free)} free",
+            "out of memory",
+        )
+    verdict = telling(record.broken)[0]
+    allowed = verdict.limit if verdict.reference is None else verdict.reference
+    phase = f"{code(verdict.phase)} " if verdict.phase else ""
+    what = {"peak_reserved": "reserved ", "leaked": "leaked "}.get(verdict.metric, "")
+    if verdict.kind == "nothing_measured":
+        return name, "nothing", "", "not checked"
+    measured = f"{phase}{what}{format_size(verdict.actual)}"
+    if allowed is None:
+        return name, measured, f"no {verdict.kind}", "not checked"
+    yardstick = {"baseline": "baseline", "prediction": "predicted"}.get(verdict.kind, "limit")
+    over = change_text(allowed, verdict.actual)
+    if verdict.actual <= (verdict.limit or 0) and verdict.kind != "prediction":
+        over = "did not run"
+    return name, measured, f"{yardstick} {format_size(allowed)}", over
+
+
+def telling(broken: Sequence[Verdict]) -> list[Verdict]:
+    """Return the failures that say most: without phases that differ as the whole test does."""
+    whole = {verdict.kind for verdict in broken if verdict.phase is None}
+    kept = [verdict for verdict in broken if verdict.phase is None or verdict.kind not in whole]
+    return sorted(kept, key=lambda verdict: verdict.kind != "baseline")
+
+
+def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
+    for record in failed[:MOST_EXPLAINED]:
+        yield f"{code(record.nodeid)}\n" + code_block(failure_lines(record, command))
+    accepted = [record.nodeid for record in failed if _can_be_accepted(record)]
+    if len(failed) > MOST_EXPLAINED and accepted:
+        yield "To accept all of them:\n" + code_block([f"{command} --gpumem-update-baselines"])
+
+
+def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
+    """Yield what a test failed with: what grew, by which line, and the command that accepts it."""
+    shown: set[str] = set()
+    for verdict in telling(record.broken):
+        yield verdict.short
+        lines = verdict.explanation_lines()
+        if lines and "\n".join(lines) not in shown:
+            shown.add("\n".join(lines))
+            yield from explained(lines)
+    if record.out_of_memory is not None and not record.broken:
+        yield from _out_of_memory(record.out_of_memory)
+    if _can_be_accepted(record):
+        yield f"accept it: {accepting(record.nodeid, command)}"
+
+
+def explained(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the first of an explanation's lines, and how many follow."""
+    yield from lines[:MOST_LINES]
+    if len(lines) > MOST_LINES:
+        yield f"  and {len(lines) - MOST_LINES} more lines"
+
+
+def _out_of_memory(facts: Mapping[str, object]) -> Iterator[str]:
+    asked, free, total = (int(str(facts[key])) for key in ("requested", "free", "total"))
+    yield (
+        f"ran out of memory: {format_size(asked)} were asked for and {format_size(free)} of "
+        f"{format_size(total)} were free"
+    )
+    if facts.get("site"):
+        yield f"  at {facts['site']}"
+
+
+def _can_be_accepted(record: TestRecord) -> bool:
+    return any(verdict.kind == "baseline" for verdict in record.broken)
+
+
+def accepting(nodeid: str, command: str) -> str:
+    """Return the command that makes a test's present numbers its baseline; its module's if long."""
+    own = update_command(nodeid, command)
+    return own if len(own) <= MOST_COMMAND else update_command(nodeid.partition("::")[0], command)
+
+
+def _improved(records: Sequence[TestRecord]) -> str:
+    return _table(("test", "measured", "baseline", "change"), map(_improvement_row, records))
+
+
+def _improvement_row(record: TestRecord) -> tuple[str, ...]:
+    found: Improvement = record.improvements[0]
+    phase = f"{code(found.phase)} " if found.phase else ""
+    return (
+        code(record.nodeid),
+        f"{phase}{format_size(found.actual)}",
+        format_size(found.reference),
+        change_text(found.reference, found.actual),
+    )
+
+
+def _new(records: Sequence[TestRecord]) -> str:
+    rows = [
+        (code(record.nodeid), format_size(record.measurement.peak_allocated))
+        for record in records
+        if record.measurement is not None
+    ]
+    return _table(("test", "peak"), rows)
+
+
+def _skipped(skipped: Mapping[str, str]) -> str:
+    return _table(("test", "why"), [(code(nodeid), code(why)) for nodeid, why in skipped.items()])
+
+
+def _command(why: str, nodeids: Sequence[str], command: str) -> str:
+    if not nodeids:
+        return ""
+    if len(nodeids) == 1:
+        return code_block([f"{why}: {accepting(nodeids[0], command)}"])
+    return code_block([f"{why}: {command} --gpumem-update-baselines"])
+
+
+def _tests(count: int) -> str:
+    return f"{count} test" if count == 1 else f"{count} tests"

@@ -1,0 +1,142 @@
+"""Where the points of trends come from: reports, or the baselines that a git range has stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from pytest_gpumem.baseline.content import BaselineError, parse
+from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.echo import quoted
+from pytest_gpumem.git import git, toplevel
+from pytest_gpumem.report.json_report import read_report
+from pytest_gpumem.report.trend import Point, Trend
+from pytest_gpumem.sizes import Tolerance
+
+Peaks = Mapping[tuple[str, str], int]
+"""Bytes by environment key and node id."""
+
+
+@dataclass
+class Past:
+    """What was measured at one moment after the other."""
+
+    moments: list[tuple[str, str, Peaks]] = field(default_factory=list)
+    """Label, subject and peaks, the oldest first."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, and so is not in it."""
+
+    def trends(self, tolerance: Tolerance) -> list[Trend]:
+        """Return one trend for each test of each environment, sorted."""
+        points: dict[tuple[str, str], list[Point]] = {}
+        for label, subject, peaks in self.moments:
+            for key, peak in peaks.items():
+                points.setdefault(key, []).append(Point(label, subject, peak))
+        return [Trend(*key, tuple(found), tolerance) for key, found in sorted(points.items())]
+
+
+def past_of_reports(paths: Sequence[Path]) -> Past:
+    """Return what JSON reports say, in the order given; those of a folder by their names.
+
+    Raises ``ValueError`` with one sentence where one cannot be read or there is none.
+    """
+    past = Past()
+    for path in paths:
+        files = sorted(path.glob("*.json"), key=_natural) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"{path} holds no reports; give files of --gpumem-report json:PATH")
+        for file in files:
+            past.moments.append((file.stem, "", _peaks_of_report(file)))
+    return past
+
+
+def past_of_git(revisions: str, baselines: Path) -> Past:
+    """Return what the folder ``baselines`` held at each commit of a range that changed it.
+
+    ``revisions`` is anything ``git rev-list`` takes, such as ``v1.0..HEAD``; merged branches count
+    as one commit. What was stored before the first commit is the first point. Raises ``ValueError``
+    with one sentence where git does not know the range or nothing was ever stored.
+    """
+    baselines = baselines.resolve()
+    existing = next(folder for folder in (baselines, *baselines.parents) if folder.is_dir())
+    top = toplevel(existing)
+    inside = PurePosixPath(baselines.relative_to(top.resolve()))
+    listed = git(
+        top,
+        "log",
+        "--first-parent",
+        "--reverse",
+        "--format=%H %h %P%x00%s",
+        "--end-of-options",
+        revisions,
+        "--",
+        f":(literal){inside}",
+    ).decode(errors="replace")
+    past, reader = Past(), _Reader(top, str(inside))
+    for position, line in enumerate(filter(None, listed.split("\n"))):
+        ids, _, subject = line.partition("\0")
+        commit, label, *parents = ids.split()
+        if position == 0 and parents:
+            past.moments.append((f"{label}~1", "", reader.peaks(parents[0], past.notes)))
+        past.moments.append((label, subject, reader.peaks(commit, past.notes)))
+    if not any(peaks for _, _, peaks in past.moments):
+        raise ValueError(
+            f"no commit of {quoted(revisions)} has baselines in {baselines}; give --baselines the "
+            "folder that holds them"
+        )
+    past.notes = list(dict.fromkeys(past.notes))
+    return past
+
+
+class _Reader:
+    """Reads the baselines of commits; a file that stays the same is read once."""
+
+    def __init__(self, top: Path, folder: str) -> None:
+        self._top, self._folder = top, folder
+        self._known: dict[str, Peaks] = {}
+
+    def peaks(self, commit: str, notes: list[str]) -> Peaks:
+        """Return all peaks stored in ``commit``; ``notes`` gets what cannot be read."""
+        found: dict[tuple[str, str], int] = {}
+        tree = git(self._top, "ls-tree", "-r", "-z", commit, "--", f"{self._folder}/")
+        for entry in tree.decode(errors="surrogateescape").split("\0"):
+            facts, _, name = entry.partition("\t")
+            if not name.endswith(".json") or not facts.startswith("100"):
+                continue
+            blob = facts.split()[2]
+            if blob not in self._known:
+                try:
+                    self._known[blob] = dict(self._file(name, blob))
+                except BaselineError as error:
+                    self._known[blob] = {}
+                    notes.append(f"left out of commit {commit[:9]}: {error}")
+            found.update(self._known[blob])
+        return found
+
+    def _file(self, name: str, blob: str) -> Iterator[tuple[tuple[str, str], int]]:
+        inside = PurePosixPath(name).relative_to(self._folder)
+        key, *module = inside.parts
+        content = git(self._top, "cat-file", "blob", blob)
+        stored = parse(Path(name), content, key)
+        path = PurePosixPath(*module).as_posix().removesuffix(".json")
+        for test_id, entry in stored.tests.items():
+            yield (key, f"{path}::{test_id}"), entry.peak_allocated
+
+
+def _peaks_of_report(path: Path) -> Peaks:
+    return {
+        (record.environment.key, "::".join(split_nodeid(record.nodeid))): (
+            record.measurement.peak_allocated
+        )
+        for record in read_report(path)
+        # The numbers of a body that failed end where it ended.
+        if record.measurement is not None
+        and (record.outcome in ("passed", "xpassed") or record.broken)
+    }
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sort ``report-9`` before ``report-10``."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", path.name)]

@@ -1,0 +1,124 @@
+"""What a run was not asked about and a reader should know: leaks, baselines without a test."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.report.commands import PRUNE, Command
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.text import Line, Span, wrap
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baseline.unused import Unused
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Baselines that no test uses, and tests whose baselines stand elsewhere."""
+
+    unused: Sequence[Unused] = ()
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+    """By environment: how many tests have a baseline there, and none where they ran."""
+    folder: str = "baselines"
+    """Of the baselines, seen from where pytest was started."""
+
+    @property
+    def moved(self) -> int:
+        """How many tests were compared with nothing because their baselines have other names.
+
+        Only those that measure what is stored: a new test may well be called nearly as an old one.
+        """
+        return sum(one.same for one in self.unused)
+
+
+def leaks(records: Sequence[TestRecord]) -> Iterator[str]:
+    """Yield the sentence on memory that tests left behind and that nothing limits."""
+    leaking = [r for r in records if _unlimited_leak(r) and r.outcome == "passed"]
+    if not leaking:
+        return
+    largest = max(leaking, key=_unlimited_leak)
+    size = format_size(_unlimited_leak(largest))
+    if len(leaking) == 1:
+        yield f"{largest.nodeid} left {size} behind; max_leak=0 makes that a failure"
+    else:
+        yield (
+            f"{len(leaking)} tests left memory behind, at most {size} ({largest.nodeid}); "
+            "max_leak=0 makes that a failure"
+        )
+
+
+def unmarked(records: Sequence[TestRecord]) -> Iterator[str]:
+    """Yield why tests were measured and not judged: they have the fixture alone."""
+    found = [record for record in records if not record.expectation]
+    if len(found) == 1:
+        yield f"{found[0].nodeid} is not judged: it has the gpumem fixture and no gpumem marker"
+    elif found:
+        yield (
+            f"{len(found)} tests are not judged, like {found[0].nodeid}: they have the gpumem "
+            "fixture and no gpumem marker"
+        )
+
+
+def missing_lines(missing: Missing, command: Command, *, most: int, width: int) -> Iterator[Line]:
+    """Yield which baselines no test uses, what has become of them, and the commands for it."""
+    yield from map(Line.of, _elsewhere(missing.elsewhere, width))
+    unused = missing.unused
+    if not unused:
+        return
+    have = "baseline has" if len(unused) == 1 else "baselines have"
+    yield Line.of(f"{len(unused)} stored {have} no test any more:", "yellow")
+    for one in unused[:most]:
+        text = one.nodeid
+        if one.successor:
+            same = "that measures the same" if one.same else "that has nearly its name"
+            text += f": probably {one.successor} now, {same}"
+        yield from map(Line.of, wrap(text, width, first="  ", rest="      "))
+    if len(unused) > most:
+        yield Line.of(f"  and {len(unused) - most} more (-v lists all)", "dim")
+    moves = list(dict.fromkeys(_moves(unused)))
+    for old, new in moves[:most]:
+        folder = "" if missing.folder == "baselines" else f" --baselines {_word(missing.folder)}"
+        line = f"gpumem move{folder} {quoted_for_shell(old)} {quoted_for_shell(new)}"
+        yield Line((Span("  move it: "), Span(line, "cyan")))
+    drop = "drop it" if len(unused) == 1 else "drop them all"
+    yield Line((Span(f"  {drop}: "), Span(command.again(PRUNE), "cyan")))
+
+
+def _elsewhere(elsewhere: Mapping[str, int], width: int) -> Iterator[str]:
+    """Yield that tests were compared with nothing here, which have limits of their own, too."""
+    if not elsewhere:
+        return
+    key, count = max(elsewhere.items(), key=lambda item: item[1])
+    tests = "1 test has a baseline" if count == 1 else f"{count} tests have a baseline"
+    more = f" (and {len(elsewhere) - 1} more)" if len(elsewhere) > 1 else ""
+    text = f"{tests} in {key}{more} and none in this environment: they were compared with nothing"
+    yield from wrap(text.replace("they were", "it was") if count == 1 else text, width, rest="  ")
+
+
+def _moves(unused: Sequence[Unused]) -> Iterator[tuple[str, str]]:
+    """Yield what is to be moved where: a module as a whole where all of it has moved."""
+    for one in unused:
+        if one.successor is None:
+            continue
+        module, new = split_nodeid(one.nodeid)[0], split_nodeid(one.successor)[0]
+        alike = [other for other in unused if split_nodeid(other.nodeid)[0] == module]
+        whole = len(alike) > 1 and all(
+            other.successor == f"{new}::{split_nodeid(other.nodeid)[1]}" for other in alike
+        )
+        yield (module, new) if whole else (one.nodeid, one.successor)
+
+
+def _unlimited_leak(record: TestRecord) -> int:
+    if record.expectation.get("max_leak") is not None:
+        return 0
+    return max((measured.leaked or 0 for measured in record.measurements), default=0)
+
+
+def _word(text: str) -> str:
+    return shlex.quote(text)

@@ -1,0 +1,245 @@
+"""The rows of the table: tests, their further devices and their phases."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.sizes import format_apart, format_size
+
+GAP = "  "
+STATUS_STYLE = {
+    "FAIL": "bold red",
+    "xfail": "yellow",
+    "better": "cyan",
+    "new": "yellow",
+    "ok": "green",
+    "-": "dim",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of numbers; ``weight``: the heaviest is given up last in a narrow terminal."""
+
+    key: str
+    title: str
+    full_title: str
+    weight: int
+
+    def heading(self, verbose: bool) -> str:
+        """Return the title; the full one where there is room for exact bytes anyway."""
+        return self.full_title if verbose else self.title
+
+
+COLUMNS = (
+    Column("peak_allocated", "peak", "peak allocated", 7),
+    Column("allocated_after", "after", "allocated after", 3),
+    Column("peak_reserved", "reserved", "peak reserved", 4),
+    Column("leaked", "leaked", "leaked", 2),
+    Column("cublas_workspace", "cuBLAS", "cuBLAS workspace", 1),
+    Column("allowed", "allowed", "allowed", 5),
+    Column("status", "", "", 8),
+)
+
+# A verdict's limit in the words of the marker, a reference by its kind.
+LIMIT_WORDS = {"peak_allocated": "max", "peak_reserved": "max reserved", "leaked": "max leak"}
+REFERENCE_WORDS = {"baseline": "baseline", "prediction": "predicted"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a test, a further device of a test, or a phase."""
+
+    name: str
+    depth: int
+    numbers: Mapping[str, int | None]
+    verdict: Verdict | None = None
+    """The one that says what the row may be."""
+    status: str = ""
+    decimal: bool = False
+    """Whether its test's limits are written in powers of 1000."""
+
+    @property
+    def indented(self) -> str:
+        """The name as it stands in the table."""
+        return GAP * (self.depth + 1) + self.name
+
+    def cell(self, column: Column, exact: bool) -> str:
+        """Return the text in ``column``, numbers in ``exact`` bytes or for reading."""
+        if column.key == "status":
+            return self.status
+        number = self.numbers.get(column.key)
+        measured, allowed = self._compared(exact)
+        if column.key == "allowed":
+            return allowed
+        if number is None:
+            return ""
+        if exact:
+            return _exact(number)
+        compared = self.verdict is not None and self.verdict.metric == column.key
+        return measured if compared else format_size(number, decimal=self.decimal)
+
+    def _compared(self, exact: bool) -> tuple[str, str]:
+        """Return what was measured and what is allowed, in digits that tell them apart."""
+        verdict = self.verdict
+        if verdict is None or verdict.limit is None:
+            return "", ""
+        yardstick = verdict.limit if verdict.reference is None else verdict.reference
+        measured, allowed = format_apart(verdict.actual, yardstick, decimal=self.decimal)
+        if exact:
+            allowed = _exact(yardstick)
+        if verdict.reference is None:
+            allowed = allowed if exact else verdict.written or allowed
+            return measured, f"{LIMIT_WORDS[verdict.metric]} {allowed}"
+        return measured, f"{REFERENCE_WORDS[verdict.kind]} {allowed}"
+
+    def style(self, column: Column) -> str:
+        """Return the style of the text in ``column``: a number that failed stands out."""
+        if column.key == "status":
+            return STATUS_STYLE.get(self.status, "")
+        verdict = self.verdict
+        over = verdict is not None and not verdict.passed and verdict.metric == column.key
+        return "red" if over else ""
+
+
+def test_status(record: TestRecord) -> str:
+    """Return the word for a test: a key of :data:`STATUS_STYLE`, ``-`` where it was not judged."""
+    if record.broken:
+        return "FAIL" if record.outcome == "failed" else "xfail"
+    if not record.judged or record.outcome in ("failed", "error"):
+        return "-"
+    if record.improvements:
+        return "better"
+    # A test that kept its limits is in order, baseline or not; which have none is listed below.
+    return "new" if record.missing_baseline and not record.verdicts else "ok"
+
+
+def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) -> Iterator[Row]:
+    """Yield the rows of a test: its own, those of its phases, and of its further devices.
+
+    ``every_phase``: also those that nothing was said of. Not ``below_module``, the test has its
+    whole node id.
+    """
+    name = split_nodeid(record.nodeid)[1] if below_module else record.nodeid
+    decimal = any(verdict.decimal for verdict in record.verdicts)
+    if record.measurement is None:
+        yield Row(name, 0, {}, _telling_verdict(record.verdicts), test_status(record), decimal)
+    for measured in record.measurements:
+        judged = _Judged.of(record, measured)
+        if measured is record.measurement:
+            depth, status = 0, test_status(record)
+        else:
+            name, depth, status = measured.device, 1, judged.status(None)
+        verdict = _telling_verdict(judged.of_phase(None))
+        yield Row(name, depth, _test_numbers(measured), verdict, status, decimal)
+        for row in _phase_rows(measured, judged, every_phase, depth + 1):
+            yield replace(row, decimal=decimal)
+
+
+def _phase_rows(
+    measured: Measurement, judged: _Judged, every_phase: bool, depth: int
+) -> Iterator[Row]:
+    """Yield the phases, each behind its parent, then those that had to run and did not."""
+    depths: dict[str | None, int] = {}
+    for phase in _parents_first(measured.phases):
+        verdicts = judged.of_phase(phase.name)
+        limited = any(_tells_more(verdict, judged) for verdict in verdicts)
+        own_depth = depths.get(phase.parent, depth)
+        if not (every_phase or limited):
+            depths[phase.name] = own_depth
+            continue
+        depths[phase.name] = own_depth + 1
+        status = judged.status(phase.name)
+        yield Row(phase.name, own_depth, _phase_numbers(phase), _telling_verdict(verdicts), status)
+    for name in dict.fromkeys(verdict.phase for verdict in judged.verdicts):
+        if name is not None and name not in measured.phases:
+            yield Row(name, depth, {}, _telling_verdict(judged.of_phase(name)), judged.status(name))
+
+
+def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
+    """Whether a phase's verdict says what that of the whole test does not."""
+    if verdict.kind == "limit" or verdict.passed:
+        return verdict.kind == "limit"
+    whole = [one for one in judged.of_phase(None) if not one.passed and one.kind == verdict.kind]
+    return not whole or verdict.phase not in judged.ran
+
+
+def _parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
+    children: dict[str | None, list[PhaseRecord]] = {}
+    for phase in phases.values():
+        children.setdefault(phase.parent if phase.parent in phases else None, []).append(phase)
+    pending = children.get(None, [])[::-1]
+    while pending:
+        phase = pending.pop()
+        yield phase
+        pending += children.get(phase.name, [])[::-1]
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What was said of one test on one device."""
+
+    outcome: str
+    verdicts: Sequence[Verdict]
+    improvements: Sequence[Improvement]
+    ran: Collection[str]
+    """The phases that ran."""
+
+    @classmethod
+    def of(cls, record: TestRecord, measured: Measurement) -> _Judged:
+        device = measured.device
+        return cls(
+            record.outcome,
+            [verdict for verdict in record.verdicts if verdict.device == device],
+            [better for better in record.improvements if better.device == device],
+            measured.phases.keys(),
+        )
+
+    def of_phase(self, phase: str | None) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if verdict.phase == phase]
+
+    def status(self, phase: str | None) -> str:
+        verdicts = self.of_phase(phase)
+        if any(not verdict.passed for verdict in verdicts):
+            return "FAIL" if self.outcome == "failed" else "xfail"
+        if any(better.phase == phase for better in self.improvements):
+            return "better"
+        return "ok" if verdicts else ""
+
+
+def _test_numbers(measured: Measurement) -> dict[str, int | None]:
+    return {
+        "peak_allocated": measured.peak_allocated,
+        "allocated_after": measured.allocated_after,
+        "peak_reserved": measured.peak_reserved,
+        "leaked": measured.leaked,
+        "cublas_workspace": measured.cublas_workspace,
+    }
+
+
+def _phase_numbers(phase: PhaseRecord) -> dict[str, int | None]:
+    return {
+        "peak_allocated": phase.peak_allocated,
+        "allocated_after": phase.allocated_after,
+        "peak_reserved": phase.peak_reserved,
+        "cublas_workspace": phase.cublas_workspace,
+    }
+
+
+def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """A failed one before those that passed, the peak before other numbers, the tightest first."""
+    bounded = [verdict for verdict in verdicts if verdict.limit is not None]
+    return min(
+        bounded,
+        key=lambda one: (one.passed, one.metric != "peak_allocated", one.limit),
+        default=None,
+    )
+
+
+def _exact(size: int) -> str:
+    return f"{size:,}"

@@ -1,0 +1,131 @@
+"""How a test's peak went over time: its steps, and what crept in between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpumem.sizes import Tolerance
+
+BARS = "▁▂▃▄▅▆▇█"
+PLAIN_BARS = "_.,-=+*#"
+"""The same where the terminal's encoding has no bars."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: where it is from, and the peak in bytes."""
+
+    label: str
+    """A commit's abbreviated id, or the name of a report."""
+    subject: str
+    """What the commit says; empty for a report."""
+    peak: int
+
+    @property
+    def named(self) -> str:
+        """The label, and what the commit says."""
+        return f"{self.label} {self.subject}".rstrip()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A change by more than the tolerance from one point to the next."""
+
+    point: Point
+    """The one that brought it."""
+    before: int
+    """The peak at the point before, in bytes."""
+
+    @property
+    def bytes(self) -> int:
+        """By how much the peak changed."""
+        return self.point.peak - self.before
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The points of one test in one environment, the oldest first; at least one."""
+
+    environment: str
+    nodeid: str
+    points: tuple[Point, ...]
+    tolerance: Tolerance
+    """Up to which a change from one point to the next counts as small."""
+
+    @property
+    def first(self) -> int:
+        """The oldest peak, in bytes."""
+        return self.points[0].peak
+
+    @property
+    def last(self) -> int:
+        """The newest peak, in bytes."""
+        return self.points[-1].peak
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The changes by more than the tolerance, the oldest first."""
+        return tuple(Step(point, before) for point, before in self._changes(small=False))
+
+    @property
+    def creeping(self) -> tuple[Point, ...]:
+        """The points that grew within the tolerance."""
+        return tuple(point for point, before in self._changes(small=True) if point.peak > before)
+
+    @property
+    def crept(self) -> int:
+        """What all changes within the tolerance come to, in bytes; steps are left out."""
+        return sum(point.peak - before for point, before in self._changes(small=True))
+
+    @property
+    def level(self) -> int:
+        """What the test would take by its steps alone, in bytes: what the creep came on top of."""
+        return self.last - self.crept
+
+    def creeps(self, most: Tolerance) -> bool:
+        """Whether two or more small steps come to more than ``most`` of the level."""
+        return len(self.creeping) > 1 and self.crept > most.allowance(max(self.level, 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form; sizes in bytes."""
+        return {
+            "environment": self.environment,
+            "nodeid": self.nodeid,
+            "points": [vars(point) for point in self.points],
+            "steps": [
+                {"label": step.point.label, "subject": step.point.subject, "bytes": step.bytes}
+                for step in self.steps
+            ],
+            "crept": self.crept,
+            "creeping": [point.label for point in self.creeping],
+        }
+
+    def _changes(self, *, small: bool) -> list[tuple[Point, int]]:
+        found = []
+        for before, now in zip(self.points, self.points[1:], strict=False):
+            change = abs(now.peak - before.peak)
+            is_small = change <= self.tolerance.allowance(max(before.peak, 0))
+            if change and is_small == small:
+                found.append((now, before.peak))
+        return found
+
+
+def sparkline(values: Sequence[int], width: int, bars: str = BARS) -> str:
+    """Return ``values`` as at most ``width`` bars from the lowest to the highest.
+
+    Of values that share a bar the highest is shown, so that no peak is lost. Values that are all
+    the same are low bars.
+    """
+    shown = [
+        max(values[start : max(start + 1, stop)])
+        for start, stop in _parts(len(values), min(width, len(values)))
+    ]
+    low, high = min(shown), max(shown)
+    span = max(high - low, 1)
+    return "".join(bars[(value - low) * (len(bars) - 1) // span] for value in shown)
+
+
+def _parts(count: int, parts: int) -> list[tuple[int, int]]:
+    return [(part * count // parts, (part + 1) * count // parts) for part in range(parts)]

@@ -1,0 +1,76 @@
+"""The reports that a run writes: one line of a table for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pytest_gpumem.options import ReportTarget
+    from pytest_gpumem.report.record import TestRecord
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """What a report is made of."""
+
+    records: Sequence[TestRecord]
+    root: Path
+    """To which the files of tests are relative."""
+    lines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """By node id, a test's file and line, the first being 1."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """By node id, why a test could not be simulated."""
+    command: str = "pytest"
+    """How pytest is started, as far as baselines depend on it."""
+
+
+def write(target: ReportTarget, run: ReportedRun) -> Sequence[str]:
+    """Write one report and return the lines that the terminal has to show for it.
+
+    Raises :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+    """
+    return WRITERS[target.kind](target.path, run)
+
+
+def _json(path: Path | None, run: ReportedRun) -> Sequence[str]:
+    from pytest_gpumem.report.json_report import write_report
+
+    assert path is not None
+    write_report(path, run.records)
+    return ()
+
+
+def _html(path: Path | None, run: ReportedRun) -> Sequence[str]:
+    from pytest_gpumem.report.html import write_html
+
+    assert path is not None
+    write_html(path, run.records)
+    return ()
+
+
+def _markdown(path: Path | None, run: ReportedRun) -> Sequence[str]:
+    from pytest_gpumem.report.json_report import write_file
+    from pytest_gpumem.report.markdown import document
+
+    assert path is not None
+    text = document(run.records, command=run.command, skipped=run.skipped)
+    write_file(path, text.encode(), "--gpumem-report markdown:PATH")
+    return ()
+
+
+def _github(path: Path | None, run: ReportedRun) -> Sequence[str]:
+    from pytest_gpumem.report.github import workflow_commands, write_summary
+
+    write_summary(run)
+    return workflow_commands(run)
+
+
+WRITERS: Mapping[str, Callable[[Path | None, ReportedRun], Sequence[str]]] = {
+    "json": _json,
+    "html": _html,
+    "markdown": _markdown,
+    "github": _github,
+}

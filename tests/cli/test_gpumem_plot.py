@@ -1,0 +1,95 @@
+"""``gpumem plot REPORT``: pictures of a report, and what is said where there is nothing to draw."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.cli import main
+from pytest_gpumem.report.json_report import write_report
+from pytest_gpumem.report.record import TestRecord
+from tests.report.example_run import MIB, failing, measured, passing, phase, record
+
+LINE = {
+    "events": 3,
+    "positions": [0, 1, 2, 3],
+    "categories": {"parameters": [MIB] * 4, "activations": [0, MIB, 4 * MIB, 0]},
+    "places": ["model.py:7 torch.mm"],
+    "blocks": [[-1, 0], [0, MIB], [0, 3 * MIB], [0, -4 * MIB]],
+    "phases": [["call", 0, 3], ["forward", 0, 2]],
+}
+
+
+def drawn() -> TestRecord:
+    told = measured(
+        5 * MIB,
+        replace(phase("forward", 5 * MIB), composition={"activations": 5 * MIB}),
+        composition={"parameters": MIB, "activations": 4 * MIB},
+    )
+    return record("test_a.py::test_$x$_and_<y>", replace(told, timeline=LINE))
+
+
+def plot(tmp_path: Path, *arguments: str, name: str = "picture.svg") -> int:
+    report = write_report(tmp_path / "report.json", [drawn(), failing(), passing()])
+    return main(["plot", str(report), "-o", str(tmp_path / name), *arguments])
+
+
+def texts(path: Path) -> str:
+    """The texts of an SVG: matplotlib draws letters, and names them in comments."""
+    return "\n".join(re.findall(r"<!-- (.*) -->", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("kind", ["composition", "phases", "timeline"])
+def test_every_kind_is_drawn_with_its_units(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot(tmp_path, "--kind", kind, "--test", "test_$x$") == 0
+    said = texts(tmp_path / "picture.svg")
+    assert "activations" in said
+    assert "5.0 MiB" in said
+    assert "[simulated A100-40GB]" in said
+
+
+def test_the_peaks_of_all_tests_are_drawn_by_default(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot(tmp_path, name="new/picture.png") == 0
+    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--test", "nowhere"], "holds no measured test whose id contains 'nowhere'"),
+        (["--kind", "phases"], "3 tests are meant, test_a.py::test_$x$_and_<y> first, and this"),
+        (
+            ["--kind", "timeline", "--test", "test_step"],
+            "test_step has no time line; run it with --gpumem-report html:PATH",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_one_sentence(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert plot(tmp_path, *arguments) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "picture.svg").exists()
+
+
+def test_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot(tmp_path, name="picture.gif") == 2
+    assert "picture.gif ends in none of .png, .svg, .pdf" in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_remedy_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert plot(tmp_path) == 2
+    assert capsys.readouterr().err == (
+        "gpumem: pictures are drawn by matplotlib, which is not installed: "
+        "pip install 'pytest-gpumem[plot]'\n"
+    )

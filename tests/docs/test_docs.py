@@ -1,0 +1,289 @@
+"""Every command and every block of Python in the documentation runs, and prints what is shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+pytest.importorskip("markdown_it")
+
+from pytest_gpumem import simulate
+from pytest_gpumem.cli import main
+from tests.docs.blocks import (
+    REPOSITORY,
+    Shown,
+    agrees,
+    commands,
+    printed_blocks,
+    python_blocks,
+)
+from tests.pytest_project import Project
+
+NAMED_RELEASE = "2.13"
+"""The torch release whose numbers the documentation shows."""
+
+NOT_RUN = {
+    "python -m pip install tox && python -m tox -e examples": "installs from an index",
+    "python -m pip install tox && python -m tox": "installs from an index",
+    "EXAMPLE_REGRESSION=1 python -m tox -e examples -- examples/transformer": "installs",
+    "pip install 'pytest-gpumem[examples]'": "installs from an index",
+    "pip install pytest-xdist": "installs from an index",
+    'pip install "pytest-gpumem[plot]"': "installs from an index",
+    "gpumem plot report.json -o peaks.png": "needs matplotlib; has tests of its own",
+    "gpumem plot report.json --kind phases --test test_two_steps -o phases.svg": "the same",
+    "gpumem plot report.json --kind timeline --test test_two_steps -o timeline.svg": "the same",
+    "gpumem history --git v1.0..HEAD": "needs commits; has tests of its own",
+    "gpumem history --git HEAD --max-creep 3%": "the same",
+    'gpumem bisect "tests/test_model.py::test_step" --good v1.0': "the same",
+    'gpumem bisect "tests/test_model.py::test_step" --good v1.0 --bad HEAD --gpu A100-40GB': "the "
+    "same",
+    "tox -e gpu": "needs a GPU",
+    "python benchmarks/plugin_overhead.py": "needs a GPU",
+    "python benchmarks/twin.py": "needs a GPU",
+    "pytest examples/cnn_memory": "is part of this suite",
+    "pytest examples/memory_of_training": "is part of this suite",
+    "pytest examples/transformer": "is part of this suite",
+    "EXAMPLE_REGRESSION=1 pytest examples/transformer": "is part of this suite",
+    "pytest examples/transformer --gpumem-update-baselines": "writes to this repository",
+    "python -m examples.memory_of_training.charts charts": "has tests of its own",
+    "python examples/shared_gpu/demonstrate.py": "takes minutes",
+    'gpumem move "tests/test_a.py::test_old" "tests/test_b.py::test_new"': "has tests of its own",
+    "gpumem gpus --watch": "does not end by itself",
+    "gpumem plan --runner T4:0.35 --runner L4:0.80 --runner H100:4.10 --minutes 10 "
+    "--output shards.json": "has tests of its own: it needs durations of many tests",
+    "gpumem plan --runner T4:0.35 --runner L4:0.80 --runner H100:4.10 --minutes 10 "
+    "report.json": "shows a suite of a hundred tests",
+    "pytest --gpumem-share --dist load --tx 2*ssh=gpu1//chdir=/ci//python=python3 "
+    '--tx ssh=gpu2//chdir=/ci --rsyncdir . "$PWD"': "needs two hosts",
+    "pytest --gpumem-shard 2/5 --gpumem-shard-by shards.json": "has tests of its own",
+    "pytest --gpumem-shard 2/4": "has tests of its own: one test cannot be cut in four",
+    "pytest -n 4 --gpumem-share": "has tests of its own, and takes four workers",
+}
+"""Commands that these tests do not run, and why."""
+NOT_RUN_PAGES = {"docs/pytorch_tests.md": "runs the tests of other projects, which are not here"}
+
+READ = {"before.json", "after.json", "report.json", "reports/"}
+"""Reports, and a folder of them, that commands read: made before."""
+
+NOT_COMPARED = {
+    "docs/replay.md": "shows a recording of a GPU that is too large to be kept here",
+}
+
+NET = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(256, 1024)
+        self.second = nn.Linear(1024, 128)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def step():
+    \"\"\"Train for one step.\"\"\"
+    net = Net().cuda()
+    x = torch.randn(64, 256, device="cuda")
+    loss = net(x).sum()
+    loss.backward()
+
+
+def model():
+    return Net().cuda(), torch.randn(64, 256, device="cuda")
+"""
+
+PREAMBLES = {
+    "README.md: test_generation": """
+        import pytest, torch
+        prompt = torch.ones(1, 8, device="cpu")
+
+        @pytest.fixture
+        def model():
+            layer = torch.nn.Linear(8, 8, device="cuda")
+            return lambda prompt: layer(prompt.cuda())
+    """,
+    "docs/predict.md: test_step": """
+        import pytest
+        from train import step
+    """,
+    "docs/replay.md: result": """
+        import shutil
+        import pytest_gpumem
+        shutil.copy("recorded.pickle", "step.pickle")
+    """,
+    "docs/simulation.md: simulate_operator": "import torch",
+    "README.md: simulate": "import torch",
+    "docs/replay.md: _record_memory_history": "import torch",
+}
+"""What a block takes for granted, by its page and a word in it."""
+
+
+RECORDING = """
+import sys, torch
+from pytest_gpumem import simulate
+
+with simulate("T4"):
+    torch.cuda.memory._record_memory_history()
+    kept = [torch.empty(1 << 20, device="cuda") for _ in range(4)]
+    torch.cuda.memory._dump_snapshot(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's project: the files that the documentation talks of."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "net.py").write_text(NET)
+    (folder / "train.py").write_text(NET)
+    (folder / "test_model.py").write_text(_block("test_training_step").source)
+    # Not their tests, which a plain pytest would run.
+    for name in ("__init__.py", "cnn_memory/__init__.py", "cnn_memory/models.py"):
+        (folder / "examples" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / "examples" / name, folder / "examples" / name)
+    subprocess.run([sys.executable, "-c", RECORDING, folder / "step.pickle"], check=True)
+    shutil.copy(folder / "step.pickle", folder / "recorded.pickle")
+    (folder / "mylib").mkdir()
+    (folder / "mylib" / "__init__.py").touch()
+    kernels = "def launch_norm(x, weight): ...\ndef norm_kernel(): ...\n"
+    (folder / "mylib" / "kernels.py").write_text(kernels)
+    return folder
+
+
+def _block(word: str) -> Shown:
+    return next(block for block in python_blocks() if word in block.source)
+
+
+COMMANDS = [
+    command
+    for command in commands()
+    if command.source not in NOT_RUN and command.page not in NOT_RUN_PAGES
+]
+
+
+def test_what_is_not_run_is_there_and_nothing_is_left_out() -> None:
+    found = {command.source for command in commands()}
+    assert NOT_RUN.keys() <= found
+    assert len(COMMANDS) >= 15
+    assert len(python_blocks()) >= 8
+
+
+Ran = tuple[int, list[str]]
+Run = Callable[[str], Ran]
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Ran]:
+    """What came of commands that several pages show."""
+    return {}
+
+
+@pytest.fixture
+def run(
+    place: Path, known: dict[str, Ran], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Run a command in the project: its exit code, and the lines that it prints."""
+    monkeypatch.setenv("GPUMEM_SHARE_DIR", str(place / "shared"))
+    monkeypatch.chdir(place)
+    monkeypatch.syspath_prepend(place)
+
+    def call(command: str) -> Ran:
+        if command not in known:
+            program, *words = shlex.split(command)
+            assert program in ("gpumem", "pytest"), command
+            known[command] = _gpumem(words) if program == "gpumem" else _pytest(project, words)
+        return known[command]
+
+    return call
+
+
+def _gpumem(words: list[str]) -> Ran:
+    printed = StringIO()
+    with redirect_stdout(printed):
+        code = main(words)
+    return code, printed.getvalue().splitlines()
+
+
+def _pytest(project: Project, words: list[str]) -> Ran:
+    ran = project.run(*words, device="", use=("cacheprovider",))
+    return int(ran.ret), ran.outlines
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_commands(command: Shown, run: Run, place: Path) -> None:
+    for file in sorted(READ & set(command.source.split())):
+        needed = place / (f"{file}1.json" if file.endswith("/") else file)
+        if not needed.exists():
+            run(f"pytest test_model.py --gpumem-report=json:{needed.relative_to(place)}")
+    code, printed = run(command.source)
+    assert code == 0, printed
+    shown = command.output
+    if shown is None or command.page in NOT_COMPARED or not _is_named_release():
+        return
+    assert agrees(shown, [_without_build(line) for line in printed]), "\n".join(printed)
+
+
+@pytest.mark.parametrize("block", printed_blocks(), ids=lambda block: block.name)
+def test_parts_of_output(block: Shown, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, printed = run(f"{block.source} --gpumem-baselines=elsewhere")  # others have recorded some
+    if block.output is not None and _is_named_release():
+        lines = [_without_build(line) for line in printed]
+        assert agrees(block.output, lines, part=True), "\n".join(printed)
+
+
+@pytest.mark.parametrize("block", python_blocks(), ids=lambda block: block.name)
+def test_python(block: Shown, run: Run, place: Path) -> None:
+    known = (text for key, text in PREAMBLES.items() if _is_meant(key, block))
+    source = "\n".join((*map(dedent, known), block.source))
+    if "def test_" in source:
+        path = place / f"test_block_{block.line}.py"
+        path.write_text(source)
+        code, printed = run(f"pytest {path.name}")
+        assert code == 0, printed
+        return
+    if "simulate_operator" in source:  # what it says holds for the whole process
+        subprocess.run([sys.executable, "-c", source], cwd=place, check=True)
+        return
+    printed = _executed(source)
+    if block.output is not None and _is_named_release():
+        assert agrees(block.output, printed), "\n".join(printed)
+
+
+def _executed(source: str) -> list[str]:
+    printed = StringIO()
+    with redirect_stdout(printed):
+        if "simulate(" in source or "fit_batch" in source or "replay(" in source:
+            exec(compile(source, "block", "exec"), {})
+        else:
+            with simulate("T4"):
+                exec(compile(source, "block", "exec"), {})
+    return printed.getvalue().splitlines()
+
+
+def _is_meant(key: str, block: Shown) -> bool:
+    page, _, word = key.partition(": ")
+    return page == block.page and word in block.source
+
+
+def _is_named_release() -> bool:
+    return torch.__version__.startswith(f"{NAMED_RELEASE}.")
+
+
+def _without_build(line: str) -> str:
+    """Return the line as a torch without a local version, like ``+cpu``, would print it."""
+    return re.sub(r"(torch \d+\.\d+\.\d+)\+\w+", r"\1", line)

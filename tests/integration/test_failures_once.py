@@ -1,0 +1,130 @@
+"""A failure is told once, and failures of one cause as one."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from tests.pytest_project import Project
+
+KEEPS = """
+    import net
+
+    @pytest.mark.gpumem
+    @pytest.mark.parametrize("kib", [1, 2, 4])
+    def test_a(kib):
+        net.run(kib)
+
+    @pytest.mark.gpumem
+    def test_b():
+        net.run(8)
+
+    @pytest.mark.gpumem(max="5KB")
+    def test_other():
+        torch.zeros(2048, device="cuda")
+
+    def test_plain():
+        assert 1 == 2
+"""
+NET = """
+    def run(kib):
+        first = torch.zeros(kib * 256, device="cuda")
+        second = torch.{}(first)
+"""
+
+
+def prepare(project: Project) -> None:
+    project.write(net=NET.format("zeros_like"), test_keeps=KEEPS)
+    project.run("--gpumem-update-baselines")
+    project.write(net=NET.format("zeros_like") + "        third = torch.exp(second)\n")
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one process", "a worker"])
+def test_failures_of_one_cause_are_one(project: Project, workers: tuple[str, ...]) -> None:
+    prepare(project)
+
+    result = project.run_apart(*workers, f"--junitxml={project.path / 'junit.xml'}")
+
+    result.assert_outcomes(failed=6)
+    lines = result.outlines
+    assert sum(line.startswith("the test peaked at") for line in lines) == 2
+    assert "the same 1 line in 3 more tests, 1.0 KiB to 8.0 KiB over: " in " ".join(lines)
+    result.stdout.fnmatch_lines(
+        [
+            "the same 1 line in 3 more tests, 1.0 KiB to 8.0 KiB over: test_keeps.py::test_a (2) "
+            "and test_keeps.py::test_b",
+            "the test peaked at 8.2 KB (8,192 B), 3.2 KB over its limit of 5KB *",
+            "accept all 4: *",
+            "FAILED test_keeps.py::test_a[[]1] - +1.0 KiB over baseline",
+            "FAILED test_keeps.py::test_other - +3.2 KB over 5KB",
+            "FAILED test_keeps.py::test_plain - assert 1 == 2",
+            "FAILED 3 more like test_a[[]1] - 1.0 KiB to 8.0 KiB over",
+        ]
+    )
+    assert not [line for line in lines if line.startswith("FAIL ")]
+    # Files for machines hold every failure in full.
+    cases = ElementTree.parse(project.path / "junit.xml").iter("failure")
+    assert sum("over its baseline" in (case.text or "") for case in cases) == 4
+
+
+def test_very_verbose_every_failure_is_told(project: Project) -> None:
+    prepare(project)
+    result = project.run("-vv")
+    assert sum(line.startswith("the test peaked at") for line in result.outlines) == 5
+    result.stdout.no_fnmatch_line("the same * more test*")
+
+
+def test_verbose_names_every_test_of_a_cause_with_its_number(project: Project) -> None:
+    prepare(project)
+    result = project.run("-v")
+    result.stdout.fnmatch_lines(
+        [
+            "the same 1 line in 3 more tests, 1.0 KiB to 8.0 KiB over:",
+            "  test_keeps.py::test_a[[]2]  +2.0 KiB over baseline",
+            "  test_keeps.py::test_a[[]4]  +4.0 KiB over baseline",
+            "  test_keeps.py::test_b  +8.0 KiB over baseline",
+        ]
+    )
+
+
+def test_where_pytest_shows_no_failures_the_section_does(project: Project) -> None:
+    prepare(project)
+    result = project.run("--tb=no")
+    told = [line for line in result.outlines if line.startswith("FAIL ")]
+    assert told == [
+        *(f"FAIL test_keeps.py::test_a[{kib}]" for kib in (1, 2, 4)),
+        "FAIL test_keeps.py::test_b",
+        "FAIL test_keeps.py::test_other",
+    ]
+
+
+def test_a_damaged_file_is_one_sentence_however_many_tests_it_has(project: Project) -> None:
+    prepare(project)
+    (path,) = (project.path / "baselines").rglob("*.json")
+    path.write_text("<<<<<<< ours\n{}\n=======\n{}\n>>>>>>> theirs\n")
+
+    result = project.run()
+
+    result.assert_outcomes(failed=6)
+    said = [line for line in result.outlines if "conflict markers of a merge in line 1" in line]
+    # In FAILURES; the short summary may not have room for that much of it.
+    assert 1 <= len(said) <= 2
+    result.stdout.fnmatch_lines(["the same in 4 more tests: test_keeps.py::test_a (2), *"])
+    result.stdout.no_fnmatch_line("*During handling*")
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+    update = project.run("--gpumem-update-baselines")
+    update.stdout.fnmatch_lines(
+        ["  4 tests of test_keeps.py not recorded: its file is of no use", "*conflict markers*"]
+    )
+    assert path.read_text().startswith("<<<<<<< ours")
+
+
+def test_reports_hold_what_a_limit_was_written_as(project: Project) -> None:
+    prepare(project)
+    record = project.report()["test_keeps.py::test_other"]
+    (verdict,) = [verdict for verdict in record["verdicts"] if verdict["kind"] == "limit"]
+    assert (verdict["limit"], verdict["written"]) == (5000, "5KB")
+    assert json.loads(json.dumps(record["expectation"]))["max"] == 5000

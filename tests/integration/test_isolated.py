@@ -1,0 +1,103 @@
+"""isolate=True: a test in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_project import Project
+
+TESTS = """
+import os
+
+import conftest
+
+@pytest.mark.gpumem(max="2MiB", isolate=True)
+def test_apart(tmp_path, shared):
+    assert os.getpid() != int(os.environ["OUTER"])
+    x = torch.ones(1 << 18, device="cuda")
+    print("said in there")
+
+@pytest.mark.gpumem
+def test_here(shared):
+    assert os.getpid() == int(os.environ["OUTER"])
+    x = torch.ones(1 << 18, device="cuda")
+"""
+
+CONFTEST = """
+import os
+
+os.environ.setdefault("OUTER", str(os.getpid()))
+
+@pytest.fixture(scope="session")
+def shared():
+    return os.getpid()
+"""
+
+
+def test_its_numbers_come_back(project: Project) -> None:
+    project.write(conftest=CONFTEST, test_it=TESTS)
+    tests = project.report(apart=True)
+    apart, here = (tests[f"test_it.py::{name}"] for name in ("test_apart", "test_here"))
+    assert apart["outcome"] == "passed"
+    assert apart["measurement"]["peak_allocated"] == 1 << 20
+    assert here["measurement"]["peak_allocated"] == 1 << 20
+    assert apart["environment"] == here["environment"]
+
+
+def test_it_is_judged_there_and_reported_here(project: Project) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(max="1MiB", isolate=True)
+        def test_apart():
+            print("said in there")
+            x = torch.ones(1 << 19, device="cuda")
+        """
+    )
+    result = project.run_apart("--gpumem-update-baselines", "-rA")
+    result.assert_outcomes(failed=1)
+    result.stderr.no_fnmatch_line("*Warning*")
+    result.stdout.fnmatch_lines(["*said in there*", "  test_apart  2.0 MiB*FAIL*"])
+    assert not project.baselines()
+
+
+def test_a_process_that_dies_is_a_failure_and_no_more(project: Project) -> None:
+    project.write(
+        test_it="""
+        import os, signal
+
+        @pytest.mark.gpumem(isolate=True)
+        def test_dies():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        @pytest.mark.gpumem
+        def test_lives():
+            x = torch.ones(3, device="cuda")
+        """
+    )
+    result = project.run_apart()
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(
+        ["the process of its own: it ended by SIGKILL in the middle of the test (exit code -9)"]
+    )
+
+
+def test_baselines_and_workers(project: Project) -> None:
+    project.write(conftest=CONFTEST, test_it=TESTS.replace("== int", "!= 0 or int"))
+    project.run_apart("-n2", "--gpumem-update-baselines").assert_outcomes(passed=2)
+    (stored,) = project.baselines().values()
+    assert sorted(stored) == ["test_apart", "test_here"]
+
+
+@pytest.mark.parametrize("options", [("-k", "apart"), ("-m", "gpumem", "-x")])
+def test_what_chose_the_test_does_not_hold_in_its_process(
+    project: Project, options: tuple[str, ...]
+) -> None:
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(isolate=True)
+        @pytest.mark.parametrize("x", ["a b", "c::d", "é"])
+        def test_apart(x):
+            torch.ones(3, device="cuda")
+        """
+    )
+    project.run_apart(*options).assert_outcomes(passed=3)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.report.github import workflow_command, workflow_commands, write_summary
+from pytest_gpumem.report.json_report import ReportError
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.report.written import ReportedRun
+from tests.report.example_run import failing, improved, passing
+from tests.report.test_markdown import HOSTILE
+
+
+def run(*records: TestRecord) -> ReportedRun:
+    lines = {record.nodeid: ("tests/test_model.py", 12) for record in records}
+    return ReportedRun(records, Path("/repo/package"), lines)
+
+
+def test_a_command_is_escaped_as_the_toolkit_does() -> None:
+    assert workflow_command("error", "percent % cr \r lf \n : ,", title="x") == (
+        "::error title=x::percent %25 cr %0D lf %0A : ,"
+    )
+    assert workflow_command("error", "", title="percent % cr \r lf \n colon : comma ,") == (
+        "::error title=percent %25 cr %0D lf %0A colon %3A comma %2C::"
+    )
+
+
+def test_a_failure_marks_the_line_of_its_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_WORKSPACE", "/repo")
+    assert workflow_commands(run(passing(), failing())) == [
+        "::error file=package/tests/test_model.py,line=12,"
+        "title=GPU memory%3A tests/test_model.py%3A%3Atest_step"
+        "::forward peaked at 80.0 MiB (83,886,080 B), 16.0 MiB over its baseline of 64.0 MiB "
+        "(+25.0 %25, tolerance 0) [simulated A100-40GB]%0A"
+        'accept it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
+    ]
+
+
+def test_an_improvement_is_a_notice() -> None:
+    (line,) = workflow_commands(run(improved()))
+    assert line.startswith("::notice file=/repo/package/tests/test_model.py,line=12,title=less ")
+
+
+def test_beyond_what_github_shows_the_rest_is_counted() -> None:
+    lines = workflow_commands(
+        run(*[replace(failing(), nodeid=f"t.py::test_{n}") for n in range(14)])
+    )
+    assert len(lines) == 10
+    assert lines[-1] == "::error title=GPU memory::5 tests more: see the summary of this step"
+
+
+def test_a_hostile_name_begins_no_command() -> None:
+    (line,) = workflow_commands(run(replace(failing(), nodeid=HOSTILE)))
+    assert line.isprintable()
+    properties = line.removeprefix("::error ").partition("::")[0]
+    assert properties.count(",") == 2
+    assert "title=GPU memory%3A t.py%3A%3Atest_x[<script>a</script>" in properties
+
+
+def test_the_summary_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("of another step\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    write_summary(run(failing()))
+    assert summary.read_text().startswith("of another step\n<!-- pytest-gpumem -->\n### GPU memory")
+
+
+def test_a_summary_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    with pytest.raises(ReportError, match=r"cannot be written: Is a directory; give"):
+        write_summary(run(failing()))
