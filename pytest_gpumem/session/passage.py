@@ -18,6 +18,9 @@ from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sizes import format_size
 
+MOST_CALM = 30.0
+"""Seconds for which a test that was crowded out waits at most until others leave it its room."""
+
 MOST_YIELDS = 3
 """Times that an opportunistic test makes room for others; then it is as guaranteed as they are."""
 
@@ -153,8 +156,10 @@ class Passage:
         return NextRun(need, "made room for a guaranteed test, and was run again", yielded=True)
 
     def _by_itself(self, refusal: Refusal) -> NextRun:
+        # Who took the memory may come and go: as long as the test took, and a second at least.
+        calm = min(max(time.time() - self._granted, 1.0), MOST_CALM)
         return NextRun(
-            self._need.alone(refusal.wanted),
+            self._need.alone(refusal.wanted, calm),
             f"run again alone: other processes held {format_size(refusal.of_others)} of the "
             f"device when {format_size(refusal.asked)} were asked for",
             alone=True,

@@ -147,13 +147,21 @@ class Gate:
                 self._ledger.release(test)
 
     def _waited(self, test: int, nodeid: str, need: Need) -> Admission:
-        began = self._clock()
+        began = crowded = self._clock()
         pause = FIRST_PAUSE
         is_tidy = False
         holders = ""
         while True:
-            answer = self._ledger.try_grant(test, self.view())
-            waited = self._clock() - began
+            view = self.view()
+            now = self._clock()
+            waited = now - began
+            if not _has_room(view[self.name], need):
+                crowded = now
+            elif now - crowded < need.calm and waited <= self._patience:
+                self._waits(nodeid, waited, f"{_amount(need)} to stay free for {need.calm:.0f} s")
+                self._sleep(LONGEST_PAUSE)
+                continue
+            answer = self._ledger.try_grant(test, view)
             if answer.granted:
                 return self._admission(answer, test, nodeid, need, waited, holders)
             if answer.tidy and not is_tidy:
@@ -238,6 +246,11 @@ class Gate:
                 f"{nodeid} needs {format_size(need.bytes)} by its {need.source}, and {name} has "
                 f"{format_size(device.capacity - contexts)} for tests"
             )
+
+
+def _has_room(device: Device, need: Need) -> bool:
+    """Whether strangers leave the test its room."""
+    return device.capacity - device.foreign >= (need.bytes or 0)
 
 
 def holding(state: State) -> list[str]:

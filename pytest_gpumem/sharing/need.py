@@ -21,14 +21,16 @@ class Need:
     priority: int = 0
     guaranteed: bool = True
     """``False`` for an opportunistic test: it goes last."""
+    calm: float = 0.0
+    """Seconds for which strangers have to leave it its room before it comes in."""
 
     def on(self, capacity: int) -> int:
         """Bytes that nobody else may have while it runs on a device of ``capacity`` bytes."""
         return capacity if self.exclusive or self.bytes is None else self.bytes
 
-    def alone(self, least: int) -> Need:
-        """The same with the device to itself, and ``least`` bytes of it at the least."""
-        return replace(self, bytes=max(self.bytes or 0, least), exclusive=True)
+    def alone(self, least: int, calm: float) -> Need:
+        """The same with the device to itself, and ``least`` bytes of it for ``calm`` seconds."""
+        return replace(self, bytes=max(self.bytes or 0, least), exclusive=True, calm=calm)
 
     def as_guaranteed(self) -> Need:
         """The same for a test that makes no more room for others."""

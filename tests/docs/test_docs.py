@@ -121,11 +121,7 @@ PREAMBLES = {
         import pytest
         from train import step
     """,
-    "docs/replay.md: result": """
-        import shutil
-        import pytest_gpumem
-        shutil.copy("recorded.pickle", "step.pickle")
-    """,
+    "docs/replay.md: result": "import pytest_gpumem",
     "docs/simulation.md: simulate_operator": "import torch",
     "README.md: simulate": "import torch",
     "docs/replay.md: _record_memory_history": "import torch",
@@ -155,8 +151,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("__init__.py", "cnn_memory/__init__.py", "cnn_memory/models.py"):
         (folder / "examples" / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / "examples" / name, folder / "examples" / name)
-    subprocess.run([sys.executable, "-c", RECORDING, folder / "step.pickle"], check=True)
-    shutil.copy(folder / "step.pickle", folder / "recorded.pickle")
+    subprocess.run([sys.executable, "-c", RECORDING, folder / "recorded.pickle"], check=True)
     (folder / "mylib").mkdir()
     (folder / "mylib" / "__init__.py").touch()
     kernels = "def launch_norm(x, weight): ...\ndef norm_kernel(): ...\n"
@@ -197,6 +192,7 @@ def run(
     place: Path, known: dict[str, Ran], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
     """Run a command in the project: its exit code, and the lines that it prints."""
+    shutil.copy(place / "recorded.pickle", place / "step.pickle")  # blocks record their own
     monkeypatch.setenv("GPUMEM_SHARE_DIR", str(place / "shared"))
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(place)

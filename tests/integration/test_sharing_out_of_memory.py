@@ -263,10 +263,12 @@ from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.gpus import GPUS
 
 device = SharedSimulatedDevice(Path(sys.argv[1]), "simulated T4 cuda:0", GPUS["T4"].total_memory)
+while not Path("collected").exists():
+    time.sleep(0.01)
 for _ in range(int(sys.argv[2])):
     while not device.take(10 << 30):
         time.sleep(0.01)
-    print("taken", flush=True)
+    Path("taken").touch()
     time.sleep(4)
     device.give(10 << 30)
     time.sleep(0.5)
@@ -277,6 +279,15 @@ time.sleep(600)
 def test_a_stranger_that_comes_and_goes_fails_no_test(project: Project, folder: Path) -> None:
     project.write(
         foreign=FOREIGN,
+        conftest="""
+        import time
+        from pathlib import Path
+
+        def pytest_collection_finish():
+            Path("collected").touch()
+            while not Path("taken").exists():
+                time.sleep(0.01)
+        """,
         test_it="""
         import time
 
@@ -291,15 +302,13 @@ def test_a_stranger_that_comes_and_goes_fails_no_test(project: Project, folder: 
         """,
     )
     stranger = subprocess.Popen(
-        [sys.executable, project.path / "foreign.py", folder, "2"], stdout=subprocess.PIPE
+        [sys.executable, project.path / "foreign.py", folder, "2"], cwd=project.path
     )
     try:
-        assert stranger.stdout is not None
-        stranger.stdout.readline()
         result = project.run_apart("--gpumem-share", "-n2", "--gpumem-report=json:report.json")
     finally:
         stranger.kill()
-        stranger.communicate()
+        stranger.wait()
     result.assert_outcomes(passed=8)
     tests = json.loads((project.path / "report.json").read_text())["tests"]
     waits = [test["sharing"]["waited_for"] for test in tests if test["sharing"]["waited_for"]]

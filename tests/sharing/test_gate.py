@@ -23,6 +23,35 @@ class Gpu:
         return self.processes
 
 
+def test_a_test_that_was_crowded_out_waits_until_a_stranger_stays_away(tmp_path: Path) -> None:
+    # It is there from 4 to 5 s and from 7 to 8 s; by 11 s there has been room for three seconds.
+    ledger = Ledger(tmp_path)
+    gpu = Gpu()
+    now = [0.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+        gpu.processes = {1: 20} if 4 <= now[0] < 5 or 7 <= now[0] < 8 else {}
+
+    pass_time(4.5)
+    gate = Gate(
+        ledger,
+        ledger.join("run", "gw0"),
+        [gpu],
+        held=lambda name: (0, 0),
+        tidy=lambda: None,
+        patience=60.0,
+        clock=lambda: now[0],
+        sleep=pass_time,
+    )
+    with gate.admitted("test_it", Need(90, "max").alone(90, calm=3.0)) as admission:
+        assert now[0] == pytest.approx(11.0, abs=0.2)
+        assert "holds 20 B of gpu" in admission.waited_for
+    with gate.admitted("test_it", Need(90, "max")):
+        assert now[0] == pytest.approx(11.0, abs=0.2)
+    ledger.close()
+
+
 def test_fixtures_that_do_not_go_are_torn_down_once(tmp_path: Path) -> None:
     # Both hold 50 and want 90. The one that came later is to give way, and has leaked what it
     # holds: it waits, and in the end it says for whom.
