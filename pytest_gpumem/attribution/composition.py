@@ -148,7 +148,9 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
         return Site(category, 0, 0, module=_general(sighting.module) if sighting else None)
     in_backward = origin.node is not None and not history.module_at(life.born)
     source = forward.of(origin) if in_backward else None
-    place = (source and source.origin and source.origin.place) or origin.place
+    place = (source and source.origin and history.place_of(source.origin)) or history.place_of(
+        origin
+    )
     module = sighting.module if sighting else ""
     operator = origin.node if in_backward else origin.operator_name
     if sighting and category == OPTIMIZER_STATE:
@@ -188,6 +190,13 @@ def category_of(history: History, life: Life) -> str:
     A tensor that autograd saved, or that the forward returned, outlives the forward: an activation.
     What an operator needed for a moment does not: a temporary.
     """
+    known = _known_category(history, life)
+    if history.classify is None or life.origin is None:
+        return known
+    return history.classify(known, life.nbytes, life.origin)
+
+
+def _known_category(history: History, life: Life) -> str:
     origin = life.origin
     if life.sighting is not None:
         return life.sighting.category

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 FOREVER = 1 << 62
 """Position at which a block that is still live will be freed."""
@@ -18,6 +18,10 @@ class Origin(Protocol):
     @property
     def place(self) -> tuple[str, int, str] | None:
         """File, line and function of the user's code that allocated it."""
+
+    @property
+    def frames(self) -> Sequence[Mapping[str, Any]]:
+        """Of the code that allocated it, innermost first: filename, line and name."""
 
     @property
     def operator_name(self) -> str | None:
@@ -111,6 +115,10 @@ class History:
     """Where no peak counts."""
     root: str = ""
     """The folder that paths are relative to."""
+    classify: Callable[[str, int, Origin], str] | None = None
+    """What has the last word on the category of a block, given that, its bytes and origin."""
+    locate: Callable[[Origin], tuple[str, int, str] | None] | None = None
+    """What names the line of an allocation, where it is not the innermost of the user's code."""
     lives: list[Life] = field(init=False)
     unrecorded: frozenset[int] = field(init=False)
     """Identities of lives of operators that autograd did not record, as far as that is known."""
@@ -157,6 +165,10 @@ class History:
         if index >= 0 and position < self.automatic[index].end:
             return self.automatic[index]
         return None
+
+    def place_of(self, origin: Origin) -> tuple[str, int, str] | None:
+        """Return file, line and function that name the allocations of ``origin``."""
+        return origin.place if self.locate is None else self.locate(origin)
 
     def next_backward(self, position: int) -> int:
         """Return where the first backward after ``position`` begins, else the end."""

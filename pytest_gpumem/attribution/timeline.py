@@ -47,7 +47,7 @@ def timeline_of(history: History) -> dict[str, Any] | None:
         if event is None:
             blocks.append([-1, 0])
         else:
-            place = places.setdefault(_place(event.life, history.root), len(places))
+            place = places.setdefault(_place(event.life, history), len(places))
             blocks.append([place, event.life.nbytes if event.is_alloc else -event.life.nbytes])
     totals = {
         category: series
@@ -113,12 +113,12 @@ def _spans(history: History) -> list[list[Any]]:
     ]
 
 
-def _place(life: Life, root: str) -> str:
+def _place(life: Life, history: History) -> str:
     origin = life.origin
     if origin is None:
         return "unknown"
     if origin.library:
         return f"{origin.library} workspace"
-    place = origin.place
-    line = f"{shown_path(place[0], root)}:{place[1]}" if place else ""
+    place = history.place_of(origin)
+    line = f"{shown_path(place[0], history.root)}:{place[1]}" if place else ""
     return " ".join(filter(None, (line, origin.operator_name))) or "unknown"

@@ -59,10 +59,15 @@ class CudaDevice:
         self._notes: tuple[str, ...] = ()
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
         """By name: what other processes take from, too, and CUDA's index of it here."""
+        self.extra: Mapping[str, str] = {}
 
-    @cached_property
+    @property
     def environment(self) -> Environment:
         """What its numbers depend on; initialises CUDA."""
+        return self._environment.with_extra(self.extra)
+
+    @cached_property
+    def _environment(self) -> Environment:
         properties = torch.cuda.get_device_properties(self.index)
         major, minor = (int(part) for part in torch.__version__.split(".")[:2])
         reading = read_device(_uuid(properties) or self.index)

@@ -26,6 +26,9 @@ class Device(Protocol):
     def environment(self) -> Environment:
         """What its numbers depend on; asking a real device initialises CUDA."""
 
+    extra: Mapping[str, str]
+    """What other plugins add to the environment."""
+
     @property
     def total_memory(self) -> int:
         """Bytes; asking a real device initialises CUDA."""

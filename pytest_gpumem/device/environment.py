@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -31,6 +31,8 @@ _PLAIN_SETTINGS = re.compile(r"[a-z_]+:[A-Za-z0-9_.]+(,[a-z_]+:[A-Za-z0-9_.]+)*"
 """Settings that name a folder as they are, but for the colon, which Windows does not have."""
 _MOST_SETTINGS = 100
 """Characters of settings in the name of a folder."""
+_PLAIN_WORD, _MOST_WORD = re.compile(r"[A-Za-z0-9_.]+"), 40
+"""Of what plugins add: words that name a folder as they are."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Environment:
     """CUBLAS_WORKSPACE_CONFIG; empty for the library's default."""
     partition: str = ""
     """MIG profile, MPS, vGPU or exclusive mode, HAMi, cGPU or cgroup; empty for a whole device."""
+    extra: tuple[tuple[str, str], ...] = ()
+    """What other plugins say that numbers depend on: names and words, sorted."""
 
     @cached_property
     def key(self) -> str:
@@ -66,7 +70,7 @@ class Environment:
         if self.partition:
             parts.append(self.partition)
         key = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
-        return "-".join([key, *self._settings()])
+        return "-".join([key, *self._settings(), *self._extra()])
 
     def _settings(self) -> Iterator[str]:
         """Yield the settings as parts of a folder's name, or a hash where it cannot hold them."""
@@ -82,11 +86,24 @@ class Environment:
         if config:
             yield f"cublas{config.replace(':', '=')}"
 
+    def _extra(self) -> Iterator[str]:
+        """Yield what plugins add as parts of a folder's name, long or strange words as hashes."""
+        for name, word in self.extra:
+            plain = len(word) <= _MOST_WORD and _PLAIN_WORD.fullmatch(word)
+            yield f"{name}={word if plain else sha256(word.encode()).hexdigest()[:8]}"
+
+    def with_extra(self, extra: Mapping[str, str]) -> Environment:
+        """Return the same with what other plugins add, in place of what they added before."""
+        return replace(self, extra=tuple(sorted(extra.items())))
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: builtin types only."""
-        return asdict(self)
+        data = {**vars(self)}
+        data.pop("key", None)
+        extra = dict(data.pop("extra"))
+        return {**data, "extra": extra} if extra else data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Environment:
         """Rebuild what :meth:`to_dict` wrote."""
-        return cls(**data)
+        return cls(**{**data, "extra": tuple(sorted(data.get("extra", {}).items()))})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
@@ -22,6 +22,9 @@ class DeviceSelector:
         self._simulated: dict[tuple[str, bool], Device] = {}
         self._real: Device | None = None
         self._decided = False
+        self.extra: Callable[[Device], Mapping[str, str]] | None = None
+        """What other plugins add to the environment of a device."""
+        self._extended: set[Device] = set()
 
     @property
     def off(self) -> bool:
@@ -52,10 +55,14 @@ class DeviceSelector:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
         One with ``real_values`` is another device: it computes on the CPU what it simulates.
-        Raises ``DeviceError`` where the options ask for a CUDA device that is not there, or the
-        environment has allocator settings that no device takes.
+        Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
+        environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        return self.real() or self._simulate(model or self._choice.models[0], real_values)
+        device = self.real() or self._simulate(model or self._choice.models[0], real_values)
+        if self.extra is not None and device not in self._extended:
+            device.extra = self.extra(device)
+            self._extended.add(device)
+        return device
 
     def check_torch(self) -> None:
         """Raise ``DeviceError`` where torch is not installed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,7 @@ class SimulatedDevice:
         self._shared: dict[str, SimulatedGPU] = {}
         """By name: the GPUs whose memory other processes take from, too."""
         self._collector = Collector()
+        self.extra: Mapping[str, str] = {}
 
     @property
     def index(self) -> int:
@@ -50,7 +51,7 @@ class SimulatedDevice:
     @property
     def environment(self) -> Environment:
         """What its numbers depend on."""
-        return self._gpus[0].environment
+        return self._gpus[0].environment.with_extra(self.extra)
 
     @property
     def total_memory(self) -> int:

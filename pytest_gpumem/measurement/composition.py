@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,9 +63,19 @@ class Beginning:
 class Account:
     """Accounts for the bytes of one test: composes its peaks, and what it left behind."""
 
-    def __init__(self, recorder: Recorder, root: str, *, timelines: bool = False) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        root: str,
+        *,
+        timelines: bool = False,
+        classify: Callable[[str, int, Origin], str] | None = None,
+        locate: Callable[[Origin], tuple[str, int, str] | None] | None = None,
+    ) -> None:
         self.timelines = timelines
         """Whether a report shows what was allocated over time."""
+        self._classify, self._locate = classify, locate
+        """As of :class:`History`."""
         self._recorder = recorder
         self._root = root
         self._set_up = self._beginning = Beginning((), {})
@@ -108,7 +118,7 @@ class Account:
         position, origin = failure
         history = self.history(device, tracker, ())
         live = history.live_at(position - position_on(device, self._beginning.positions) - 1)
-        place = origin.place if origin else None
+        place = history.place_of(origin) if origin else None
         shown = f"{shown_path(place[0], self._root)}:{place[1]}" if place else None
         return post_mortem(
             torch.cuda.memory._snapshot(),
@@ -173,6 +183,8 @@ class Account:
                 for b, e in tracker.unmeasured_windows
             ],
             root=self._root,
+            classify=self._classify,
+            locate=self._locate,
         )
 
 

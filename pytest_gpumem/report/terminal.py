@@ -48,6 +48,7 @@ def describe(environment: Environment) -> str:
     if environment.cublas_workspace_config:
         config = printable(environment.cublas_workspace_config, MOST)
         facts.append(f"CUBLAS_WORKSPACE_CONFIG={config}")
+    facts += [f"{name}={printable(word, MOST)}" for name, word in environment.extra]
     return f"{kind}{environment.gpu} ({', '.join(facts)})"
 
 

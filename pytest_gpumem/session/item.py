@@ -25,7 +25,7 @@ from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.results import ATTRIBUTE, SENTENCE
+from pytest_gpumem.session.results import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.simulated.errors import SimulationError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement.recorder import Recorder
     from pytest_gpumem.options import Settings
     from pytest_gpumem.prediction.predicted import PredictedTest
+    from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.judge import Judge
 
 
@@ -70,8 +71,11 @@ class MeasuredItem:
         predicted: PredictedTest | None = None,
         quota: int | None = None,
         runs_again: Callable[[Refusal | None, int | None, Exception], bool] | None = None,
+        *,
+        hooks: Hooks,
     ) -> None:
         self._predicted = predicted
+        self._hooks = hooks
         self._runs_again = runs_again
         self._item = item
         self._settings = settings
@@ -102,7 +106,7 @@ class MeasuredItem:
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
             self._explained = recorder is not None
-            account = _account(recorder, item, settings) if recorder is not None else None
+            account = _account(recorder, item, settings, hooks) if recorder is not None else None
             numbered = settings.loop_phases == "numbered"
             self._meter = Meter(statistics, ledger, account, numbered=numbered)
             starting.enter_context(pausable(self._meter.unmeasured))
@@ -180,6 +184,9 @@ class MeasuredItem:
             record = _with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
+                self._hooks.tell(self._item, record)
+                if self._hooks.broken:
+                    setattr(report, BROKEN_PLUGINS, list(self._hooks.broken.values()))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -242,7 +249,7 @@ class MeasuredItem:
             traceback.clear_frames(error.__traceback__)
             recorder = RecordedHistory()
             with recorder.during(EXPLAINED_BY), suppress(*_OUTCOMES):
-                self._meter.account_by(_account(recorder, self._item, self._settings))
+                self._meter.account_by(_account(recorder, self._item, self._settings, self._hooks))
                 try:
                     with self._run():
                         self._item.runtest()
@@ -286,7 +293,7 @@ class MeasuredItem:
         recorder = RecordedHistory()
         try:
             with recorder.during(EXPLAINED_BY):
-                self._meter.account_by(_account(recorder, self._item, self._settings))
+                self._meter.account_by(_account(recorder, self._item, self._settings, self._hooks))
                 with self._run():
                     self._item.runtest()
                 again = self._measured(passed=True)
@@ -400,9 +407,14 @@ class MeasuredItem:
         )
 
 
-def _account(recorder: Recorder, item: pytest.Item, settings: Settings) -> Account:
-    shown = any(target.kind == "html" for target in settings.reports)
-    return Account(recorder, str(item.config.rootpath), timelines=shown)
+def _account(recorder: Recorder, item: pytest.Item, settings: Settings, hooks: Hooks) -> Account:
+    return Account(
+        recorder,
+        str(item.config.rootpath),
+        timelines=any(target.kind == "html" for target in settings.reports),
+        classify=hooks.classify_for(item),
+        locate=hooks.locate_for(item),
+    )
 
 
 def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:

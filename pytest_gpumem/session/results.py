@@ -57,6 +57,10 @@ SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
 """Of the report of a test that would be measured: what skipped it was evaluated at import."""
 
 
+BROKEN_PLUGINS = "gpumem_broken_plugins"
+"""Of a test's report: the sentences that name what other plugins did wrong."""
+
+
 AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
 
 
@@ -118,6 +122,8 @@ class Results:
         self._collected: set[str] = set()
         self._incomplete: dict[str, str] = {}
         self._notes: list[str] = []
+        self._broken_plugins: dict[str, None] = {}
+        """Sentences, each once: workers may all find the same."""
         self._unsimulated: dict[str, str] = {}
         self._sentences: dict[str, str] = {}
         """What tests failed with that is not of their own memory."""
@@ -165,6 +171,7 @@ class Results:
             self._rerun.add(run)
             return
         self._stopwatch.take(run, report)
+        self._broken_plugins.update(dict.fromkeys(getattr(report, BROKEN_PLUGINS, ())))
         if getattr(report, SKIPPED_AT_IMPORT, False):
             self._skipped_at_import += 1
         if sentence := getattr(report, UNSIMULATED, None):
@@ -270,6 +277,7 @@ class Results:
             self._config.get_terminal_writer().line(line)
         notes = [
             *self._notes,
+            *self._broken_plugins,
             *filter(None, [self.shard]),
             *self._hosts(),
             *self.shared,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.affinity import FixtureDevices
     from pytest_gpumem.session.faults import Faults
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
+    from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.host import Host
     from pytest_gpumem.session.hosts import Hosts
     from pytest_gpumem.session.isolated import Isolation
@@ -65,6 +66,7 @@ class GpumemSession:
             if early
             else config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
         )
+        self.selector.extra = lambda device: self.hooks.environment(device)
         self.results = Results(config, self.settings)
         self.current: MeasuredItem | None = None
         self._said: set[str] = set()
@@ -90,6 +92,13 @@ class GpumemSession:
         from pytest_gpumem.session.affinity import FixtureDevices
 
         return FixtureDevices()
+
+    @cached_property
+    def hooks(self) -> Hooks:
+        """Calls what other plugins implement."""
+        from pytest_gpumem.session.hooks import Hooks
+
+        return Hooks(self._config)
 
     @cached_property
     def sharding(self) -> Sharding | None:
@@ -556,6 +565,7 @@ class GpumemSession:
                 predicted,
                 quota,
                 self.sharing.runs_again if self.settings.share else None,
+                hooks=self.hooks,
             )
         except QuotaError as error:
             problem = str(error)

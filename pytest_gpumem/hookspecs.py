@@ -1,0 +1,94 @@
+"""The hooks that other plugins, and the conftest of a project, can implement; see docs/hooks.md.
+
+Every project with the plugin installed pays for this module: it imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_gpumem.baseline.verdict import Verdict
+    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.measurement.record import Measurement
+
+
+def pytest_gpumem_measured(item: pytest.Item, measurement: Measurement, outcome: str) -> None:
+    """Learn what a test has taken.
+
+    Called once for each device that the test used, its own first, when the numbers are final.
+
+    :param item: the test; the hook is called in the process that ran it.
+    :param measurement: peaks, leaks, phases and compositions, in bytes.
+    :param outcome: ``passed``, ``failed``, ``xfailed`` or ``xpassed``. Where a body failed, its
+        numbers end where it did.
+    """
+
+
+def pytest_gpumem_verdict(item: pytest.Item, verdict: Verdict) -> None:
+    """Learn how a test was judged.
+
+    Called once for each limit, baseline or prediction that was compared, after
+    :func:`pytest_gpumem_measured`; never for a test whose body failed.
+
+    :param item: the test; the hook is called in the process that ran it.
+    :param verdict: whether it ``passed``, with the numbers in bytes and the texts.
+    """
+
+
+def pytest_gpumem_environment(
+    config: pytest.Config, environment: Environment
+) -> Mapping[str, str] | None:
+    """Return what else the numbers depend on, by name: ``{"kernels": "2.1"}``.
+
+    It keys baselines, and stands in reports. Asked once for each device, before the first test
+    that is measured there, of plugins and of the conftest in the rootdir; what several of them
+    return is taken together.
+
+    :param config: pytest's.
+    :param environment: the device, torch and settings, as they are known without the hook.
+    :return: words by name; a name is made of ``a-z``, ``0-9`` and ``_``.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_gpumem_category(
+    item: pytest.Item,
+    category: str,
+    nbytes: int,
+    frames: Sequence[Mapping[str, Any]],
+    operator: str | None,
+    shape: Sequence[int] | None,
+    dtype: str | None,
+) -> str | None:
+    """Return the category of one block of a test's memory, ``None`` where ``category`` is right.
+
+    Asked for blocks that live at a peak and in a time line; the first answer counts.
+
+    :param item: the test.
+    :param category: what the block is taken for without the hook.
+    :param nbytes: its size after the allocator's rounding.
+    :param frames: of the Python code that allocated it, innermost first, each with ``filename``,
+        ``line`` and ``name``; empty where nothing was recorded.
+    :param operator: as users call it, ``torch.softmax``.
+    :param shape: of the tensor that it was allocated for; simulated devices know it.
+    :param dtype: of the same tensor: ``float32``.
+    :return: one of ``parameters``, ``gradients``, ``optimizer state``, ``inputs``,
+        ``activations``, ``workspace``, ``temporaries`` and ``other``.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_gpumem_site(item: pytest.Item, frames: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return which frame names an allocation: its line is what failures and reports show.
+
+    Without an answer it is the innermost one outside torch and this plugin; a library can name the
+    line that calls it instead of its own. The first answer counts.
+
+    :param item: the test.
+    :param frames: innermost first, each with ``filename``, ``line`` and ``name``; never empty.
+    :return: an index of ``frames``.
+    """

@@ -1,0 +1,203 @@
+"""Calls what other plugins implement of :mod:`pytest_gpumem.hookspecs`.
+
+One implementation at a time: one that fails is named in a sentence, and the others are heard.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.select import SELECTOR
+from pytest_gpumem.echo import printable, quoted
+
+if TYPE_CHECKING:
+    from pluggy import HookCaller, HookImpl
+
+    from pytest_gpumem.attribution.history import Origin
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.report.record import TestRecord
+
+_FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
+"""How an implementation may end without ending the run: not by ``pytest.exit`` or Ctrl-C."""
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+Frames = Sequence[Mapping[str, Any]]
+
+
+class Hooks:
+    """Calls the hooks of one process."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self.broken: dict[tuple[str, str], str] = {}
+        """By hook and plugin: the sentence that says what it did wrong first."""
+
+    def tell(self, item: pytest.Item, record: TestRecord) -> None:
+        """Tell what ``item`` took, and how it was judged; a prediction is no measurement."""
+        if SELECTOR in self._config.stash:
+            return
+        measured = item.ihook.pytest_gpumem_measured
+        for measurement in record.measurements:
+            for _ in self._answers(
+                measured, item=item, measurement=measurement, outcome=record.outcome
+            ):
+                pass
+        for verdict in record.verdicts:
+            for _ in self._answers(item.ihook.pytest_gpumem_verdict, item=item, verdict=verdict):
+                pass
+
+    def environment(self, device: Device) -> Mapping[str, str]:
+        """Return what plugins add to the environment of ``device``.
+
+        Raises ``DeviceError`` where that fails: without it, a test would be compared with the
+        baselines of another environment.
+        """
+        hook: HookCaller = self._config.hook.pytest_gpumem_environment
+        found: dict[str, str] = {}
+        for implementation in _implementations(hook):
+            given = {"config": self._config, "environment": device.environment}
+            try:
+                answer = _called(implementation, given)
+            except _FAILURES as error:
+                raise DeviceError(_sentence(hook.name, implementation, _failure(error))) from None
+            if problem := _problem_of_entries(answer, found):
+                raise DeviceError(_sentence(hook.name, implementation, problem))
+            found.update(answer or {})
+        return found
+
+    def classify_for(self, item: pytest.Item) -> Callable[[str, int, Origin], str] | None:
+        """Return what names the category of a block of ``item``; ``None`` where nobody does.
+
+        It is given the category, bytes and origin that the block is known by.
+        """
+        hook: HookCaller = item.ihook.pytest_gpumem_category
+        if not hook.get_hookimpls():
+            return None
+
+        def category(known: str, nbytes: int, origin: Origin) -> str:
+            dtype = None if origin.dtype is None else str(origin.dtype).removeprefix("torch.")
+            answer = self._first(
+                hook,
+                _problem_of_category,
+                item=item,
+                category=known,
+                nbytes=nbytes,
+                frames=_frames(origin),
+                operator=origin.operator_name,
+                shape=origin.shape,
+                dtype=dtype,
+            )
+            return known if answer is None else str(answer)
+
+        return category
+
+    def locate_for(
+        self, item: pytest.Item
+    ) -> Callable[[Origin], tuple[str, int, str] | None] | None:
+        """Return what names the line of a block of ``item``; ``None`` where nobody does."""
+        hook: HookCaller = item.ihook.pytest_gpumem_site
+        if not hook.get_hookimpls():
+            return None
+        known: dict[tuple[tuple[str, int], ...], int | None] = {}
+
+        def place(origin: Origin) -> tuple[str, int, str] | None:
+            frames = _frames(origin)
+            if not frames:
+                return origin.place
+            stack = tuple((frame["filename"], frame["line"]) for frame in frames)
+            if stack not in known:
+                known[stack] = self._first(hook, _problem_of_index, item=item, frames=frames)
+            index = known[stack]
+            if index is None:
+                return origin.place
+            frame = frames[index]
+            return frame["filename"], frame["line"], frame["name"]
+
+        return place
+
+    def _first(
+        self,
+        hook: HookCaller,
+        problem_of: Callable[[Any, Mapping[str, Any]], str],
+        **given: Any,
+    ) -> Any:
+        """Return the first answer that makes sense, ``None`` without one."""
+        for implementation, answer in self._answers(hook, **given):
+            if answer is None:
+                continue
+            if not (problem := problem_of(answer, given)):
+                return answer
+            self._say(hook.name, implementation, problem)
+        return None
+
+    def _answers(self, hook: HookCaller, **given: Any) -> Iterator[tuple[HookImpl, Any]]:
+        for implementation in _implementations(hook):
+            try:
+                answer = _called(implementation, given)
+            except _FAILURES as error:
+                self._say(hook.name, implementation, _failure(error))
+            else:
+                yield implementation, answer
+
+    def _say(self, hook: str, implementation: HookImpl, problem: str) -> None:
+        sentence = _sentence(hook, implementation, problem)
+        self.broken.setdefault((hook, str(implementation.plugin_name)), sentence)
+
+
+def _implementations(hook: HookCaller) -> Iterator[HookImpl]:
+    """Yield them in pluggy's order: the one that was registered last is asked first."""
+    return reversed(hook.get_hookimpls())
+
+
+def _called(implementation: HookImpl, given: Mapping[str, Any]) -> Any:
+    if implementation.wrapper or implementation.hookwrapper:
+        raise TypeError("it is a wrapper, and this hook takes none")
+    return implementation.function(*(given[name] for name in implementation.argnames))
+
+
+def _failure(error: BaseException) -> str:
+    return f"raised {type(error).__name__}: {error}"
+
+
+def _sentence(hook: str, implementation: HookImpl, problem: str) -> str:
+    name = str(implementation.plugin_name)
+    return printable(f"the plugin {name} is broken, its {hook} {problem}", 500)
+
+
+def _problem_of_entries(answer: object, found: Mapping[str, str]) -> str:
+    if answer is None:
+        return ""
+    if not isinstance(answer, Mapping):
+        return f"returned {quoted(answer)}, not words by name"
+    for name, word in answer.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            return f"returned the name {quoted(name)}; one is made of a-z, 0-9 and _"
+        if not isinstance(word, str) or not word:
+            return f"returned {quoted(word)} for {name}, not a word"
+        if found.get(name, word) != word:
+            return f"returned {quoted(word)} for {name}, which is {quoted(found[name])} by another"
+    return ""
+
+
+def _problem_of_category(answer: object, given: Mapping[str, Any]) -> str:
+    if answer in CATEGORIES:
+        return ""
+    return f"returned {quoted(answer)}, which is none of {', '.join(CATEGORIES)}"
+
+
+def _problem_of_index(answer: object, given: Mapping[str, Any]) -> str:
+    count = len(given["frames"])
+    if isinstance(answer, int) and 0 <= answer < count:
+        return ""
+    return f"returned {quoted(answer)}, which is no index of {count} frames"
+
+
+def _frames(origin: Origin) -> Frames:
+    return [frame for frame in origin.frames if frame["filename"].endswith(".py")]
