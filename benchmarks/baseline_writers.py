@@ -38,7 +38,7 @@ def write(root: Path, notes: Path, name: str, files: int) -> None:
     """Add, change and remove tests of this writer's own until killed."""
     store, generator = BaselineStore(root), random.Random(name)
     own: dict[int, dict[str, int]] = {}
-    with notes.open("a", buffering=1) as log:
+    with notes.open("a", buffering=1, encoding="utf-8") as log:
         for size in range(1, sys.maxsize):
             number = generator.randrange(files)
             known = own.setdefault(number, {})
@@ -69,7 +69,7 @@ def write(root: Path, notes: Path, name: str, files: int) -> None:
 
 def read(root: Path, notes: Path, files: int) -> None:
     """Read every file again and again; note those that are not whole."""
-    with notes.open("a", buffering=1) as log:
+    with notes.open("a", buffering=1, encoding="utf-8") as log:
         for number in (number for _ in iter(int, 1) for number in range(files)):
             try:
                 BaselineStore(root).load(T4, module_of(number))

@@ -311,7 +311,8 @@ def main() -> None:
     """Print a table or write the page."""
     arguments = sys.argv[1:]
     if "--write" in arguments:
-        Path(arguments[arguments.index("--write") + 1]).write_text("\n".join(page()) + "\n")
+        target = Path(arguments[arguments.index("--write") + 1])
+        target.write_text("\n".join(page()) + "\n", encoding="utf-8")
         return
     print_table([name for name in arguments if not name.startswith("-")], "-v" in arguments)
 

@@ -43,13 +43,15 @@ def main(arguments: list[str]) -> int:
         print(f"https://github.com/o/r/pull/7#issuecomment-{mine[0]['id']}" if mine else "")
         return 0
     if arguments[:2] == ["pr", "comment"]:
-        body = Path(option(arguments, "--body-file")).read_text()
+        body = Path(option(arguments, "--body-file")).read_text(encoding="utf-8")
         comments.append({"id": 100 + len(comments), "mine": True, "body": body})
     else:
         assert option(arguments, "--method") == "PATCH"
         number = next(word for word in arguments if "/comments/" in word).rpartition("/")[2]
         (one,) = [one for one in comments if str(one["id"]) == number]
-        one["body"] = Path(option(arguments, "-F").removeprefix("body=@")).read_text()
+        one["body"] = Path(option(arguments, "-F").removeprefix("body=@")).read_text(
+            encoding="utf-8"
+        )
     COMMENTS.write_text(json.dumps(comments))
     return 0
 

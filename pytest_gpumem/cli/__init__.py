@@ -12,6 +12,7 @@ from typing import NoReturn
 from pytest_gpumem.cli import (
     bisect,
     compare,
+    env,
     gpus,
     history,
     html,
@@ -28,7 +29,7 @@ from pytest_gpumem.cli import (
 from pytest_gpumem.echo import printable, quoted
 
 COMMANDS = (
-    *(bisect, compare, gpus, history, html, layers, lines),
+    *(bisect, compare, env, gpus, history, html, layers, lines),
     *(markdown, move, plan, plot, predict, replay, watch),
 )
 """The modules of the subcommands."""

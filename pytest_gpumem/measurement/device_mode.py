@@ -6,7 +6,6 @@ by variables of the container's environment.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,13 +83,13 @@ def mps_daemon_runs(environ: Mapping[str, str]) -> bool:
     if "CUDA_MPS_PIPE_DIRECTORY" in environ:
         return True
     try:
-        pid = int(Path(MPS_DIRECTORY, _MPS_PID).read_text())
-        os.kill(pid, 0)
-    except PermissionError:
-        return True  # of a process that runs, and is somebody else's
-    except (OSError, ValueError, OverflowError):
+        pid = int(Path(MPS_DIRECTORY, _MPS_PID).read_text(encoding="ascii"))
+    except (OSError, ValueError):
         return False
-    return True
+    import psutil
+
+    # Not os.kill(pid, 0), which only asks under Linux and macOS: Windows sends Ctrl-C.
+    return bool(psutil.pid_exists(pid))
 
 
 def container_limit(

@@ -292,7 +292,7 @@ def own_cgroup() -> str:
     """Return the folder of this process's cgroup; the root of them where it is not known."""
     root = "/sys/fs/cgroup"
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return root
     found = [line.removeprefix("0::") for line in lines if line.startswith("0::")]

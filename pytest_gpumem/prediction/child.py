@@ -89,12 +89,12 @@ class Request:
         """Write it for :meth:`read`."""
         machines = [asdict(machine) for machine in self.machines]
         data = {**vars(self), "machines": machines, "answer": str(self.answer)}
-        path.write_text(json.dumps(data))
+        path.write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Request:
         """Read what :meth:`write` wrote."""
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_text(encoding="utf-8"))
         machines = tuple(_machine(machine) for machine in data["machines"])
         rest = {"tests": tuple(data["tests"]), "answer": Path(data["answer"])}
         return cls(**{**data, **rest, "machines": machines})
@@ -208,7 +208,7 @@ class _Runs:
 
     def pytest_sessionfinish(self) -> None:
         """Write the answer."""
-        self._request.answer.write_text(json.dumps(self._answers))
+        self._request.answer.write_text(json.dumps(self._answers), encoding="utf-8")
 
     def _run(self, items: list[pytest.Item], machine: Machine) -> dict[str, dict[str, Any]]:
         self._selector.machine = machine

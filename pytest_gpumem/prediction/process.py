@@ -78,6 +78,7 @@ def run_tests(
                 env={**os.environ, REQUEST: str(own / "request.json")},
                 capture_output=True,
                 text=True,
+                errors="replace",
                 check=False,
                 stdin=subprocess.DEVNULL,
                 timeout=None if seconds is None else 2 * seconds,
@@ -86,7 +87,7 @@ def run_tests(
             raise PredictionError(f"it takes longer than {2 * (seconds or 0):.0f} s") from error
         if not request.answer.is_file():
             raise PredictionError(_last_words(ran))
-        answers = json.loads(request.answer.read_text())
+        answers = json.loads(request.answer.read_text(encoding="utf-8"))
         if not answers:
             raise PredictionError(_last_words(ran))
     return [_answer(answer) for answer in answers]

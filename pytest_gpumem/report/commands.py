@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.echo import quoted_for_shell
+from pytest_gpumem.paths import relative
 
 if TYPE_CHECKING:
     import pytest
@@ -130,7 +131,7 @@ class Command:
     def _from_folder(self, module: str) -> str:
         if not self.folder or not self.rootdir:
             return module
-        return _relative(Path(self.rootdir, module), self.folder).replace(os.sep, "/")
+        return relative(Path(self.rootdir, module), self.folder).replace(os.sep, "/")
 
     def _fixed(self, module: str) -> list[str]:
         """Return the options that let pytest find the same rootdir for one test as for all."""
@@ -148,9 +149,9 @@ class Command:
         found = self.inipath or next(above, None) == root
         if not nested and (found or (root / "setup.py").exists()):
             return []
-        fixed = [f"--rootdir={_relative(root, self.folder)}"]
+        fixed = [f"--rootdir={relative(root, self.folder)}"]
         if self.inipath:
-            fixed += ["-c", _relative(self.inipath, self.folder)]
+            fixed += ["-c", relative(self.inipath, self.folder)]
         return fixed
 
 
@@ -172,13 +173,6 @@ def _program(config: pytest.Config) -> tuple[str, ...]:
     if as_module and not config.invocation_params.plugins:
         return "python", "-m", "pytest"
     return ("pytest",)
-
-
-def _relative(path: str | Path, folder: str) -> str:
-    try:
-        return os.path.relpath(path, folder)
-    except ValueError:  # another drive on Windows
-        return str(path)
 
 
 def _given_paths(config: pytest.Config) -> list[str]:

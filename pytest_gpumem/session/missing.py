@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.baseline.unused import unused_baselines
+from pytest_gpumem.paths import relative
 from pytest_gpumem.report.remarks import Missing
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def find_missing(
     return Missing(
         unused_baselines(store, tests, collected),
         _elsewhere(store, tests),
-        os.path.relpath(settings.baselines, config.invocation_params.dir).replace(os.sep, "/"),
+        relative(settings.baselines, config.invocation_params.dir).replace(os.sep, "/"),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.paths import relative
 from pytest_gpumem.session.stopwatch import Run, Stopwatch
 
 if TYPE_CHECKING:
@@ -418,7 +419,7 @@ class Results:
             path, separator, _ = arg.partition("::")
             if separator:
                 full = (self._config.invocation_params.dir / path).resolve()
-                module = os.path.relpath(full, self._config.rootpath).replace(os.sep, "/")
+                module = relative(full, self._config.rootpath).replace(os.sep, "/")
                 yield module, "tests of it were given by id"
 
     def _write_reports(self) -> Iterator[str]:

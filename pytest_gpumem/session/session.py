@@ -6,7 +6,6 @@ imported on use.
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,6 +14,7 @@ import pytest
 
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
+from pytest_gpumem.paths import relative
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
 from pytest_gpumem.session.results import ATTRIBUTE, SKIPPED_AT_IMPORT, Results
 
@@ -202,7 +202,7 @@ class GpumemSession:
         folders: list[str] = []
         with suppress(OSError):  # a folder that cannot be read is said where a baseline is needed
             folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
-        shown = os.path.relpath(root, self._config.rootpath)
+        shown = relative(root, self._config.rootpath)
         return header_line(
             self.selector.description, _torch_release(), shown, folders, self.host.described
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 _GROUPS = (
     # cgroup v2 and v1: the limit and what is in use, in bytes.
@@ -21,17 +21,17 @@ _GROUPS = (
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that new allocations can take: what the system says is free, and the container.
 
-    Where neither is known, all of the installed memory, and without that no bound at all.
+    Only Linux has files that tell; elsewhere psutil asks the system.
     """
-    bounds = [sys.maxsize]
+    bounds = []
     with suppress(OSError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
+        known = (root / "proc/meminfo").read_text(encoding="ascii")
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", known, re.M)
         bounds += [int(found[1]) * 1024] if found else []
-    if len(bounds) == 1:
-        with suppress(AttributeError, ValueError, OSError):  # Windows has no sysconf
-            bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    if not bounds:
+        bounds.append(psutil.virtual_memory().available)
     for limit, used in _GROUPS:
         with suppress(OSError, ValueError):  # "max": no limit
-            room = int((root / limit).read_text()) - int((root / used).read_text())
-            bounds.append(max(room, 0))
+            most, taken = (int((root / name).read_text(encoding="ascii")) for name in (limit, used))
+            bounds.append(max(most - taken, 0))
     return min(bounds)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
 
 from pytest_gpumem.simulated.host import available_memory
 
@@ -47,5 +50,9 @@ def test_a_container_without_a_limit_has_what_the_system_has(tmp_path: Path) -> 
     assert available_memory(tmp_path) == 2048 * 1024
 
 
-def test_a_system_that_says_nothing_has_its_installed_memory(tmp_path: Path) -> None:
-    assert 0 < available_memory(tmp_path) < sys.maxsize
+def test_a_system_without_such_files_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
+
+    assert available_memory(tmp_path) == 3 << 30

@@ -305,7 +305,7 @@ def _memory_for(nbytes: int) -> Iterator[None]:
     try:
         import resource
 
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     except (ImportError, OSError):
         yield
         return

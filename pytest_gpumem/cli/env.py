@@ -1,0 +1,127 @@
+"""``gpumem env``: what a number depends on here, for a report that one differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pytest_gpumem.cli.columns import say, table
+
+PACKAGES = ("pytest-gpumem", "pytest", "torch", "nvidia-ml-py", "triton", "transformers")
+"""Packages whose release may change a number, or how it is read."""
+VARIABLES = (
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLAS_WORKSPACE_CACHE"),
+    *("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
+)
+"""Variables that torch and NVIDIA's libraries read, and that change what is allocated."""
+NOT_INSTALLED = "not installed"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "env",
+        help="what a number depends on here: to be pasted where one is reported",
+        description="Show the releases, the settings and the GPUs that a measured or simulated "
+        "number depends on. No names of hosts, users or folders are in it.",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print it; return 0."""
+    known = found()
+    if arguments.json:
+        print(json.dumps(known, indent=2))
+    else:
+        say(table(list(_rows(known)), left=(0, 1)))
+    return 0
+
+
+def found() -> dict[str, Any]:
+    """Return what a number depends on as builtin types; initialises CUDA where there is a GPU."""
+    devices, trouble, libraries = _devices()
+    return {
+        "system": " ".join((platform.system(), platform.release(), platform.machine())),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        **libraries,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "devices": devices,
+        "no_device": trouble,
+    }
+
+
+def _devices() -> tuple[list[dict[str, Any]], str | None, dict[str, Any]]:
+    """Return the devices that torch shows, why there are none, and the libraries it comes with."""
+    libraries: dict[str, Any] = {"cuda": None, "cudnn": None}
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return [], f"torch is {NOT_INSTALLED}", libraries
+    from pytest_gpumem.device.cuda import CudaDevice
+
+    libraries = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    if not torch.cuda.is_available():
+        return [], _trouble(torch.version.cuda), libraries
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        device = CudaDevice(index)
+        environment = device.environment
+        model = asdict(device.machine.model)
+        devices.append({**model, "environment": {**environment.to_dict(), "key": environment.key}})
+    return devices, None, libraries
+
+
+def _trouble(built_for: str | None) -> str:
+    from pytest_gpumem.measurement.nvml import NvmlAbsent, read_all
+
+    if built_for is None:
+        return "this torch is built without CUDA"
+    readings = read_all()
+    if isinstance(readings, NvmlAbsent):
+        return f"torch sees no CUDA device: {readings.reason}"
+    names = ", ".join(reading.name for reading in readings)
+    return f"torch sees no CUDA device, though the driver shows {names or 'none'}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _rows(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "system", known["system"]
+    yield "Python", known["python"]
+    for name, release in known["packages"].items():
+        yield name, release or NOT_INSTALLED
+    yield "CUDA of torch", known["cuda"] or "none"
+    yield "cuDNN of torch", str(known["cudnn"] or "none")
+    for name, value in known["variables"].items():
+        yield name, value
+    if known["no_device"]:
+        yield "GPU", f"none: {known['no_device']}"
+    for index, device in enumerate(known["devices"]):
+        environment = device["environment"]
+        major, minor = device["compute_capability"]
+        yield f"cuda:{index}", device["full_name"]
+        yield "  compute capability", f"{major}.{minor}"
+        yield "  memory", f"{device['total_memory']:,} B"
+        threads = device["max_threads_per_sm"]
+        yield "  multiprocessors", f"{device['sm_count']}, of {threads:,} threads"
+        yield "  L2 cache", f"{device['l2_cache_bytes']:,} B"
+        yield "  driver", environment["driver"] or "unknown"
+        yield "  divided", environment["partition"] or "no"
+        yield "  baselines", environment["key"]

@@ -1,0 +1,45 @@
+"""A test makes room in the middle where the system has signals, and runs to its end elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from pytest_gpumem.session import yielding
+from pytest_gpumem.session.yielding import YieldedError, interruptible
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no signals for one thread")
+def test_a_body_ends_where_somebody_waits() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(YieldedError), interruptible(lambda: True):
+        time.sleep(60)
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_without_such_a_signal_it_runs_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yielding, "_SIGNAL", None)  # as Windows has it
+
+    def somebody_waits() -> bool:
+        pytest.fail("nobody is to be asked")
+
+    with interruptible(somebody_waits):
+        time.sleep(2 * yielding.LOOKED_EVERY)
+
+
+def test_another_thread_runs_to_its_end() -> None:
+    ended: list[str] = []
+
+    def body() -> None:
+        with interruptible(lambda: True):
+            time.sleep(2 * yielding.LOOKED_EVERY)
+        ended.append("whole")
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert ended == ["whole"]
