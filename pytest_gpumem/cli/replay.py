@@ -15,6 +15,7 @@ from pytest_gpumem.echo import MOST, printable, quoted
 from pytest_gpumem.sizes import SizeError, format_size, parse_size
 
 if TYPE_CHECKING:
+    from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.simulated.allocator.replayed import (
         DeviceReplay,
         ReplayResult,
@@ -60,6 +61,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="RELEASE",
         help="torch release whose rules hold, like 2.6 (default: as the snapshot's form suggests)",
     )
+    parser.add_argument(
+        "--html", metavar="PATH", type=Path, help="write a page of every event, opened offline, too"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 
@@ -71,18 +75,42 @@ def run(arguments: argparse.Namespace) -> int:
     elsewhere = _size(arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:
         raise ValueError("--used-elsewhere says what a GPU has less; give its model with --gpu")
+    watchers = _watchers(arguments)
     result = replay(
         arguments.snapshot,
         arguments.alloc_conf,
         arguments.gpu,
         version=_release(arguments.torch),
         used_elsewhere=elsewhere,
+        observed=watchers,
     )
+    if watchers is not None:
+        _write_page(arguments, result, watchers, elsewhere)
     if arguments.json:
         print(json.dumps(to_dict(result, arguments.snapshot), indent=2))
     else:
         say(lines(result, arguments.snapshot, elsewhere))
     return 0 if result.exact and result.out_of_memory is None else DISAGREEMENT
+
+
+def _watchers(arguments: argparse.Namespace) -> Watchers | None:
+    if arguments.html is None:
+        return None
+    from pytest_gpumem.report.html.recording import Watchers
+
+    if arguments.html.resolve() == arguments.snapshot.resolve():
+        raise ValueError(f"the page would replace the snapshot {arguments.html}; name another")
+    return Watchers()
+
+
+def _write_page(
+    arguments: argparse.Namespace, result: ReplayResult, watchers: Watchers, elsewhere: int
+) -> None:
+    from pytest_gpumem.report.html import write_recording
+
+    notes = [note for device in result.devices for note in _notes(device, result, elsewhere)]
+    name = arguments.snapshot.name
+    write_recording(arguments.html, name, result, watchers, notes=notes, used_elsewhere=elsewhere)
 
 
 def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:

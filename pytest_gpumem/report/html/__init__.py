@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.report.html.page import render
+from pytest_gpumem.report.html.page import render, render_recording
 from pytest_gpumem.report.json_report import write_file
 from pytest_gpumem.report.record import TestRecord
+
+if TYPE_CHECKING:
+    from pytest_gpumem.report.html.recording import Watchers
+    from pytest_gpumem.simulated.allocator.replayed import ReplayResult
 
 
 def write_html(
@@ -19,3 +24,23 @@ def write_html(
     :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
     """
     return write_file(path, render(records).encode(), asked_by)
+
+
+def write_recording(
+    path: Path,
+    name: str,
+    result: ReplayResult,
+    watchers: Watchers,
+    *,
+    notes: Sequence[str],
+    used_elsewhere: int,
+) -> Path:
+    """Write the page of a replayed snapshot to ``path``, whole or not at all; return the file.
+
+    ``watchers`` followed the replay; ``notes`` are sentences to show above all else. Raises
+    :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
+    """
+    from pytest_gpumem.report.html.recording import recording_of
+
+    data, packed = recording_of(name, result, watchers, notes=notes, used_elsewhere=used_elsewhere)
+    return write_file(path, render_recording(data, packed).encode(), "--html")

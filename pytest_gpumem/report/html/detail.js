@@ -5,18 +5,8 @@ const unpacked = new Map();
 async function detailAt(index) {
   const together = document.querySelectorAll("script.details");
   const place = Math.floor(index / overview.together);
-  if (!unpacked.has(place)) unpacked.set(place, unpack(together[place].textContent));
+  if (!unpacked.has(place)) unpacked.set(place, unpack(together[place].textContent).then((told) => told.json()));
   return (await unpacked.get(place))[index % overview.together];
-}
-
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text.trim()), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
-}
-
-function section(title, ...children) {
-  return el("section", null, heading(3, title), ...children);
 }
 
 function showDetail(cell, record, environment) {
@@ -60,38 +50,6 @@ function command(line) {
     try { await navigator.clipboard.writeText(text); button.textContent = "copied"; } catch { getSelection().selectAllChildren(button.previousSibling); }
   } });
   return el("p", { class: "command" }, `${line.slice(0, line.indexOf(": "))}: `, el("code", { text }), button);
-}
-
-const PLACE = [
-  { title: "Category", of: (row) => named(row.category || "other") },
-  { title: "Line", of: (row) => row.site || "", kind: "code", optional: (row) => row.site },
-  { title: "Function", of: (row) => row.function || "", kind: "code", optional: (row) => row.function },
-  { title: "Operator", of: (row) => row.operator || "", kind: "code", optional: (row) => row.operator },
-  { title: "Module", of: (row) => row.module || "", kind: "code", optional: (row) => row.module },
-  { title: "Blocks", of: (row) => blocks(row), number: true },
-  { title: "Largest", of: (row) => shape(row), kind: "code", optional: (row) => row.shape || row.dtype },
-  { title: "Held by", of: (row) => row.held_by || "", kind: "code", optional: (row) => row.held_by },
-];
-
-function blocks(row) {
-  const count = row.count || 1;
-  return `${count.toLocaleString("en-US")} × ${size(Math.floor(Math.abs(row.bytes) / count))}`;
-}
-
-function shape(row) {
-  return [row.shape ? `[${row.shape.join(", ")}]` : "", row.dtype || ""].filter(Boolean).join(" ");
-}
-
-const FIRST_ROWS = 10;
-
-function longGrid(caption, columns, rows, rowClass) {
-  const box = el("div", null, grid(caption, columns, rows.slice(0, FIRST_ROWS), rowClass));
-  if (rows.length > FIRST_ROWS) {
-    const rest = rows.slice(FIRST_ROWS).reduce((sum, row) => sum + row.bytes, 0);
-    box.append(el("button", { type: "button", class: "all", text: `show ${rows.length - FIRST_ROWS} more, ${size(rest)} together`,
-      onclick: () => box.replaceChildren(grid(caption, columns, rows, rowClass)) }));
-  }
-  return box;
 }
 
 function explanation(verdict) {
@@ -195,10 +153,6 @@ function sharesOf(record, measured, title) {
   const problem = record.prediction && record.prediction.problem;
   return section(`At the peak${title}`, ...lines, grid("Bytes by category", columns, used),
     problem ? el("p", { text: `It could not be predicted: ${problem}` }) : null);
-}
-
-function sites() {
-  return [{ title: "Bytes", of: (row) => size(row.bytes), number: true, header: true }, ...PLACE];
 }
 
 function peaks(measured, title) {

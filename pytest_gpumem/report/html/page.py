@@ -20,7 +20,10 @@ from pytest_gpumem.report.html.view import detail_of, overview_of
 from pytest_gpumem.report.record import TestRecord
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
-SCRIPTS = ("format.js", "bars.js", "treemap.js", "timeline.js", "detail.js", "table.js")
+DRAWING = ("format.js", "bars.js", "grids.js", "treemap.js", "sampling.js", "chart.js")
+"""What all pages draw with."""
+TESTS = (*DRAWING, "timeline.js", "detail.js", "table.js")
+RECORDING = (*DRAWING, "tape.js", "segments.js", "recording.js")
 STYLES = ("vendor/uPlot.min.css", "page.css")
 TOGETHER = 20
 """Tests whose details are packed, and unpacked, together."""
@@ -32,21 +35,31 @@ _UNUSUAL = re.compile(r'\\[^"]|\x7f')
 def render(records: Sequence[TestRecord]) -> str:
     """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
     ordered = sorted(records, key=lambda record: record.nodeid)
+    overview = overview_of(ordered, TOGETHER)
+    return assembled("page.html", TESTS, overview, _packed(ordered))
+
+
+def render_recording(data: Any, packed: Iterable[str]) -> str:
+    """Return the page of what :func:`~pytest_gpumem.report.html.recording.recording_of` tells."""
+    return assembled("recording.html", RECORDING, shown(data), packed)
+
+
+def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable[str]) -> str:
+    """Return the page that ``scripts`` make of ``data``, and of ``packed`` texts when asked to."""
     libraries = "\n".join(_file(f"vendor/{name}") for name in LIBRARIES)
-    script = "\n".join(["'use strict';", *map(_file, SCRIPTS)])
+    script = "\n".join(["'use strict';", *map(_file, scripts)])
     parts = {
         "policy": _policy(libraries, script),
         "style": "\n".join(map(_file, STYLES)),
         "libraries": libraries,
         "script": script,
-        "overview": embedded(overview_of(ordered, TOGETHER)),
+        "overview": embedded(data),
         "details": "\n".join(
-            f'<script type="text/plain" class="details">{packed}</script>'
-            for packed in _packed(ordered)
+            f'<script type="text/plain" class="details">{text}</script>' for text in packed
         ),
     }
     # What stands in a part is never read as a placeholder, whatever it says.
-    page = _file("page.html").split("@@")
+    page = _file(template).split("@@")
     page[1::2] = [parts[name] for name in page[1::2]]
     return "".join(page)
 

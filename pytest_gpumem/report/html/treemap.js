@@ -15,7 +15,7 @@ function treemap(sites, caption) {
   };
   for (const site of sites) {
     if (site.bytes <= 0) continue;
-    child(child(tree, site.category), site.module || "outside modules")
+    child(child(tree, site.category), site.module || site.function || "outside modules")
       .children.push({ name: siteName(site), site, bytes: site.bytes });
   }
   const width = 1000;

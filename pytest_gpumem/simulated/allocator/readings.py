@@ -60,6 +60,11 @@ class Readings(AllocatorState):
         return self._every.bytes + self._every.pending["bytes"]
 
     @property
+    def inactive_split(self) -> int:
+        """Bytes of free parts of segments that are partly in use (``inactive_split_bytes``)."""
+        return self._every.split_bytes
+
+    @property
     def requested(self) -> int:
         """Bytes that the active blocks were asked for."""
         return self._every.requested

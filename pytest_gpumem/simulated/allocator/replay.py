@@ -8,7 +8,7 @@ follow. With other settings or another GPU it need not: that is the question the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.allocator.allocator import Allocator
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.disagreement import first_mismatch, layout_mismatch
 from pytest_gpumem.simulated.allocator.history import check_history
 from pytest_gpumem.simulated.allocator.messages import AllocatorError, OutOfMemory
 from pytest_gpumem.simulated.allocator.recording import (
@@ -31,14 +32,13 @@ from pytest_gpumem.simulated.allocator.recording import (
 from pytest_gpumem.simulated.allocator.replayed import (
     START,
     DeviceReplay,
-    Mismatch,
+    Observer,
     ReplayResult,
     Shortage,
     Usage,
 )
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.simulated.allocator.start import PENDING, starting_segments
-from pytest_gpumem.simulated.allocator.trace import FREE
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpus import GpuModel
@@ -47,8 +47,10 @@ _UNBOUNDED = 1 << 48
 """Device memory of a replay: what did not fit then is on record as events."""
 _ELSEWHERE = 1 << 50
 """Where segments land that the recording does not have."""
-_NOT_COMPARED = frozenset({"free_requested", "snapshot", "oom", "annotate"})
-"""free_requested repeats free_completed; the others do not change the allocator's state."""
+
+
+Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
+"""Of a device's run, whether it is the what-if; with its events and the segments at its start."""
 
 
 def replay(
@@ -58,6 +60,7 @@ def replay(
     *,
     version: Version | None = None,
     used_elsewhere: int = 0,
+    observed: Observed | None = None,
 ) -> ReplayResult:
     """Run the recorded allocations and frees through a simulated allocator.
 
@@ -72,6 +75,7 @@ def replay(
         version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
             made it, so by default one that writes such snapshots.
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
+        observed: asked for somebody who follows each run, event by event.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
@@ -90,7 +94,7 @@ def replay(
     for segment in data["segments"]:
         final.setdefault(segment["device"], []).append(segment)
     devices = tuple(
-        _replay_device(trace, final.get(device, []), device, question)
+        _replay_device(trace, final.get(device, []), device, question, observed)
         for device, trace in enumerate(data["device_traces"])
         if trace
     )
@@ -180,14 +184,21 @@ class _Tape:
 
 
 def _replay_device(
-    trace: Sequence[Json], final: Sequence[Json], device: int, question: _Question
+    trace: Sequence[Json],
+    final: Sequence[Json],
+    device: int,
+    question: _Question,
+    observed: Observed | None,
 ) -> DeviceReplay:
     check_history(trace, device)
     start = starting_segments(final, trace, question.recorded)
     tape = _Tape(start, trace, final)
-    recorded = _Run(question.recorded, tape)
+    watchers = [observed and observed(device, what_if, trace, start) for what_if in (False, True)]
+    recorded = _Run(question.recorded, tape, observer=watchers[False])
     recorded.feed()
-    mismatch = recorded.first_mismatch() or _layout_mismatch(final, recorded.allocator.segments())
+    mismatch = first_mismatch(trace, recorded.allocator.trace) or layout_mismatch(
+        final, recorded.allocator.segments()
+    )
     capacity = question.gpu.total_memory if question.gpu else recorded.capacity
     return DeviceReplay(
         device=device,
@@ -197,7 +208,7 @@ def _replay_device(
         total=recorded.total,
         mismatch=mismatch,
         recorded=recorded.usage(),
-        what_if=_what_if(question, tape, capacity) if question.is_asked else None,
+        what_if=_what_if(question, tape, capacity, watchers[True]) if question.is_asked else None,
         capacity=capacity,
         live_at_start=sum(
             block["size"]
@@ -208,13 +219,16 @@ def _replay_device(
     )
 
 
-def _what_if(question: _Question, tape: _Tape, capacity: int | None) -> Usage:
+def _what_if(
+    question: _Question, tape: _Tape, capacity: int | None, observer: Observer | None
+) -> Usage:
     run = _Run(
         question.settings,
         tape,
         follow=question.follows,
         capacity=capacity,
         used_elsewhere=question.used_elsewhere if question.gpu else 0,
+        observer=observer,
     )
     run.feed()
     return run.usage()
@@ -235,7 +249,9 @@ class _Run:
         follow: bool = True,
         capacity: int | None = None,
         used_elsewhere: int = 0,
+        observer: Observer | None = None,
     ) -> None:
+        self._observer = observer
         self._settings = settings
         self._tape = tape
         self._follow = follow
@@ -264,8 +280,12 @@ class _Run:
         try:
             self._begin()
             self._note_peak(START)
+            if self._observer is not None:
+                self._observer.after(START, self.allocator)
             for index, event in enumerate(self._tape.trace[: None if until is None else until + 1]):
                 self._repeat(index, event)
+                if self._observer is not None:
+                    self._observer.after(index, self.allocator)
         except OutOfMemory as error:
             self._note_peak(index)
             event = {} if index == START else self._tape.trace[index]
@@ -296,6 +316,9 @@ class _Run:
         )
         again.feed(until=self._fullest_event)
         segments = again.allocator.segments(frames=False)
+        if self._observer is not None:
+            end = self.allocator.segments(frames=False)
+            self._observer.ended(self._fullest_event, segments, end)
         return Usage(
             peak_allocated=self.allocator.peak_allocated,
             peak_reserved=reserved,
@@ -416,58 +439,7 @@ class _Run:
         self._elsewhere += size
         return address
 
-    def first_mismatch(self) -> Mismatch | None:
-        """Where the two sequences of events first differ."""
-        recorded = [
-            (index, (event["action"], event["addr"], event["size"], event["stream"]))
-            for index, event in enumerate(self._tape.trace)
-            if event["action"] not in _NOT_COMPARED
-        ]
-        simulated = [
-            ("free_completed" if action is FREE else action, address, size, stream)
-            for action, address, size, stream, _ in self.allocator.trace.raw(0)
-            if action not in _NOT_COMPARED
-        ]
-        for (index, expected), actual in zip(recorded, simulated, strict=False):
-            if expected != actual:
-                line = line_of(self._tape.trace[index])
-                return Mismatch(index, _words(expected), _words(actual), line)
-        if len(recorded) != len(simulated):
-            return Mismatch(
-                None, f"{len(recorded)} events are recorded", f"{len(simulated)} simulated"
-            )
-        return None
-
-
-def _words(event: tuple[str, int, int, int]) -> str:
-    action, address, size, stream = event
-    return f"{action} of {size} B at {address:#x} on stream {stream}"
-
 
 def _largest_split(segment: Mapping[str, Any]) -> int:
     free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
     return max(free, default=0) if len(free) < len(segment["blocks"]) else 0
-
-
-def _layout_mismatch(recorded: Iterable[Json], simulated: Iterable[Json]) -> Mismatch | None:
-    """The first difference between two layouts: segments, and size and state of their blocks."""
-    expected, actual = _layout(recorded), _layout(simulated)
-    for address in sorted(expected.keys() | actual.keys()):
-        if expected.get(address) != actual.get(address):
-            return Mismatch(
-                None,
-                f"the final block at {address:#x} is {expected.get(address)}",
-                f"simulated {actual.get(address)}",
-            )
-    return None
-
-
-def _layout(segments: Iterable[Json]) -> dict[int, tuple[int, str, int]]:
-    """Block address -> size, state and segment."""
-    layout = {}
-    for segment in segments:
-        address = segment["address"]
-        for block in segment["blocks"]:
-            layout[address] = (block["size"], block["state"], segment["address"])
-            address += block["size"]
-    return layout

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from pytest_gpumem.simulated.allocator.readings import Readings
 from pytest_gpumem.simulated.allocator.settings import Version
 
 START = -1
 """Stands for the moment before the first event."""
+
+
+class Observer(Protocol):
+    """Somebody who follows one run of a replay."""
+
+    def after(self, index: int, allocator: Readings) -> None:
+        """The event ``index`` was repeated; :data:`START` is the moment before the first."""
+
+    def ended(
+        self,
+        fullest: int,
+        then: Sequence[Mapping[str, Any]],
+        end: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """The run is over; its segments after the event ``fullest``, and at its end.
+
+        After that event reserved memory was highest, and of such moments most was allocated.
+        """
 
 
 @dataclass(frozen=True)

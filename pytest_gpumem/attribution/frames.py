@@ -1,0 +1,169 @@
+"""What the frames of a recorded allocation tell, without torch: line, operator and what for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from pytest_gpumem.attribution.history import (
+    ACTIVATIONS,
+    GRADIENTS,
+    INPUTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+    WORKSPACE,
+)
+
+Frame = Mapping[str, Any]
+
+MOST_LINES = 12
+"""Of a stack that are kept, the innermost."""
+
+_OPERATOR = re.compile(r"\bat::_ops::(\w+?)::(?:call|redispatch)\b")
+_NODE = re.compile(r"\btorch::autograd::(?:generated::)?(\w+)::apply\b")
+_LIBRARY = re.compile(r"\b(?:getCUDABlasLtWorkspace|getNewWorkspace|allocateCublasWorkspace)\b")
+_MEMORY_ONLY = re.compile(r"_?(?:empty|new_empty|resize)(?:_|$)")
+"""Operators that only make room, for the one that called them."""
+_OVERLOAD = re.compile(
+    r"_(?:[A-Z]\w*|out|dim|dims|int|self|default|start|start_out|start_step|names|like_out"
+    r"|memory_format|dim_IntList|dim_max|dim_DimnameList)$"
+)
+"""How ``at::_ops`` writes what stands behind the dot in ``aten::sum.dim_IntList``."""
+
+_MADE_BY = ("nn/modules/module.py", ("_apply", "convert"))
+"""Where ``model.to("cuda")`` makes parameters: torch/nn/modules/module.py."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one stack says of the block that was allocated there."""
+
+    site: str | None = None
+    """``path:line`` of the innermost Python frame outside torch."""
+    function: str | None = None
+    operator: str | None = None
+    during: str = ""
+    """``forward``, ``backward``, ``step``, ``making`` of parameters, or nothing of these."""
+    library: bool = False
+    """A workspace of cuBLAS."""
+    stack: tuple[str, ...] = ()
+    """``path:line function`` of the frames in Python, the innermost first."""
+
+
+UNKNOWN = Told()
+EARLIER = Told(operator="allocated before recording began")
+
+
+def frames_in(event: Mapping[str, Any]) -> list[Frame]:
+    """Return the frames of an event that are such: a file may hold anything in their place."""
+    frames = event.get("frames")
+    return [frame for frame in frames if _is_frame(frame)] if isinstance(frames, list) else []
+
+
+def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
+    """Return what ``frames``, the innermost first, say; ``paths`` are file names as shown."""
+    python = [frame for frame in frames if _is_python(frame)]
+    line = next((frame for frame in python if not is_torchs(frame["filename"])), None)
+    symbols = [frame["name"] for frame in takewhile(_is_native, frames)]
+    node = next((match[1] for name in symbols if (match := _NODE.search(name))), None)
+    shown = [f"{_place(frame, paths)} {frame['name']}" for frame in python[:MOST_LINES]]
+    return Told(
+        site=None if line is None else _place(line, paths),
+        function=None if line is None else line["name"],
+        operator=node or _operator(symbols) or _called(python),
+        during="backward" if node else _during(python),
+        library=any(_LIBRARY.search(name) for name in symbols),
+        stack=tuple(shown),
+    )
+
+
+def category(of: Told, *, kept: bool) -> str:
+    """Return what a block holds; ``kept`` is whether it outlived the phase it was made in.
+
+    Frames tell less than a test that is watched: what was handed from the host looks like any
+    tensor, and nothing says that a tensor is a parameter but the function that moved it.
+    """
+    if of.library:
+        return WORKSPACE
+    if of.during == "making":
+        return PARAMETERS
+    if not of.during:
+        return INPUTS if of.operator == "Tensor.to" else OTHER
+    if not kept:
+        return TEMPORARIES
+    return {"forward": ACTIVATIONS, "backward": GRADIENTS, "step": OPTIMIZER_STATE}[of.during]
+
+
+def is_torchs(filename: str) -> bool:
+    """Whether a file is torch's own; recordings may name it from there on."""
+    return filename.startswith(("torch/", "<")) or "/torch/" in filename
+
+
+def _during(python: Sequence[Frame]) -> str:
+    """Return the innermost of what these frames are part of."""
+    for frame in python:
+        name, file = frame["name"], frame["filename"]
+        if not is_torchs(file):
+            continue
+        if "torch/optim/" in file and name != "zero_grad":
+            return "step"
+        if name in ("backward", "grad", "_engine_run_backward") and "autograd" in file:
+            return "backward"
+        if file.endswith(_MADE_BY[0]):
+            if name in _MADE_BY[1]:
+                return "making"
+            if name.endswith("_call_impl"):
+                return "forward"
+    return ""
+
+
+def _operator(symbols: Sequence[str]) -> str | None:
+    """Return the innermost operator that is more than memory for another one."""
+    found = [match[1] for name in symbols if (match := _OPERATOR.search(name))]
+    if not found:
+        return None
+    computing = (name for name in found if not _MEMORY_ONLY.match(name))
+    base = _OVERLOAD.sub("", next(computing, found[-1]))
+    if base.lstrip("_") == "to_copy":
+        return "Tensor.to"
+    return f"aten::{base}"
+
+
+def _called(python: Sequence[Frame]) -> str | None:
+    """Return the function of torch that the user's code called."""
+    inside = list(takewhile(lambda frame: is_torchs(frame["filename"]), python))
+    if not inside:
+        return None
+    file = inside[-1]["filename"].rpartition("/")[2].removesuffix(".py")
+    return f"{file}.{inside[-1]['name']}"
+
+
+def _place(frame: Frame, paths: Mapping[str, str]) -> str:
+    filename = frame["filename"]
+    return f"{paths.get(filename, filename)}:{frame.get('line', 0)}"
+
+
+def python_files(frames: Sequence[Frame]) -> Iterator[str]:
+    """Yield the file of every frame in Python."""
+    return (frame["filename"] for frame in frames if _is_python(frame))
+
+
+def _is_frame(frame: Any) -> bool:
+    return (
+        isinstance(frame, Mapping)
+        and isinstance(frame.get("filename"), str)
+        and isinstance(frame.get("name"), str)
+    )
+
+
+def _is_python(frame: Frame) -> bool:
+    return bool(frame["filename"].endswith(".py"))
+
+
+def _is_native(frame: Frame) -> bool:
+    return not _is_python(frame)

@@ -1,0 +1,293 @@
+"""What the page says of a recorded memory snapshot: every event, and what a replay made of it."""
+
+from __future__ import annotations
+
+import os.path
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import PurePath
+from typing import Any
+
+from pytest_gpumem.attribution.composition import shown_path
+from pytest_gpumem.attribution.frames import (
+    EARLIER,
+    UNKNOWN,
+    Told,
+    category,
+    frames_in,
+    is_torchs,
+    python_files,
+    told,
+)
+from pytest_gpumem.attribution.history import CATEGORIES, FOREVER
+from pytest_gpumem.report.html.columns import Columns
+from pytest_gpumem.simulated.allocator.readings import Readings
+from pytest_gpumem.simulated.allocator.replayed import START, DeviceReplay, ReplayResult, Usage
+
+Json = Mapping[str, Any]
+
+FREE, ELSEWHERE = -1, len(CATEGORIES) - 1
+"""Of a part of a segment that no block uses, and of a block of which nothing is known."""
+
+
+class Watcher:
+    """Follows one run: what is allocated, reserved and split after every event, as changes."""
+
+    def __init__(self, trace: Sequence[Json], start: Sequence[Json]) -> None:
+        self.trace, self.start = trace, start
+        self.first = (0, 0, 0)
+        self.allocated, self.reserved, self.split = array("q"), array("q"), array("q")
+        self.fullest = START
+        self.then: Sequence[Json] = ()
+        self.end: Sequence[Json] = ()
+        self._last = (0, 0, 0)
+
+    def after(self, index: int, allocator: Readings) -> None:
+        """Note what the event ``index`` changed."""
+        now = allocator.allocated, allocator.reserved, allocator.inactive_split
+        last, self._last = self._last, now
+        if index == START:
+            self.first = now
+            return
+        self.allocated.append(now[0] - last[0])
+        self.reserved.append(now[1] - last[1])
+        self.split.append(now[2] - last[2])
+
+    def ended(self, fullest: int, then: Sequence[Json], end: Sequence[Json]) -> None:
+        """Keep the segments when reserved memory was highest, and at the end."""
+        self.fullest, self.then, self.end = fullest, then, end
+
+
+class Watchers:
+    """The watchers of all runs of a replay, by device and by whether it is the what-if."""
+
+    def __init__(self) -> None:
+        self.runs: dict[tuple[int, bool], Watcher] = {}
+
+    def __call__(
+        self, device: int, what_if: bool, trace: Sequence[Json], start: Sequence[Json]
+    ) -> Watcher:
+        """Make the watcher of one run."""
+        watcher = self.runs[device, what_if] = Watcher(trace, start)
+        return watcher
+
+
+@dataclass
+class _Block:
+    address: int
+    bytes: int
+    told: Told
+    born: int
+    stretch: int
+    """Of events of one phase: what is freed within the one it was made in was needed for it."""
+    died: int = FOREVER
+    kept: bool = True
+
+
+@dataclass
+class _Places:
+    """Numbers of places, and of the kinds of blocks from them."""
+
+    numbers: dict[tuple[str, str | None, str | None, str | None], int] = field(default_factory=dict)
+    stacks: list[tuple[str, ...]] = field(default_factory=list)
+    kinds: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def kind(self, block: _Block) -> int:
+        """Return the number of what ``block`` has in common with others: bytes and place."""
+        of = block.told
+        key = (category(of, kept=block.kept), of.site, of.function, of.operator)
+        place = self.numbers.setdefault(key, len(self.numbers))
+        if place == len(self.stacks):
+            self.stacks.append(of.stack)
+        return self.kinds.setdefault((block.bytes, place), len(self.kinds))
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """The JSON form, in the order of their numbers."""
+        names = ("category", "site", "function", "operator")
+        return [
+            {**dict(zip(names, key, strict=True)), "stack": list(stack)}
+            for key, stack in zip(self.numbers, self.stacks, strict=True)
+        ]
+
+
+def recording_of(
+    name: str,
+    result: ReplayResult,
+    watchers: Watchers,
+    *,
+    notes: Sequence[str],
+    used_elsewhere: int,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what the page needs of a replay, and one packed text of columns for each device.
+
+    Sizes are bytes. ``notes`` are sentences that the command prints of the replay.
+    """
+    devices, packed = [], []
+    for device in result.devices:
+        columns = Columns()
+        devices.append(_device(device, watchers, columns))
+        packed.append(columns.packed())
+    return {
+        "name": name,
+        "categories": CATEGORIES,
+        "exact": result.exact,
+        "exact_addresses": result.exact_addresses,
+        "total": result.total,
+        "version": ".".join(map(str, result.version)),
+        "recorded_conf": result.recorded_conf,
+        "alloc_conf": result.alloc_conf,
+        "gpu": result.gpu,
+        "used_elsewhere": used_elsewhere,
+        "notes": list(notes),
+        "devices": devices,
+    }, packed
+
+
+def _device(device: DeviceReplay, watchers: Watchers, columns: Columns) -> dict[str, Any]:
+    watcher = watchers.runs[device.device, False]
+    blocks = _blocks(watcher)
+    places = _Places()
+    events = _numbered(blocks, places, len(watcher.trace))
+    start = Counter(places.kind(block) for block in blocks if block.born == START)
+    told_of = partial(_known, blocks)
+    tried = watchers.runs.get((device.device, True))
+    return {
+        "device": device.device,
+        "events": device.events,
+        "capacity": device.capacity,
+        "places": places.to_list(),
+        "kinds": [list(kind) for kind in places.kinds],
+        "start": [list(item) for item in start.items()],
+        "blocks": columns.add(events),
+        "recorded": _run(device.recorded, watcher, columns, told_of),
+        "what_if": device.what_if and tried and _run(device.what_if, tried, columns, lambda _: {}),
+    }
+
+
+def _run(usage: Usage, watcher: Watcher, columns: Columns, known: Any) -> dict[str, Any]:
+    return {
+        "usage": {**asdict(usage), "fragmentation": usage.fragmentation},
+        "fullest": watcher.fullest + 1,
+        "first": list(watcher.first),
+        "reserved": columns.add(watcher.reserved),
+        "split": columns.add(watcher.split),
+        "segments": {
+            "peak": _segments(watcher.then, known(watcher.fullest)),
+            "end": _segments(watcher.end, known(len(watcher.trace) - 1)),
+        },
+    }
+
+
+def _blocks(watcher: Watcher) -> list[_Block]:
+    """Return every block of a recording, with what its stack tells."""
+    stacks = _Stacks(watcher.trace)
+    live = {
+        address: _Block(address, size, EARLIER, START, 0) for address, size in _held(watcher.start)
+    }
+    blocks = list(live.values())
+    stretch, during = 0, ""
+    for index, (event, change) in enumerate(zip(watcher.trace, watcher.allocated, strict=False)):
+        if event["action"] == "alloc":
+            tells = stacks.of(event)
+            if tells.during != during:
+                stretch, during = stretch + 1, tells.during
+            block = live[event["addr"]] = _Block(event["addr"], change, tells, index, stretch)
+            blocks.append(block)
+        elif change < 0 and (dead := live.pop(event["addr"], None)) is not None:
+            dead.died = index
+            dead.kept = dead.stretch != stretch
+    return blocks
+
+
+def _held(segments: Iterable[Json]) -> Iterator[tuple[int, int]]:
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                yield address, block["size"]
+            address += block["size"]
+
+
+def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[int]:
+    """Return by event what it did: 0 nothing, 1 + 2n allocated a block of kind n, 2 + 2n freed."""
+    numbers = array("q", bytes(8 * events))
+    for block in blocks:
+        number = 2 * places.kind(block)
+        if block.born != START:
+            numbers[block.born] = number + 1
+        if block.died != FOREVER:
+            numbers[block.died] = number + 2
+    return numbers
+
+
+def _known(blocks: Sequence[_Block], position: int) -> dict[int, int]:
+    """Return by address the number of the category of what is live after an event."""
+    return {
+        block.address: CATEGORIES.index(category(block.told, kept=block.kept))
+        for block in blocks
+        if block.born <= position < block.died
+    }
+
+
+def _segments(segments: Sequence[Json], known: Mapping[int, int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "bytes": segment["total_size"],
+            "stream": segment["stream"],
+            "small": segment["segment_type"] == "small",
+            "parts": _parts(segment, known),
+        }
+        for segment in sorted(segments, key=lambda one: (-one["total_size"], one["address"]))
+    ]
+
+
+def _parts(segment: Json, known: Mapping[int, int]) -> list[list[int]]:
+    """Return category, bytes and number of blocks side by side that hold the same."""
+    parts: list[list[int]] = []
+    address = segment["address"]
+    for block in segment["blocks"]:
+        free = block["state"] == "inactive"
+        holds = FREE if free else known.get(address, ELSEWHERE)
+        if parts and parts[-1][0] == holds:
+            parts[-1][1] += block["size"]
+            parts[-1][2] += 1
+        else:
+            parts.append([holds, block["size"], 1])
+        address += block["size"]
+    return parts
+
+
+class _Stacks:
+    """What stacks tell, each read once."""
+
+    def __init__(self, trace: Sequence[Json]) -> None:
+        self._known: dict[tuple[int, ...], Told] = {}
+        files = {name for event in trace for name in python_files(frames_in(event))}
+        root = _root(files)
+        self._paths = {name: shown_path(name, root) for name in files}
+
+    def of(self, event: Json) -> Told:
+        """Return what the stack of ``event`` tells."""
+        frames = frames_in(event)
+        if not frames:
+            return UNKNOWN
+        # A file holds each of its frames once, however many stacks have it.
+        key = tuple(map(id, frames))
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = told(frames, self._paths)
+        return found
+
+
+def _root(files: Iterable[str]) -> str:
+    """Return the folder that the files of the program have in common."""
+    paths = [PurePath(name) for name in files if not is_torchs(name)]
+    own = [path.parent for path in paths if path.is_absolute() and not _is_installed(path)]
+    return os.path.commonpath(own) if own else ""
+
+
+def _is_installed(path: PurePath) -> bool:
+    return not {"site-packages", "dist-packages", "lib"}.isdisjoint(path.parts)

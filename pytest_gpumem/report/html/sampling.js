@@ -1,0 +1,22 @@
+// Which of many points a chart needs: of every stretch those where a series is highest and lowest.
+
+// Positions from `from` to `to`, in order, for `stretches` stretches of the `series`: arrays of
+// numbers by position. No maximum of any stretch is lost, however many points there are.
+function extremes(series, from, to, stretches) {
+  const count = to - from + 1;
+  if (count <= 2 * stretches) return Array.from({ length: count }, (_, i) => from + i);
+  const kept = [from, to];
+  for (let stretch = 0; stretch < stretches; stretch++) {
+    const begin = from + Math.floor(count * stretch / stretches);
+    const end = from + Math.floor(count * (stretch + 1) / stretches);
+    for (const values of series) {
+      let [low, high] = [begin, begin];
+      for (let i = begin + 1; i < end; i++) {
+        if (values[i] > values[high]) high = i;
+        else if (values[i] < values[low]) low = i;
+      }
+      kept.push(low, high);
+    }
+  }
+  return [...new Set(kept)].sort((a, b) => a - b);
+}

@@ -1,0 +1,107 @@
+"""What the frames of an allocation tell, worked out by hand from stacks as torch records them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.attribution.frames import UNKNOWN, Told, category, frames_in, told
+
+Frames = list[dict[str, Any]]
+
+
+def stack(*frames: tuple[str, str, int]) -> Frames:
+    return [{"filename": file, "name": name, "line": line} for file, name, line in frames]
+
+
+def native(*names: str) -> Frames:
+    return stack(*(("??", name, 0) for name in names))
+
+
+CALL = stack(
+    ("/app/model.py", "forward", 7), ("/site/torch/nn/modules/module.py", "_call_impl", 1750)
+)
+TRAIN = stack(("/app/train.py", "main", 30))
+
+
+def test_the_line_is_the_users_and_paths_are_as_shown() -> None:
+    frames = stack(("/site/torch/nn/functional.py", "softmax", 2100)) + CALL + TRAIN
+    assert told(frames, {"/app/model.py": "model.py"}) == Told(
+        site="model.py:7",
+        function="forward",
+        operator="functional.softmax",
+        during="forward",
+        stack=(
+            "/site/torch/nn/functional.py:2100 softmax",
+            "model.py:7 forward",
+            "/site/torch/nn/modules/module.py:1750 _call_impl",
+            "/app/train.py:30 main",
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("symbols", "operator"),
+    [
+        (("at::_ops::empty_memory_format::call()", "at::_ops::mm::redispatch()"), "aten::mm"),
+        (("at::_ops::mul_Tensor::call(at::Tensor const&)",), "aten::mul"),
+        (("at::_ops::sum_dim_IntList::call()",), "aten::sum"),
+        (("at::_ops::resize_::call()", "at::_ops::arange_start_out::call()"), "aten::arange"),
+        (("at::_ops::_to_copy::call()",), "Tensor.to"),
+        (("at::_ops::empty_memory_format::call()",), "aten::empty"),
+    ],
+)
+def test_the_operator_is_the_innermost_that_is_more_than_memory(
+    symbols: tuple[str, ...], operator: str
+) -> None:
+    assert told(native(*symbols) + TRAIN, {}).operator == operator
+
+
+def test_backward_runs_on_a_thread_without_python() -> None:
+    frames = native("at::_ops::mm::call()", "torch::autograd::generated::MmBackward0::apply(int)")
+    assert told(frames, {}) == Told(operator="MmBackward0", during="backward")
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "during"),
+    [
+        ("torch/optim/adamw.py", "_multi_tensor_adamw", "step"),
+        ("torch/optim/optimizer.py", "zero_grad", ""),
+        ("torch/autograd/graph.py", "_engine_run_backward", "backward"),
+        ("torch/nn/modules/module.py", "convert", "making"),
+        ("/env/site-packages/torch/nn/modules/module.py", "_call_impl", "forward"),
+        ("/app/optim/torch_like.py", "step", ""),
+    ],
+)
+def test_the_phase_is_that_of_torchs_own_functions(file: str, function: str, during: str) -> None:
+    assert told(stack((file, function, 1)) + TRAIN, {}).during == during
+
+
+@pytest.mark.parametrize(
+    ("of", "kept", "holds"),
+    [
+        (Told(during="forward"), True, "activations"),
+        (Told(during="forward"), False, "temporaries"),
+        (Told(during="backward"), True, "gradients"),
+        (Told(during="step"), True, "optimizer state"),
+        (Told(during="step"), False, "temporaries"),
+        (Told(during="making"), True, "parameters"),
+        (Told(during="step", library=True), True, "workspace"),
+        (Told(operator="Tensor.to"), True, "inputs"),
+        (Told(operator="aten::mm"), False, "other"),
+        (UNKNOWN, True, "other"),
+    ],
+)
+def test_what_a_block_holds(of: Told, kept: bool, holds: str) -> None:
+    assert category(of, kept=kept) == holds
+
+
+def test_cublas_is_seen_by_who_asks_for_its_workspace() -> None:
+    assert told(native("at::cuda::getNewWorkspace()", "at::_ops::mm::call()"), {}).library
+
+
+def test_what_is_no_frame_is_left_out() -> None:
+    odd: list[Any] = [7, {"filename": 3, "name": "f"}, {"filename": "a.py"}]
+    assert frames_in({"frames": [*odd, *TRAIN]}) == TRAIN
+    assert frames_in({"frames": "text"}) == frames_in({}) == []

@@ -1,0 +1,154 @@
+"""What the page knows of a recording, worked out by hand for an allocator of three blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.report.html.page import render_recording
+from pytest_gpumem.report.html.recording import Watchers, recording_of
+from pytest_gpumem.simulated.allocator import Allocator
+from pytest_gpumem.simulated.allocator.replay import replay
+from tests.report.html.parsed import Page
+from tests.report.html.test_columns import read
+
+MIB = 1 << 20
+MODULE = "/env/torch/nn/modules/module.py"
+
+
+class Stack:
+    """Stands for the code that allocates."""
+
+    def __init__(self, *frames: tuple[str, str, int]) -> None:
+        self.frames = [
+            {"filename": file, "name": name, "line": line} for file, name, line in frames
+        ]
+
+
+FORWARD = Stack(("/app/src/model.py", "forward", 7), (MODULE, "_call_impl", 1))
+LOADING = Stack(("/app/main.py", "load", 3))
+
+
+def recorded() -> Allocator:
+    """A block of 30 MiB, then 3 MiB that stay and 5 MiB that do not outlive the forward."""
+    allocator = Allocator(1 << 40, version=(2, 6))
+    large = allocator.malloc(30 * MIB, context=LOADING)
+    allocator.malloc(3 * MIB, context=FORWARD)
+    allocator.free(allocator.malloc(5 * MIB, context=FORWARD))
+    allocator.free(large)
+    return allocator
+
+
+def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], list[list[int]]]:
+    """The first device of the page's data, and its columns: what events did, reserved, split."""
+    from pytest_gpumem.report.html.columns import Columns
+
+    class Kept(Columns):
+        def packed(self) -> str:
+            kept.append(self)
+            return super().packed()
+
+    kept: list[Columns] = []
+    watchers = Watchers()
+    result = replay(snapshot, observed=watchers, **question)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pytest_gpumem.report.html.recording.Columns", Kept)
+        data, _ = recording_of("run.pickle", result, watchers, notes=[], used_elsewhere=0)
+    device = data["devices"][0]
+    columns = [device["blocks"], device["recorded"]["reserved"], device["recorded"]["split"]]
+    return device, [read(kept[0], column) for column in columns]
+
+
+def test_every_event_says_what_it_allocated_reserved_and_left_split() -> None:
+    device, (did, reserved, split) = told(recorded().snapshot())
+    assert device["kinds"] == [[30 * MIB, 0], [3 * MIB, 1], [5 * MIB, 2]]
+    # segment, alloc; segment, alloc; alloc, free requested and completed; the same for the large
+    assert did == [0, 1, 0, 3, 5, 0, 6, 0, 2]
+    assert reserved == [0, 30 * MIB, 0, 20 * MIB, 0, 0, 0, 0, 0]
+    assert split == [0, 0, 0, 17 * MIB, -5 * MIB, 0, 5 * MIB, 0, 0]
+
+
+def test_places_say_line_and_category_with_paths_relative_to_the_program() -> None:
+    device, _ = told(recorded().snapshot())
+    assert [(one["category"], one["site"], one["function"]) for one in device["places"]] == [
+        ("other", "main.py:3", "load"),
+        ("activations", "src/model.py:7", "forward"),
+        ("temporaries", "src/model.py:7", "forward"),
+    ]
+    assert device["places"][1]["stack"] == ["src/model.py:7 forward", "module.py:1 _call_impl"]
+
+
+def test_segments_at_the_peak_and_at_the_end() -> None:
+    device, _ = told(recorded().snapshot())
+    run = device["recorded"]
+    # Most was allocated while 50 MiB were reserved after the fifth event.
+    assert run["fullest"] == 5
+    assert run["usage"]["fragmentation"] == 12 * MIB
+    assert run["segments"]["peak"] == [
+        {"bytes": 30 * MIB, "stream": 0, "small": False, "parts": [[7, 30 * MIB, 1]]},
+        {
+            "bytes": 20 * MIB,
+            "stream": 0,
+            "small": False,
+            "parts": [[4, 3 * MIB, 1], [6, 5 * MIB, 1], [-1, 12 * MIB, 1]],
+        },
+    ]
+    assert [one["parts"] for one in run["segments"]["end"]] == [
+        [[-1, 30 * MIB, 1]],
+        [[4, 3 * MIB, 1], [-1, 17 * MIB, 1]],
+    ]
+
+
+def test_what_was_there_before_recording_began_is_there_from_the_start() -> None:
+    snapshot = recorded().snapshot()
+    snapshot["device_traces"][0] = snapshot["device_traces"][0][2:]
+    device, (did, *_) = told(snapshot)
+    assert device["start"] == [[0, 1]]
+    assert device["kinds"][0] == [30 * MIB, 0]
+    assert device["places"][0]["operator"] == "allocated before recording began"
+    assert did[-1] == 2
+    assert device["recorded"]["first"] == [30 * MIB, 30 * MIB, 0]
+
+
+def test_what_if_is_a_second_run() -> None:
+    device, _ = told(recorded().snapshot(), alloc_conf="expandable_segments:True")
+    assert device["what_if"]["usage"]["peak_allocated"] == 38 * MIB
+    assert device["what_if"]["reserved"]["count"] == device["events"] == 9
+
+
+def test_a_what_if_that_runs_out_of_memory_ends_there() -> None:
+    allocator = Allocator(1 << 40, version=(2, 6))
+    allocator.malloc(6 << 30)
+    allocator.malloc(6 << 30)
+    device, _ = told(allocator.snapshot(), gpu="RTX-4060")
+    assert device["what_if"]["usage"]["out_of_memory"]["event"] == 3
+    assert device["what_if"]["reserved"]["count"] < device["events"] == 4
+
+
+@pytest.mark.parametrize("odd", [None, 7, "text", [None, 3], [{"filename": 3}]])
+def test_frames_of_another_form_are_no_frames(odd: Any) -> None:
+    snapshot = recorded().snapshot()
+    for event in snapshot["device_traces"][0]:
+        event["frames"] = odd
+    device, _ = told(snapshot)
+    assert {one["category"] for one in device["places"]} == {"other"}
+
+
+def test_a_hostile_line_is_text() -> None:
+    def page(names: Iterable[str]) -> Page:
+        allocator = Allocator(1 << 40, version=(2, 6))
+        for name in names:
+            allocator.malloc(MIB, context=Stack((f"/app/{name}.py", name, 1)))
+        watchers = Watchers()
+        result = replay(allocator.snapshot(), observed=watchers)
+        return Page(
+            render_recording(
+                *recording_of("a</script>.pickle", result, watchers, notes=[], used_elsewhere=0)
+            )
+        )
+
+    hostile = page(["</script><img src=x onerror=alert(1)>", "\x1b[31mred"])
+    assert hostile.tags == page(["first", "second"]).tags
+    assert hostile.overview["devices"][0]["places"][1]["function"] == "\\x1b[31mred"
