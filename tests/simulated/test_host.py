@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from pytest_gpumem.simulated.host import available_memory
+from pytest_gpumem.simulated.machine.values.host import available_memory
 
 
 def write(root: Path, files: dict[str, str]) -> None:
