@@ -18,7 +18,7 @@ from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import PhaseTracker
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.simulated.device import SimulatedGPU
+from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
 
 REPEATS = 15

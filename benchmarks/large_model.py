@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.gpus import GPUS
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 WIDTH, HEADS, KEY_HEADS, INNER, VOCABULARY = 8192, 64, 8, 28_672, 128_256
 HEAD = WIDTH // HEADS

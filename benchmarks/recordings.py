@@ -35,7 +35,7 @@ from producers import (
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.allocator.replay import replay
-from pytest_gpumem.simulated.gpus import find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUND_TRUTH = Path(os.environ.get("GPUMEM_GROUNDTRUTH", ROOT.parent / "shared" / "groundtruth"))
@@ -323,7 +323,9 @@ def compare(trace: Trace) -> Comparison:
     started = time.perf_counter()
     with ExitStack() as stack:
         if trace.wsl:
-            stack.enter_context(patch("pytest_gpumem.simulated.device.DriverAddresses", increasing))
+            stack.enter_context(
+                patch("pytest_gpumem.simulated.gpu.device.DriverAddresses", increasing)
+            )
         model = find_gpu(trace.gpu)
         model = replace(model, total_memory=model.total_memory - trace.elsewhere)
         gpu = stack.enter_context(simulate(model, torch_version=trace.torch, alloc_conf=""))

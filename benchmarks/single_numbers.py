@@ -17,7 +17,7 @@ from producers import vision
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.gpus import find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
 MIB = 2**20
 

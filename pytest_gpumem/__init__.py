@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.prediction.batch import fit_batch as fit_batch
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
     from pytest_gpumem.simulated.allocator.replay import replay as replay
-    from pytest_gpumem.simulated.described import simulate_operator as simulate_operator
+    from pytest_gpumem.simulated.operators.described import simulate_operator as simulate_operator
     from pytest_gpumem.simulated.run import simulate as simulate
 
 __all__ = ["Gpumem", "fit_batch", "replay", "simulate", "simulate_operator"]
@@ -19,7 +19,7 @@ _PLACES = {
     "fit_batch": "prediction.batch",
     "replay": "simulated.allocator.replay",
     "simulate": "simulated.run",
-    "simulate_operator": "simulated.described",
+    "simulate_operator": "simulated.operators.described",
 }
 
 

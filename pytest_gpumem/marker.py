@@ -215,7 +215,7 @@ def _count(least: int) -> Callable[[object], int]:
 
 def _gpus(value: object) -> tuple[str, ...]:
     # Most test suites name no GPU, and every one with the plugin installed imports this module.
-    from pytest_gpumem.simulated.gpus import GpuError, find_machine
+    from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 
     names = [value] if isinstance(value, str) else value
     if (

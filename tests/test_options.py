@@ -15,7 +15,7 @@ from pytest_gpumem.options import (
     add_options,
     settings_from,
 )
-from pytest_gpumem.simulated.gpus import find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 from pytest_gpumem.sizes import Tolerance
 
 pytest_plugins = ("pytester",)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pytest_gpumem.sharing.ledger import Ledger
 from pytest_gpumem.sharing.usage import Usage, usages
-from pytest_gpumem.simulated.gpus import GPUS
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 TESTS, WORKERS = 200, 4
 CAPACITY = GPUS["V100"].total_memory

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
     """Return the layers of what the target ``text`` calls."""
     from pytest_gpumem.prediction.layers import layers_of
-    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.common.errors import SimulationError
     from pytest_gpumem.simulated.run import simulate
 
     with simulate(gpu):  # what the module looks at while it is imported is a GPU

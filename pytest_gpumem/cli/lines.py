@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
     """Return the lines of what the target ``text`` runs."""
     from pytest_gpumem.prediction.lines import MEASURED, lines_of
-    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.common.errors import SimulationError
     from pytest_gpumem.simulated.run import simulate
 
     # What the module looks at while it is imported is a GPU.

@@ -43,7 +43,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and return the exit code; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.simulated.gpus import GPUS
+    from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
     gpus = arguments.gpu or list(GPUS)
     predictions = predictions_of(arguments.target, gpus)
@@ -59,7 +59,7 @@ def predictions_of(text: str, gpus: Sequence[str]) -> list[Prediction]:
     """Return what the target ``text`` needs on each of ``gpus``."""
     from pytest_gpumem.prediction.process import PredictionError
     from pytest_gpumem.prediction.simulated import predict, predict_test
-    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.common.errors import SimulationError
     from pytest_gpumem.simulated.run import simulate
 
     with simulate(gpus[0]):  # what the module looks at while it is imported is a GPU

@@ -24,7 +24,7 @@ from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
-from pytest_gpumem.simulated.gpus import GPUS, GpuModel, Machine
+from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 
 
 def find_device(index: int | None, *, required: bool) -> CudaDevice | None:

@@ -16,7 +16,7 @@ import torch
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.measurement.history import recording
 from pytest_gpumem.simulated.allocator.rounding import round_size
-from pytest_gpumem.simulated.callsite import shown_operator
+from pytest_gpumem.simulated.common.callsite import shown_operator
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).resolve().parents[1])

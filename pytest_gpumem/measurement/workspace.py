@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_gpumem.garbage import paused
-from pytest_gpumem.simulated.workspace_settings import (
+from pytest_gpumem.simulated.gpu.workspace_settings import (
     LARGE_BYTES,
     lt_workspace_bytes,
     workspace_bytes,
@@ -35,7 +35,7 @@ def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozense
 def possible_sizes(device: int) -> frozenset[int] | None:
     """Return the bytes that torch asks for a workspace on ``device``; ``None``: not known.
 
-    See :mod:`pytest_gpumem.simulated.workspaces`, which has the sources; not for ROCm.
+    See :mod:`pytest_gpumem.simulated.gpu.workspaces`, which has the sources; not for ROCm.
     """
     if torch.version.hip is not None:
         return None

@@ -21,7 +21,7 @@ import pytest
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.session.results import ATTRIBUTE
-from pytest_gpumem.simulated.gpus import GpuModel, Machine
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device

@@ -142,7 +142,7 @@ def _simulated(given: Sequence[str], runners: Sequence[Runner]) -> tuple[list[Pl
     import torch  # noqa: F401  # a machine without it says so before it starts another process
 
     from pytest_gpumem.prediction.process import PredictionError, run_tests
-    from pytest_gpumem.simulated.gpus import Machine
+    from pytest_gpumem.simulated.gpu.catalogue import Machine
 
     try:
         answers = run_tests(given, [Machine(one.model, 1) for one in runners], unbounded=True)

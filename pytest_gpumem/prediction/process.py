@@ -14,7 +14,7 @@ from typing import Any
 
 from pytest_gpumem.prediction.child import INI, REQUEST, Request
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.simulated.gpus import Machine
+from pytest_gpumem.simulated.gpu.catalogue import Machine
 
 
 class PredictionError(ValueError):

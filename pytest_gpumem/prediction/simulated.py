@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.measurement.record import CALL, SETUP
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.process import Answer, PredictionError, run_tests
-from pytest_gpumem.simulated.gpus import GpuModel, Machine, find_gpu
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.simulated.run import SimulatedRun, simulate
 
 

@@ -28,7 +28,7 @@ from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.results import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
-from pytest_gpumem.simulated.errors import SimulationError
+from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.sizes import format_size, is_decimal
 
 if TYPE_CHECKING:

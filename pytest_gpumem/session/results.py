@@ -67,7 +67,7 @@ AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=s
 
 def hide_own_frames() -> None:
     """Let tracebacks end in the user's code: pytest leaves out modules that ask for it."""
-    if "pytest_gpumem.simulated.execution" not in sys.modules:
+    if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
         return  # then none of them runs below a test's code
     own = f"{__package__.partition('.')[0]}."
     # A copy is made at once: another thread may import meanwhile, and anything may stand there.
@@ -92,7 +92,7 @@ def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseEx
 
     Not a failure, because the code may be right, and not an expected one either.
     """
-    from pytest_gpumem.simulated.errors import SimulationError
+    from pytest_gpumem.simulated.common.errors import SimulationError
 
     if not isinstance(error, SimulationError):
         return

@@ -19,7 +19,7 @@ import pytest
 
 from pytest_gpumem.session.progress import progress_line
 from pytest_gpumem.session.rerun import Rerun, can_run_again, collected_error
-from pytest_gpumem.simulated.errors import HostMemoryError, UnknownValueError, WorkLimitError
+from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.simulated import SimulatedDevice

@@ -656,7 +656,7 @@ def _taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Ite
     try:
         yield
     except BaseException as error:
-        from pytest_gpumem.simulated.errors import SimulationError
+        from pytest_gpumem.simulated.common.errors import SimulationError
 
         if isinstance(error, SimulationError):
             fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest

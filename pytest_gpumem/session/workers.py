@@ -80,7 +80,7 @@ def _rooms(settings: Settings) -> tuple[list[Room], str]:
         return rooms, f"cuda-{gpus[0].name}"
     if settings.device.kind not in ("sim", "auto"):
         return [], ""
-    from pytest_gpumem.simulated.gpus import find_machine
+    from pytest_gpumem.simulated.gpu.catalogue import find_machine
 
     machine = find_machine(settings.device.models[0])
     return [Room(machine.model.total_memory, 0)] * machine.count, f"sim-{machine.name}"

@@ -12,8 +12,8 @@ from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
-from pytest_gpumem.simulated.device import SimulatedGPU
-from pytest_gpumem.simulated.gpus import GpuModel
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel
+from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 
 class SimulatedRun:

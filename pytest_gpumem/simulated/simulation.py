@@ -14,26 +14,28 @@ import torch
 # patched then for the rest of the process.
 import torch._dynamo
 
-from pytest_gpumem.simulated import forks, operators, surface
-from pytest_gpumem.simulated.assumptions import drawn_seed
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.described import DESCRIPTIONS
-from pytest_gpumem.simulated.errors import UnknownValueError
-from pytest_gpumem.simulated.execution import ShapeExecution
-from pytest_gpumem.simulated.neutral import NeutralFloat
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.execution.mode import ShapeExecution
+from pytest_gpumem.simulated.machine import forks
+from pytest_gpumem.simulated.machine.placement import Placement
+from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
+from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
 from pytest_gpumem.simulated.operators.autocast import CastCache
-from pytest_gpumem.simulated.patching import Patches
-from pytest_gpumem.simulated.placement import Placement
-from pytest_gpumem.simulated.storages import Storages
+from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.surface import events, graphs, pools, streams
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.pinned import Pinned
+from pytest_gpumem.simulated.surface.plan import plan
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
-from pytest_gpumem.simulated.threads import Threads, ThreadState
-from pytest_gpumem.simulated.values import Values
+from pytest_gpumem.simulated.surface.threads import Threads, ThreadState
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _stack: list[Simulation] = []
 """Active simulations, innermost last: what is patched is the process, so the stack is its."""
@@ -81,7 +83,7 @@ class Simulation:
         self._patches = Patches()
         # What is replaced has to be torch's own, and not what an active simulation has put there.
         with _suspended():
-            surface.plan(self, self._patches)
+            plan(self, self._patches)
             self.threads.plan(self._patches)
             self.pinned.plan(self, self._patches)
         self._resources: ExitStack | None = None
@@ -224,7 +226,7 @@ class Simulation:
             resources.enter_context(torch.compiler.set_stance("force_eager"))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(DESCRIPTIONS.served())
-            resources.enter_context(operators.installed(self))
+            resources.enter_context(installed(self))
             resources.enter_context(self.execution)
             self.here.joined = True
             resources.callback(setattr, self.here, "joined", False)

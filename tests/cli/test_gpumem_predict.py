@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from pytest_gpumem.simulated.gpus import GPUS
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
 from tests.cli.targets import GIB, KIB, Command, command
 
 pytestmark = pytest.mark.usefixtures("plain_workspaces")

@@ -284,7 +284,7 @@ def test_a_gpu_that_the_catalogue_does_not_have_describes_itself(real: Project) 
     source = (real.path / "conftest.py").read_text()
     model = 'GpuModel("mine", "Custom GPU", 5 << 30, (9, 0), 20, 2048, 1 << 20)'
     source = source.replace('simulate("H100")', f"simulate({model})")
-    source = "from pytest_gpumem.simulated.gpus import GpuModel\n" + source
+    source = "from pytest_gpumem.simulated.gpu.catalogue import GpuModel\n" + source
     (real.path / "conftest.py").write_text(source)
 
     test = report(real, "-k", "test_forward")["test_forward"]

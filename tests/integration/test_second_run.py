@@ -176,7 +176,7 @@ def test_what_the_host_cannot_hold_is_skipped(project: Project) -> None:
 
 
 LITTLE_MEMORY = """
-    from pytest_gpumem.simulated import values
+    from pytest_gpumem.simulated.machine.values import known as values
 
     @pytest.fixture(autouse=True, scope="session")
     def little_memory():
@@ -227,7 +227,7 @@ def test_second_runs_in_workers(project: Project) -> None:
 
 
 SLOW_HOST = """
-    from pytest_gpumem.simulated import work
+    from pytest_gpumem.simulated.machine.values import work
 
     @pytest.fixture(autouse=True, scope="session")
     def slow_host():
@@ -311,7 +311,7 @@ def test_a_terminal_shows_what_takes_long(
     project: Project, options: tuple[str, ...], is_shown: bool
 ) -> None:
     body = """
-        from pytest_gpumem.simulated import work
+        from pytest_gpumem.simulated.machine.values import work
 
         work.SHOWN_EVERY = 0
 

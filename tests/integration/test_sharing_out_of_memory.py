@@ -20,7 +20,7 @@ import torch
 from pytest_gpumem.sharing.database import default_folder
 from pytest_gpumem.sharing.processes import Process
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
-from pytest_gpumem.simulated.gpus import GPUS
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 GIB = 2**30
 TOTAL = GPUS["T4"].total_memory
@@ -260,7 +260,7 @@ FOREIGN = """
 import sys, time
 from pathlib import Path
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
-from pytest_gpumem.simulated.gpus import GPUS
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 device = SharedSimulatedDevice(Path(sys.argv[1]), "simulated T4 cuda:0", GPUS["T4"].total_memory)
 while not Path("collected").exists():

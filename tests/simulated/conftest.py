@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gpumem.simulated.errors import SimulationError
+from pytest_gpumem.simulated.common.errors import SimulationError
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate, simulate_operator
-from pytest_gpumem.simulated.described import DESCRIPTIONS
-from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.surface.kernels import Extensions
 
 KIB = 1024

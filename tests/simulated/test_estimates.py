@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.estimates import Estimates
+from pytest_gpumem.simulated.gpu.estimates import Estimates
 
 
 class Device:

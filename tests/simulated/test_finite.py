@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.errors import UnknownValueError
+from pytest_gpumem.simulated.common.errors import UnknownValueError
 
 HERE = re.escape(Path(__file__).name)
 NOTE = (

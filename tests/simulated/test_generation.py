@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.assumptions import GENERATION
+from pytest_gpumem.simulated.machine.values.assumptions import GENERATION
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.simulated.gpus import GPUS, GpuError, find_gpu, find_machine
+from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError, find_gpu, find_machine
 
 
 @pytest.mark.parametrize(
@@ -126,5 +126,5 @@ def test_the_model_of_a_machine_must_be_known() -> None:
 
 
 def test_the_catalogue_imports_without_torch() -> None:
-    code = "import sys, pytest_gpumem.simulated.gpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, pytest_gpumem.simulated.gpu.catalogue; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

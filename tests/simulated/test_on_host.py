@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.run import SimulatedRun
 
 FLOATS = 5000

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated import values
-from pytest_gpumem.simulated.errors import HostMemoryError, UnknownValueError
+from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError
+from pytest_gpumem.simulated.machine.values import known as values
 from pytest_gpumem.simulated.simulation import active_simulation
 
 Program = Callable[[str], Any]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.simulated.device import SetupLog, SimulatedGPU
+from pytest_gpumem.simulated.gpu.device import SetupLog, SimulatedGPU
 
 MIB = 1024 * 1024
 

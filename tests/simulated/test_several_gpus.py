@@ -15,8 +15,8 @@ from torch.nn.parallel import comm
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.device import SimulatedGPU
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 from pytest_gpumem.simulated.run import SimulatedRun
 
 WORKSPACE = 8_519_680

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.shapes import Shapes
+from pytest_gpumem.simulated.execution.shapes import Shapes
 
 
 def describe(value: Any) -> Any:
@@ -118,7 +118,7 @@ def test_cpu_tensors_are_written_every_time() -> None:
 
 
 def test_memory_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_gpumem.simulated.shapes.MOST_SHAPES", 5)
+    monkeypatch.setattr("pytest_gpumem.simulated.execution.shapes.MOST_SHAPES", 5)
     with simulate("T4") as gpu:
         for size in range(1, 20):
             assert (torch.ones(size, device="cuda") + 1).shape == (size,)

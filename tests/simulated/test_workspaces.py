@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.workspaces import (
+from pytest_gpumem.simulated.gpu.workspaces import (
     Workspaces,
     default_workspace_bytes,
     lt_workspace_bytes,

@@ -1,4 +1,7 @@
-"""An event-exact model of PyTorch's CUDA caching allocator: no torch, no GPU, usable by itself."""
+"""An event-exact model of PyTorch's CUDA caching allocator: no torch, no GPU, usable by itself.
+
+May use: nothing of the other layers.
+"""
 
 from pytest_gpumem.simulated.allocator.allocator import Allocator
 from pytest_gpumem.simulated.allocator.messages import (

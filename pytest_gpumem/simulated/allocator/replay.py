@@ -41,7 +41,7 @@ from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Versio
 from pytest_gpumem.simulated.allocator.start import PENDING, starting_segments
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpus import GpuModel
+    from pytest_gpumem.simulated.gpu.catalogue import GpuModel
 
 _UNBOUNDED = 1 << 48
 """Device memory of a replay: what did not fit then is on record as events."""
@@ -139,7 +139,7 @@ class _Question:
 
 
 def _model(name: str) -> GpuModel:
-    from pytest_gpumem.simulated.gpus import find_gpu
+    from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
     return find_gpu(name)
 

@@ -13,7 +13,7 @@ import torch
 from pytest_gpumem.simulated.operators.rules import Rule
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 
 def _check(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
-from pytest_gpumem.simulated.shapes import META
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _aten = torch.ops.aten

@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.rules import Before, Placed, Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _INDEX_BYTES = 8
 _Flags = tuple[int, int]

@@ -16,7 +16,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _aten = torch.ops.aten
 _LONG_BYTES = 8

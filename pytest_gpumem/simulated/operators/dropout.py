@@ -14,7 +14,7 @@ import torch
 from pytest_gpumem.simulated.operators.rules import Rule
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 INDICES_WITHOUT_SORT = 3072
 """Up to here one kernel adds the rows up in place."""

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, current_gpu
-from pytest_gpumem.simulated.shapes import META
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _empty_strided = torch.empty_strided
 _DTYPES = {

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
-    from pytest_gpumem.simulated.storages import Storages
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.storages import Storages
 
 _INDEX_BYTES = 8
 _FLAGS = frozenset({torch.bool, torch.uint8})

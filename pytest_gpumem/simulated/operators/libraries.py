@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _DIMS_AT_ONCE = 3
 """Dimensions that cuFFT transforms in one call."""

@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _MEAN = 1
 """at::Reduction::Mean."""

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.backends.cudnn import rnn as cudnn_rnn
 
-from pytest_gpumem.simulated import real_kernels
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, gpu_of
-from pytest_gpumem.simulated.patching import Patches
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _LSTM = 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 
 def _rolled_so_far(

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.simulated.callsite import provenance
+from pytest_gpumem.simulated.common.callsite import provenance
 
 if TYPE_CHECKING:
     import torch
 
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 Before = Callable[["SimulatedGPU", tuple[Any, ...], dict[str, Any]], "Scratch | None"]
 """May return what stays allocated until the operator ends."""

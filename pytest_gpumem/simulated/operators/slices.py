@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated import raw
-from pytest_gpumem.simulated.patching import Patches
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.patching import Patches
 
 PASSED_OVER_SINCE = (2, 9)
 

@@ -15,7 +15,7 @@ from torch._prims_common import compute_elementwise_output_strides, make_contigu
 from pytest_gpumem.simulated.operators.rules import Rule, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 
 def _copies(*tensors: Tensor) -> list[int]:

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.known import Operator
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
-from pytest_gpumem.simulated.storages import storage_key
-from pytest_gpumem.simulated.values import Operator
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

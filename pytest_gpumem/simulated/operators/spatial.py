@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 _IN_ITS_FORMAT = {
     # Operator: the arguments it reads in the memory format of the argument that says the format.

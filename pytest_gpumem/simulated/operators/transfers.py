@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 
 def stage_upload(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:

@@ -9,11 +9,11 @@ import torch.backends.cuda
 import torch.backends.cudnn
 
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.gpu.workspace_settings import STATIC_SIZE
 from pytest_gpumem.simulated.operators.attention import usable_kernels
-from pytest_gpumem.simulated.workspace_settings import STATIC_SIZE
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _CUDNN_VERSIONS = (

@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated import raw
-from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import user_line
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 

@@ -11,11 +11,11 @@ import torch._dynamo
 import torch.backends.mha
 from torch._dynamo.eval_frame import OptimizedModule
 
-from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.operators.encoders import takes_fused_kernel
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 

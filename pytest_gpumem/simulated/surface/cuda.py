@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.generators import generator_type
+from pytest_gpumem.simulated.machine.generators import generator_type
 from pytest_gpumem.simulated.surface.pools import chosen_pool
 from pytest_gpumem.simulated.surface.properties import DeviceProperties
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import SimulatedGPU
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
     from pytest_gpumem.simulated.simulation import Simulation
 
 

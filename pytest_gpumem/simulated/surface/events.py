@@ -10,7 +10,7 @@ from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey
 from pytest_gpumem.simulated.surface.streams import cuda_error
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
     from pytest_gpumem.simulated.surface.graphs import Capture
 

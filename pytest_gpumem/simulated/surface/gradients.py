@@ -8,7 +8,7 @@ import torch
 import torch.overrides
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _grad: Any = vars(torch._C.TensorBase)["grad"]

@@ -16,16 +16,16 @@ import torch
 from pytest_gpumem.simulated.allocator import AllocatorError
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.timeline import StreamKey
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.generators import drawn_from
-from pytest_gpumem.simulated.pool_contents import PoolContents
-from pytest_gpumem.simulated.replayed_values import Recording
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.machine.generators import drawn_from
+from pytest_gpumem.simulated.machine.pool_contents import PoolContents
+from pytest_gpumem.simulated.machine.replayed_values import Recording
 from pytest_gpumem.simulated.surface.streams import cuda_error, plan_functions
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import Memory, SimulatedGPU
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.gpu.device import Memory, SimulatedGPU
     from pytest_gpumem.simulated.simulation import Simulation
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -10,7 +10,7 @@ from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
 from pytest_gpumem.simulated.surface.streams import plan_functions
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _CONTEXTS = {

@@ -1,7 +1,7 @@
 """Kernels that are not PyTorch's: Triton's, and functions of compiled extensions.
 
-A description (:mod:`pytest_gpumem.simulated.described`) runs in their place; without one the test
-is skipped with a sentence that names them.
+A description (:mod:`pytest_gpumem.simulated.operators.described`) runs in their place; without one
+the test is skipped with a sentence that names them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from importlib.machinery import ExtensionFileLoader
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.described import (
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.operators.described import (
     DESCRIPTIONS,
     base_function,
     kernel_writes,
     path_of,
     tensors_in,
 )
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.patching import Patches
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation

@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 DTYPE_NAMES = {

@@ -14,10 +14,10 @@ import torch
 
 from pytest_gpumem.simulated.allocator.host_memory import HostAllocator, block_size
 from pytest_gpumem.simulated.allocator.timeline import StreamKey
-from pytest_gpumem.simulated.storages import storage_key
+from pytest_gpumem.simulated.machine.storages import storage_key
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
     from pytest_gpumem.simulated.surface.streams import Streams
 

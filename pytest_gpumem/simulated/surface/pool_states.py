@@ -14,10 +14,10 @@ import torch
 from pytest_gpumem.simulated.allocator import AllocatorError
 from pytest_gpumem.simulated.allocator.blocks import PoolId
 from pytest_gpumem.simulated.allocator.checkpoints import PoolState
-from pytest_gpumem.simulated.storages import NOBODYS
+from pytest_gpumem.simulated.machine.storages import NOBODYS
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 

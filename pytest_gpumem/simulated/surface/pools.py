@@ -13,13 +13,13 @@ import torch
 from pytest_gpumem.simulated.allocator import AllocatorError, SettingsError
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.surface.streams import plan_functions
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.device import Memory
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.gpu.device import Memory
     from pytest_gpumem.simulated.simulation import Simulation
 
 THREAD_POOLS = (2, 8)

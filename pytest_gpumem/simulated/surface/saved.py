@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd.graph import save_on_cpu
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 

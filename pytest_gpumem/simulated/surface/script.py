@@ -9,7 +9,7 @@ import torch
 from torch.jit._script import RecursiveScriptModule
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 

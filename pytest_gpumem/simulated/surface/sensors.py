@@ -15,11 +15,11 @@ import torch
 import torch.autograd.profiler
 import torch.profiler
 
-from pytest_gpumem.simulated.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.surface.pinned import ALREADY_REGISTERED, NOT_REGISTERED
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")

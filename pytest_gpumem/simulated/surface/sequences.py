@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.common import raw
 
 _is_sequence = ctypes.pythonapi.PySequence_Check
 _is_sequence.argtypes = [ctypes.py_object]

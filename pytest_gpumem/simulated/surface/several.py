@@ -11,13 +11,13 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import comm
 
-from pytest_gpumem.simulated import raw
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.placement import return_gradient
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.machine.placement import return_gradient
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _BEGIN_WITH_A_FACTORY = (

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _device: Any = vars(torch._C.StorageBase)["device"]

@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.surface.clock import Clock
 from pytest_gpumem.simulated.surface.leaves import NO_SEQUENCE, Leaves
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
     from pytest_gpumem.simulated.surface.events import SimulatedEvent
     from pytest_gpumem.simulated.surface.graphs import Capture

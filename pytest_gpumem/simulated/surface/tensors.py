@@ -11,23 +11,23 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from pytest_gpumem.simulated import raw
-from pytest_gpumem.simulated.assumptions import taken_for_granted
-from pytest_gpumem.simulated.callsite import user_line
-from pytest_gpumem.simulated.checks.devices import NO_DATA
-from pytest_gpumem.simulated.errors import UnknownValueError, UnsupportedOperatorError
-from pytest_gpumem.simulated.neutral import NeutralFloat, NeutralInt
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
+from pytest_gpumem.simulated.machine.placement import return_gradient
+from pytest_gpumem.simulated.machine.values.assumptions import taken_for_granted
+from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, NeutralInt
 from pytest_gpumem.simulated.operators import transfers
-from pytest_gpumem.simulated.placement import return_gradient
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.several import brought
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper, place_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.machine.storages import SimulatedStorage
     from pytest_gpumem.simulated.simulation import Simulation
-    from pytest_gpumem.simulated.storages import SimulatedStorage
 
 
 def plan(simulation: Simulation, patches: Patches) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses import fake_tensor
 
-from pytest_gpumem.simulated import raw
+from pytest_gpumem.simulated.common import raw
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.patching import Patches
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.simulation import Simulation
 
 _PLACE = "_pytest_gpumem_device"

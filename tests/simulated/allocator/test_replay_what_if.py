@@ -14,7 +14,7 @@ from pytest_gpumem.simulated.allocator import (
     SettingsError,
     replay,
 )
-from pytest_gpumem.simulated.gpus import GPUS, GpuError
+from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.checks.names import scalar_type, tensor_type, type_meta
+from pytest_gpumem.simulated.machine.checks.names import scalar_type, tensor_type, type_meta
 
 Operation = Callable[[torch.Tensor], Any]
 

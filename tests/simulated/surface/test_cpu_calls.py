@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.device import SimulatedGPU
-from pytest_gpumem.simulated.errors import SimulationError
+from pytest_gpumem.simulated.common.errors import SimulationError
+from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 
 Call = Callable[[], Any]
 untyped: Any = torch

@@ -1,0 +1,227 @@
+"""Where in the code something happened."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch._C._profiler import gather_traceback, symbolize_tracebacks
+
+from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
+
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+_OWN = str(Path(__file__).resolve().parents[2]) + os.sep
+
+MOST_FRAMES = 48
+"""Frames kept per event, innermost first."""
+
+
+FROM_HOST = "Tensor.to"
+"""Stands for the operator where a tensor is copied from the host."""
+
+RELEASED = "free"
+"""Stands for the operator where memory is given back, which none does."""
+
+
+class Running:
+    """What the process runs at the moment."""
+
+    __slots__ = ("operator",)
+
+    def __init__(self) -> None:
+        self.operator: Any = None
+        """The overload that was dispatched last."""
+
+
+running = Running()
+"""One, because what a simulation replaces is the process too."""
+
+
+class Provenance:
+    """Where an allocation comes from: its Python frames, its operator and what it holds.
+
+    Lines and names are looked up only when somebody reads them.
+    """
+
+    __slots__ = (
+        "_entries",
+        "_frames",
+        "dtype",
+        "library",
+        "nbytes",
+        "node",
+        "operator",
+        "recording",
+        "script_frames",
+        "sequence",
+        "shape",
+    )
+
+    def __init__(self, entries: list[tuple[CodeType, int]]) -> None:
+        self._entries = entries
+        self._frames: list[dict[str, Any]] | None = None
+        self.operator: Any = running.operator
+        """The overload that ran, ``aten.mm.default``."""
+        self.nbytes = 0
+        """Bytes of the block, after rounding."""
+        self.sequence = -1
+        """Autograd's sequence number: of the node that runs, else of the next one to be made."""
+        self.node: str | None = None
+        """The name of autograd's node that ran: ``AddmmBackward0``; ``None`` outside backward."""
+        self.library: str | None = None
+        """The library whose workspace this is: ``cuBLAS``."""
+        self.shape: Any = None
+        self.dtype: Any = None
+        self.recording: Recording | None = None
+        """What ``_record_memory_history`` had been told by then."""
+        self.script_frames: Sequence[dict[str, Any]] = ()
+        """Frames of TorchScript, which stand before Python's."""
+
+    def record(self, recording: Recording) -> None:
+        """Note what was to be recorded; where that is stacks, look up TorchScript's."""
+        self.recording = recording
+        if recording.on and recording.contexts is not Contexts.NEVER:
+            self.script_frames = _script_frames()
+
+    @property
+    def frames(self) -> list[dict[str, Any]]:
+        """Innermost first, as torch's snapshots show them: filename, line and name."""
+        if self._frames is None:
+            self._frames = [
+                {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
+                for code, offset in self._entries
+            ]
+        return self._frames
+
+    @property
+    def cpp_frames(self) -> list[dict[str, Any]]:
+        """What tells on a GPU in C++ who allocates: workspace, operator and autograd's node."""
+        names = []
+        if self.library == "cuBLAS":
+            names.append("at::cuda::getCUDABlasLtWorkspace()")
+        if self.operator is None or self.operator is FROM_HOST:
+            names.append("at::_ops::_to_copy::call()")
+        elif self.operator is not RELEASED:
+            names.append(f"at::_ops::{self.operator._schema.name.partition('::')[2]}::call()")
+        if self.node is not None:
+            names.append(f"torch::autograd::generated::{self.node}::apply()")
+        return [{"filename": "??", "line": 0, "name": name} for name in names]
+
+    @property
+    def place(self) -> tuple[str, int, str] | None:
+        """Filename, line and function of the innermost frame outside torch and this package."""
+        for code, offset in self._entries:
+            if not is_internal(code.co_filename):
+                return code.co_filename, _line(code, offset), code.co_name
+        return None
+
+    @property
+    def operator_name(self) -> str:
+        """The operator as users call it: ``torch.softmax``."""
+        if self.operator is None or self.operator is FROM_HOST:
+            return FROM_HOST
+        return shown_operator(self.operator._schema.name)
+
+    @property
+    def kind(self) -> str:
+        """``copy`` from the host, ``factory`` or ``computed``."""
+        if self.operator is None or self.operator is FROM_HOST:
+            return "copy"
+        return "factory" if _is_factory(self.operator) else "computed"
+
+
+def provenance() -> Provenance:
+    """The frames that lead here, without those of this package in front."""
+    entries: list[tuple[CodeType, int]] = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    following: Any = frame
+    while following is not None and len(entries) < MOST_FRAMES:
+        entries.append((following.f_code, following.f_lasti))
+        following = following.f_back
+    found = Provenance(entries)
+    if _graph_task() == -1:
+        found.sequence = _sequence()
+    else:
+        node = _current_node()
+        if node is not None:
+            found.node, found.sequence = node.name(), node._sequence_nr()
+    return found
+
+
+def _script_frames() -> Sequence[dict[str, Any]]:
+    """The frames of TorchScript's interpreter, which has none in Python."""
+    (frames,) = symbolize_tracebacks([gather_traceback(False, True, False)])
+    return cast(list[dict[str, Any]], frames)
+
+
+def user_line() -> str:
+    """``path:line`` of the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    filename = frame.f_code.co_filename
+    try:
+        shown = os.path.relpath(filename)
+    except ValueError:  # another drive on Windows
+        shown = filename
+    return f"{filename if shown.startswith('..') else shown}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=100_000)
+def _line(code: CodeType, offset: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+_OWNERS = (("torch", torch), ("Tensor", torch.Tensor), ("functional", torch.nn.functional))
+"""Where users find an operator, the first that has it."""
+
+
+@cache
+def shown_operator(name: str) -> str:
+    """Return ``aten::_softmax`` as users call it: ``torch.softmax``."""
+    namespace, _, base = name.partition("::")
+    base = base.lstrip("_") if namespace == "aten" else base
+    if base == "to_copy":
+        return "Tensor.to"
+    if namespace == "aten":
+        for known in (base, name.partition("::")[2]):
+            for shown, owner in _OWNERS:
+                if hasattr(owner, known):
+                    return f"{shown}.{known}"
+    return name
+
+
+@cache
+def _is_factory(operator: Any) -> bool:
+    schema = operator._schema
+    return schema.name != "aten::_to_copy" and any(
+        argument.name == "device" for argument in schema.arguments
+    )
+
+
+@cache
+def _is_own(filename: str) -> bool:
+    return filename.startswith(_OWN)
+
+
+@cache
+def is_internal(filename: str) -> bool:
+    """Whether code of this file is torch's or this package's own, or is passed through."""
+    torch_folder = str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep
+    passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
+    return passed or filename.startswith((torch_folder, _OWN, "<"))

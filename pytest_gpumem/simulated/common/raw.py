@@ -1,0 +1,51 @@
+"""What tensors really are, below what the simulation makes them report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+
+_getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
+_modes_enabled = torch._C._is_torch_function_mode_enabled
+
+PLAIN: frozenset[Any] = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that do not override what is done with them."""
+
+
+def base(name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of tensors as torch itself has it."""
+    method = _getters[name]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args[0].__class__ in PLAIN and not _modes_enabled():
+            return method(*args, **kwargs)
+        # Under a mode, or for a subclass, torch would look the method up again and find the
+        # replaced one; parameters of lazy modules know only torch's own.
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _getter(name: str) -> Callable[[torch.Tensor], Any]:
+    get = _getters[name].__get__
+
+    def read(tensor: torch.Tensor) -> Any:
+        if tensor.__class__ in PLAIN and not _modes_enabled():
+            return get(tensor)
+        # Under a mode (torch.device("cuda") as a context) torch reads the replaced attribute.
+        with torch._C.DisableTorchFunction():
+            return get(tensor)
+
+    return read
+
+
+device: Callable[[torch.Tensor], torch.device] = _getter("device")
+is_meta: Callable[[torch.Tensor], bool] = _getter("is_meta")
+data: Any = _getters["data"]
+"""The getset descriptor of ``Tensor.data``."""

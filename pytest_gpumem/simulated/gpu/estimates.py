@@ -1,0 +1,100 @@
+"""Bytes whose number only a closed library knows: how many of them the numbers contain."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Estimates:
+    """Follows the blocks of one device that were sized by an estimate.
+
+    ``read`` gives the device's allocated bytes and their peak. Between two blocks being taken or
+    given back the estimated bytes do not change: if the peak rose meanwhile, that many of its
+    bytes are estimated.
+    """
+
+    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
+        self._read = read
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.live = 0
+        """Estimated bytes allocated now."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Start over: what is live stays so, peaks and places are forgotten."""
+        self._seen = self._highest = self._read()[1]
+        self._in_peak = 0
+        self._largest: tuple[int, str] | None = None
+        self._latest = self._at_peak = ""
+
+    @contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """Let no peak count inside."""
+        self._settle(self._read()[1], self.live)
+        known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
+        try:
+            yield
+        finally:
+            self._seen = self._read()[1]
+            self._highest, self._in_peak, self._largest, self._latest, self._at_peak = known
+
+    def taken(self, nbytes: int, what: str) -> None:
+        """A block of ``nbytes`` has been allocated for ``what``."""
+        allocated, peak = self._read()
+        if allocated != peak:
+            self._settle(peak, self.live)
+        self._latest = f"{what} at {user_line()}"
+        if self._largest is None or nbytes > self._largest[0]:
+            self._largest = (nbytes, self._latest)
+        self.live += nbytes
+        self._settle(peak, self.live)
+
+    def freed(self, nbytes: int) -> None:
+        """A block of ``nbytes`` has been given back."""
+        self._settle(self._read()[1], self.live)
+        self.live -= nbytes
+
+    def hold(self, tensor: torch.Tensor, nbytes: int, what: str) -> None:
+        """``tensor``'s storage has a block of ``nbytes``, which it gives back when it dies."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+
+        def died(_: Any) -> None:
+            del self._storages[key]
+            self.freed(nbytes)
+
+        self._storages[key] = weakref.ref(storage, died)
+        self.taken(nbytes, what)
+
+    @property
+    def in_peak(self) -> int:
+        """Estimated bytes among those of the highest peak since :meth:`clear`."""
+        self._settle(self._read()[1], self.live)
+        return self._in_peak
+
+    @property
+    def note(self) -> str | None:
+        """A sentence for readers of the numbers; ``None`` where nothing was estimated."""
+        if self._largest is None:
+            return None
+        nbytes, where = self._largest
+        if self.in_peak:
+            return f"{format_size(self.in_peak)} of the peak are an estimate: {self._at_peak}"
+        return (
+            f"reserved memory contains estimates, of up to {format_size(nbytes)} at once: {where}"
+        )
+
+    def _settle(self, peak: int, live: int) -> None:
+        if peak != self._seen:
+            self._seen = peak  # Lower than before: somebody reset it.
+            if peak > self._highest:
+                self._highest, self._in_peak, self._at_peak = peak, live, self._latest

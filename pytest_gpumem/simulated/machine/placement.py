@@ -1,0 +1,145 @@
+"""Which GPU of a machine an operator runs on: to torch all their tensors are on ``meta``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.machine.checks.devices import INDEXING, indices_elsewhere, two_devices
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.storages import Storages
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+_ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
+"""Operators that take tensors of several devices: each on its own."""
+
+SOURCE = "pytest_gpumem source"
+"""In the metadata of an autograd node that copied to another GPU: the one it copied from."""
+
+
+class Placement:
+    """Follows the operators of a machine with several GPUs.
+
+    An operator runs where its tensors are, as on real devices, whichever device is the current
+    one. What C++ makes from the options of a tensor alone (``at::zeros(size, grad.options())`` in
+    a formula of autograd) comes without it: it is put where the operator before it ran.
+    """
+
+    def __init__(self, storages: Storages, gpus: Sequence[SimulatedGPU]) -> None:
+        self._storages = storages
+        self.latest = gpus[0]
+        """Where the last operator ran."""
+
+    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SimulatedGPU:
+        """The GPU that the operator ``name`` runs on: that of its tensors.
+
+        Raises torch's error for tensors of two GPUs.
+        """
+        found = None
+        for tensor in tensors_in((args, kwargs)):
+            record = self._storages.of(tensor)
+            if record is None or record.device is found:
+                continue
+            if found is None:
+                found = record.device
+            elif name not in _ANYWHERE:
+                raise RuntimeError(_two_devices(name, found, record.device))
+        if found is not None:
+            self.latest = found
+        return self.latest
+
+    def following(self, handler: Handler) -> Handler:
+        """Note where ``handler``'s operator runs; what it is made of may span several GPUs."""
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.follow(args, kwargs)
+            return handler(args, kwargs)
+
+        return handle
+
+    def follow(self, *values: Any) -> None:
+        """Note the device of the first tensor among ``values``."""
+        for tensor in tensors_in(values):
+            record = self._storages.of(tensor)
+            if record is not None:
+                self.latest = record.device
+                return
+
+    def each(self, handler: Handler) -> Handler:
+        """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            positions: dict[SimulatedGPU | None, list[int]] = {}
+            tensors = next(value for value in args if isinstance(value, (list, tuple)))
+            for position, tensor in enumerate(tensors):
+                record = self._storages.of(tensor)
+                device = None if record is None else record.device
+                positions.setdefault(device, []).append(position)
+            if len(positions) < 2:
+                return handler(args, kwargs)
+            count = len(tensors)
+            results: list[Any] = [None] * count
+            for chosen in positions.values():
+                part = handler(
+                    tuple(_chosen(value, count, chosen) for value in args),
+                    {name: _chosen(value, count, chosen) for name, value in kwargs.items()},
+                )
+                if part is not None:
+                    for position, tensor in zip(chosen, part, strict=True):
+                        results[position] = tensor
+            return None if results[0] is None else results
+
+        return handle
+
+
+def return_gradient(moved: torch.Tensor, source: SimulatedGPU, position: int = 0) -> None:
+    """Let autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
+
+    The formula does so by the options of the original, which say only ``meta`` here. ``position``
+    is that of the original among the inputs of the copy.
+    """
+    node = (moved._base if moved._is_view() and moved._base is not None else moved).grad_fn
+    if node is None:
+        return
+    _metadata(node)[SOURCE] = source
+
+    def bring(inputs: tuple[Any, ...], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        gradient = inputs[position]
+        if gradient is None:
+            return inputs
+        returned = gradient.to(source.torch_device)
+        return (*inputs[:position], returned, *inputs[position + 1 :])
+
+    node.register_hook(bring)
+
+
+def source_of_node() -> SimulatedGPU | None:
+    """Where the autograd node that runs now brings its gradient; ``None`` if it is no copy."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    return None if node is None else _metadata(node).get(SOURCE)
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    metadata: dict[str, Any] = node.metadata
+    return metadata
+
+
+def _two_devices(name: str, one: SimulatedGPU, other: SimulatedGPU) -> str:
+    devices = [str(one.torch_device), str(other.torch_device)]
+    sentence = indices_elsewhere(devices[0]) if name in INDEXING else two_devices(devices)
+    return f"{sentence} (at {user_line()})"
+
+
+def _chosen(value: Any, count: int, positions: Sequence[int]) -> Any:
+    if isinstance(value, (list, tuple)) and len(value) == count:
+        return [value[position] for position in positions]
+    return value

@@ -1,0 +1,456 @@
+"""Operators that only CUDA has a kernel for, computed on the CPU from others.
+
+Each takes the operator's arguments and returns its results; ``UNREAD`` stands for one that no
+formula reads, an integer for a tensor that is filled with it. Random choices of a forward kernel
+are remembered as on CUDA, where a seed is among its results.
+
+Source: aten/src/ATen/native/transformers/attention.cpp (_scaled_dot_product_attention_math),
+native/cudnn/BatchNorm.cpp and RNN.cpp, native/RNN.cpp, of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.machine.real import convolutions as real_convolutions
+from pytest_gpumem.simulated.machine.real import sync_batch_norm as real_sync_batch_norm
+
+UNREAD = ...
+_aten = torch.ops.aten
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+
+
+def in_float32(
+    compute: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *, writes: bool
+) -> Any:
+    """Compute in float32 what the CPU has no kernel for in half precision."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype in _HALVES:
+            pairs.append((value, value.float()))
+            return pairs[-1][1]
+        if isinstance(value, (list, tuple)):
+            return type(value)([widened(item) for item in value])
+        return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
+
+    wide = [widened(value) for value in args]
+    computed = compute(*wide, **{name: widened(value) for name, value in kwargs.items()})
+    if writes:
+        for narrow, result in pairs:
+            narrow.copy_(result)
+    return () if computed is None else computed
+
+
+# Attention.
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    seed: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """Return probabilities, the same after dropout, log-sum-exp, values and the scale."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    factor = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+    scores = query.float() @ key.float().transpose(-2, -1) * factor
+    if bias is not None:
+        scores += bias
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cpu").tril().logical_not_()
+        scores.masked_fill_(hidden, -math.inf)
+    total = scores.logsumexp(-1)
+    # A row that sees nothing attends to nothing.
+    weights = (scores - total[..., None]).exp_().nan_to_num_(0.0)
+    dropped = weights
+    if dropout:
+        generator = torch.Generator().manual_seed(seed)
+        kept = torch.rand(weights.shape, generator=generator, device="cpu") >= dropout
+        dropped = weights * kept / (1 - dropout)
+    return weights, dropped, total, value.float(), factor
+
+
+def seed_for(dropout: float) -> int:
+    """Draw a seed of what is dropped; 0 where nothing is."""
+    return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, int]:
+    """The output, the logarithm of each row's sum, and the seed of what is dropped."""
+    seed = seed_for(dropout)
+    _, dropped, total, values, _ = attention(
+        query, key, value, bias, dropout, is_causal, scale, seed
+    )
+    return (dropped @ values).to(query.dtype), total, seed
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    out, total, seed = _forward(query, key, value, None, dropout_p, is_causal, scale)
+    return out, total, None, None, None, None, seed, UNREAD, UNREAD
+
+
+def _efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
+    rows = total.shape[-1]
+    padded = torch.nn.functional.pad(total, (0, -rows % 32), value=math.inf)
+    return out, padded if compute_log_sumexp else UNREAD, seed, UNREAD
+
+
+def _cudnn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    out, total, seed = _forward(query, key, value, attn_bias, dropout_p, is_causal, scale)
+    return out, total[..., None], None, None, None, None, seed, UNREAD, UNREAD
+
+
+def attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    seed: Tensor,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients by queries, keys, values and bias."""
+    chosen = int(seed.flatten()[0]) if dropout else 0
+    weights, dropped, _, values, factor = attention(
+        query, key, value, bias, dropout, causal, scale, chosen
+    )
+    gradient = gradient.float()
+    by_weight = gradient @ values.transpose(-2, -1)
+    scores = dropped * by_weight - weights * (dropped * by_weight).sum(-1, keepdim=True)
+    heads = key.shape[1]
+    wide_key = key.repeat_interleave(query.shape[1] // heads, 1).float()
+    by_query = scores @ wide_key * factor
+    by_key = _per_head(scores.transpose(-2, -1) @ query.float() * factor, heads)
+    by_value = _per_head(dropped.transpose(-2, -1) @ gradient, heads)
+    by_bias = scores if bias is None else scores.to(bias.dtype)
+    return by_query.to(query.dtype), by_key.to(key.dtype), by_value.to(value.dtype), by_bias
+
+
+def _per_head(gradient: Tensor, heads: int) -> Tensor:
+    per_head: Tensor = gradient.unflatten(1, (heads, -1)).sum(2)
+    return per_head
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool,
+    philox_seed: Tensor, philox_offset: Tensor, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return attention_backward(
+        grad_out, query, key, value, None, philox_seed, dropout_p, is_causal, scale
+    )[:3]
+
+
+def _efficient_backward(
+    grad_out_: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None,
+    out: Tensor, logsumexp: Tensor, philox_seed: Tensor, philox_offset: Tensor, dropout_p: float,
+    grad_input_mask: Sequence[bool], is_causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    return attention_backward(
+        grad_out_, query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
+    )
+
+
+def _cudnn_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    philox_seed: Tensor, philox_offset: Tensor, attn_bias: Tensor | None, cum_seq_q: Any,
+    cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
+    scale: float | None = None,
+) -> Any:  # fmt: skip
+    return attention_backward(
+        grad_out, query, key, value, attn_bias, philox_seed, dropout_p, is_causal, scale
+    )[:3]
+
+
+# Batch norm.
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    out, mean, deviation = _aten.native_batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    return out, mean, deviation, UNREAD
+
+
+def _batch_norm_backward(
+    input: Tensor,
+    grad_output: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_var: Tensor | None,
+    eps: float,
+    reserve: Tensor,
+) -> Any:
+    return _aten.native_batch_norm_backward(
+        grad_output, input, weight, running_mean, running_var, save_mean, save_var, True, eps,
+        [True, True, True],
+    )  # fmt: skip
+
+
+def rms_norm_backward(
+    gradient: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    normalized_shape: list[int],
+    eps: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of ``torch.rms_norm`` by input and weight."""
+    with _autograd():
+        data = _leaf(input)
+        scale = None if weight is None else _leaf(weight)
+        out = torch.rms_norm(data, normalized_shape, scale, eps)
+        found = torch.autograd.grad(out, [data, *([] if scale is None else [scale])], gradient)
+    return found[0], found[1] if scale is not None else None
+
+
+def _fused_rms_norm_backward(
+    gradient: Tensor, input: Tensor, normalized_shape: list[int], rstd: Tensor,
+    weight: Tensor | None, output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    wide = input.float()
+    scale = rstd.float()
+    grown = gradient.float() * (1.0 if weight is None else weight.float())
+    dims = tuple(range(-len(normalized_shape), 0))
+    shared = (grown * wide).mean(dims, keepdim=True)
+    by_input = scale * grown - scale**3 * wide * shared
+    by_weight = (gradient.float() * wide * scale).flatten(0, -len(normalized_shape) - 1).sum(0)
+    return by_input.to(input.dtype), UNREAD if weight is None else by_weight.to(weight.dtype)
+
+
+# Recurrent layers.
+
+_LAYERS: dict[int, Any] = {
+    0: torch._VF.rnn_relu,
+    1: torch._VF.rnn_tanh,
+    2: torch._VF.lstm,
+    3: torch._VF.gru,
+}
+"""By cuDNN's mode."""
+_LSTM = 2
+
+
+def _recurrent(
+    input: Tensor, weight: list[Tensor], weight_stride0: int, weight_buf: Tensor | None,
+    hx: Tensor, cx: Tensor | None, mode: int, hidden_size: int, proj_size: int, num_layers: int,
+    batch_first: bool, dropout: float, train: bool, bidirectional: bool,
+    batch_sizes: Sequence[int], dropout_state: Tensor | None,
+) -> Any:  # fmt: skip
+    if dropout and train:
+        raise NotImplementedError("what cuDNN drops is not among its results")
+    state = (hx, cx) if mode == _LSTM else hx
+    per_layer = weight_stride0 - (1 if proj_size else 0)
+    shape = (per_layer == 4, num_layers, 0.0, train, bidirectional)
+    if batch_sizes:
+        sizes = torch.tensor(batch_sizes, device="cpu")
+        result = _LAYERS[mode](input, sizes, state, weight, *shape)
+    else:
+        result = _LAYERS[mode](input, state, weight, *shape, batch_first)
+    output, hidden, *cell = result
+    return output, hidden, *(cell or [UNREAD]), UNREAD, None
+
+
+def _recurrent_backward(
+    input: Tensor, weight: list[Tensor], weight_stride0: int, weight_buf: Tensor, hx: Tensor,
+    cx: Tensor | None, output: Tensor, grad_output: Tensor | None, grad_hy: Tensor | None,
+    grad_cy: Tensor | None, mode: int, hidden_size: int, proj_size: int, num_layers: int,
+    batch_first: bool, dropout: float, train: bool, bidirectional: bool,
+    batch_sizes: Sequence[int], dropout_state: Tensor | None, reserve: Tensor,
+    output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    with _autograd():
+        data, hidden = _leaf(input), _leaf(hx)
+        cell = None if cx is None else _leaf(cx)
+        weights = [_leaf(one) for one in weight]
+        results = _recurrent(
+            data, weights, weight_stride0, None, hidden, cell, mode, hidden_size, proj_size,
+            num_layers, batch_first, dropout, train, bidirectional, batch_sizes, None,
+        )  # fmt: skip
+        pairs = zip(results, (grad_output, grad_hy, grad_cy), strict=False)
+        used = [(result, gradient) for result, gradient in pairs if gradient is not None]
+        wanted = [data, hidden, *([] if cell is None else [cell]), *weights]
+        found = torch.autograd.grad(
+            [result for result, _ in used],
+            wanted,
+            [gradient for _, gradient in used],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+    of_cell = None if cell is None else found[2]
+    return found[0], found[1], of_cell, list(found[-len(weights) :])
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+# Their cells.
+
+
+def _lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> Any:
+    gates = _sum(input_gates, hidden_gates, input_bias, hidden_bias).chunk(4, 1)
+    entry, forget, exit = (gates[at].sigmoid() for at in (0, 1, 3))
+    new = gates[2].tanh()
+    cy = forget * cx + entry * new
+    return exit * cy.tanh(), cy, torch.cat([entry, forget, new, exit], 1)
+
+
+def _lstm_cell_backward(
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    workspace: Tensor,
+    has_bias: bool,
+) -> Any:
+    entry, forget, new, exit = workspace.chunk(4, 1)
+    hidden = torch.zeros_like(cx) if grad_hy is None else grad_hy
+    cell = hidden * exit * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
+    parts = (
+        cell * new * entry * (1 - entry),
+        cell * cx * forget * (1 - forget),
+        cell * entry * (1 - new**2),
+        hidden * cy.tanh() * exit * (1 - exit),
+    )
+    gates = torch.cat(parts, 1)
+    return gates, cell * forget, gates.sum(0) if has_bias else None
+
+
+def gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hx: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> Any:
+    """The new state, and what the kernel keeps for its backward."""
+    given = _sum(input_gates, input_bias).chunk(3, 1)
+    held = _sum(hidden_gates, hidden_bias).chunk(3, 1)
+    reset, update = (given[0] + held[0]).sigmoid(), (given[1] + held[1]).sigmoid()
+    new = (given[2] + reset * held[2]).tanh()
+    return new + update * (hx - new), torch.cat([reset, update, new, hx, held[2]], 1)
+
+
+def gru_cell_backward(gradient: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`gru_cell` by both kinds of gates and by the state."""
+    reset, update, new, hx, held = workspace.chunk(5, 1)
+    by_new = gradient * (1 - update) * (1 - new**2)
+    by_reset = by_new * held * reset * (1 - reset)
+    by_update = gradient * (hx - new) * update * (1 - update)
+    return (
+        torch.cat([by_reset, by_update, by_new], 1),
+        torch.cat([by_reset, by_update, by_new * reset], 1),
+        gradient * update,
+    )
+
+
+def _sum(*terms: Tensor | None) -> Tensor:
+    total, *others = (term for term in terms if term is not None)
+    for term in others:
+        total = total + term
+    return total
+
+
+_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextmanager
+def _autograd() -> Iterator[None]:
+    """Differentiate inside an operator, where autograd is done with its part."""
+    with (
+        torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    **real_convolutions.KERNELS,
+    **real_sync_batch_norm.KERNELS,
+    "aten::_scaled_dot_product_flash_attention": _flash,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention": _efficient,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "aten::_scaled_dot_product_cudnn_attention": _cudnn,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "aten::cudnn_batch_norm": _batch_norm,
+    "aten::cudnn_batch_norm_backward": _batch_norm_backward,
+    "aten::_cudnn_rnn": _recurrent,
+    "aten::_cudnn_rnn_backward": _recurrent_backward,
+    "aten::_fused_rms_norm_backward": _fused_rms_norm_backward,
+    "aten::_thnn_fused_lstm_cell": _lstm_cell,
+    "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+}
+"""By operator name."""

@@ -1,0 +1,192 @@
+"""Attention over sequences of several lengths that stand one behind the other, on the CPU.
+
+Source: aten/src/ATen/native/transformers/cuda/attention.cu (_flash_attention_forward,
+_efficient_attention_forward) and attention_backward.cu of torch 2.6 to 2.15. Windows, slopes and
+pages of keys are not computed: what they yield is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pytest_gpumem.simulated.machine.real.kernels import (
+    UNREAD,
+    attention,
+    attention_backward,
+    seed_for,
+)
+
+_FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
+"""``custom_mask_type``; flash knows the second alone."""
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Tensor | None, Tensor | None],
+    dropout: float, mask: int, scale: float | None, bias: Tensor | None,
+) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
+    """The output, the logarithm of each row's sum by sequence, and the seed of what is dropped."""
+    seed = seed_for(dropout)
+    out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
+    totals = []
+    for q, k, v, o in _sequences(lengths, query, key, value, out):
+        _, dropped, total, values, _ = attention(
+            q, k, v, _hidden(q, k, mask, bias), dropout, False, scale, seed
+        )
+        o.copy_(dropped @ values)
+        totals.append(total)
+    return out, totals, seed
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    lengths: tuple[Tensor | None, Tensor | None], seed: Tensor, dropout: float, mask: int,
+    scale: float | None, bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    results = [torch.zeros_like(one) for one in (query, key, value)]
+    by_bias = torch.zeros(0, device="cpu")
+    parts = _sequences(lengths, query, key, value, results[0], results[1], results[2], gradient)
+    for q, k, v, by_q, by_k, by_v, g in parts:
+        found = attention_backward(
+            g, q, k, v, _hidden(q, k, mask, bias), seed, dropout, False, scale
+        )
+        for target, computed in zip((by_q, by_k, by_v), found, strict=False):
+            target.copy_(computed)
+        by_bias = found[3]
+    return results[0], results[1], results[2], by_bias
+
+
+def _sequences(
+    lengths: tuple[Tensor | None, Tensor | None], *tensors: Tensor
+) -> Iterator[list[Tensor]]:
+    """Views of each sequence, (batch, heads, positions, head size), of queries and keys alike."""
+    by_query, by_key = lengths
+    if by_query is None or by_key is None:
+        yield [tensor.transpose(1, 2) for tensor in tensors]
+        return
+    packed = [tensor.squeeze(0) if tensor.dim() == 4 else tensor for tensor in tensors]
+    of_queries, of_keys = _parts(by_query), _parts(by_key)
+    for mine, theirs in zip(of_queries, of_keys, strict=True):
+        yield [
+            tensor[theirs if at in _OF_KEYS[len(tensors)] else mine].transpose(0, 1)[None]
+            for at, tensor in enumerate(packed)
+        ]
+
+
+_OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
+"""Which tensors of a forward or a backward have the keys' lengths."""
+
+
+def _parts(ends: Tensor) -> list[slice]:
+    places: list[int] = ends.tolist()
+    return [slice(*pair) for pair in pairwise(places)]
+
+
+def _hidden(query: Tensor, key: Tensor, mask: int, bias: Tensor | None) -> Tensor | None:
+    if not mask:
+        return bias
+    rows, columns = query.shape[2], key.shape[2]
+    diagonal = 1 + (columns - rows if mask == _FROM_BOTTOM_RIGHT else 0)
+    hidden = torch.full((rows, columns), -math.inf, device="cpu").triu(diagonal)
+    return hidden if bias is None else bias + hidden
+
+
+def _only(**unknown: Any) -> None:
+    for name, value in unknown.items():
+        if value is not None and value not in (-1, False):
+            raise NotImplementedError(name)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None,
+    max_q: int, max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *,
+    scale: float | None = None, num_splits: int | None = None, **others: Any,
+) -> Any:  # fmt: skip
+    _only(debug_mask=return_debug_mask or None, **others)
+    mask = _FROM_BOTTOM_RIGHT if is_causal else 0
+    lengths = cum_seq_q, cum_seq_k
+    out, totals, seed = _forward(query, key, value, lengths, dropout_p, mask, scale, None)
+    if cum_seq_q is None:
+        total = totals[0]
+    elif _pads_sums():
+        total = torch.cat([F.pad(one, (0, max_q - one.shape[-1])) for one in totals])
+    else:
+        total = torch.cat([one[0] for one in totals], -1)
+    return out, total, seed, UNREAD, UNREAD
+
+
+@cache
+def _pads_sums() -> bool:
+    """Whether the sums of each sequence stand alone, in as many places as the longest has.
+
+    In 2.6 they do, in 2.13 one row of them has all sequences; the kernel for ``meta`` says which.
+    """
+    query = torch.empty((1, 1, 8), dtype=torch.bfloat16, device="meta")
+    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    given = query, query, query, ends, ends, 1, 1, 0.0, False, False
+    return bool(torch.ops.aten._flash_attention_forward(*given)[1].dim() == 3)
+
+
+def _flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float,
+    is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float | None = None,
+    **others: Any,
+) -> Any:  # fmt: skip
+    _only(**others)
+    mask = _FROM_BOTTOM_RIGHT if is_causal else 0
+    lengths = cum_seq_q, cum_seq_k
+    return _backward(grad_out, query, key, value, lengths, rng_state, dropout_p, mask, scale, None)[
+        :3
+    ]
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None,
+    dropout_p: float, custom_mask_type: int, compute_log_sumexp: bool = False, *,
+    scale: float | None = None, **others: Any,
+) -> Any:  # fmt: skip
+    _only(bias=None if cu_seqlens_q is None else bias, **others)
+    lengths = cu_seqlens_q, cu_seqlens_k
+    out, totals, seed = _forward(
+        query, key, value, lengths, dropout_p, custom_mask_type, scale, bias
+    )
+    longest = (query.shape[1], key.shape[1])
+    if cu_seqlens_q is not None:
+        longest = max_seqlen_q or longest[0], max_seqlen_k or longest[1]
+    rows = -(-longest[0] // 32) * 32
+    padded = [F.pad(t, (0, rows - t.shape[-1]), value=math.inf) for t in totals]
+    total = torch.cat(padded) if compute_log_sumexp else UNREAD
+    return out, total, seed, UNREAD, *longest
+
+
+def _efficient_backward(
+    grad_out_: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, out: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    logsumexp: Tensor, dropout_p: float, philox_seed: Tensor, philox_offset: Tensor,
+    custom_mask_type: int, bias_requires_grad: bool, *, scale: float | None = None,
+    num_splits_key: int | None = None, shared_storage_dqdkdv: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    _only(bias=None if cu_seqlens_q is None else bias, **others)
+    lengths = cu_seqlens_q, cu_seqlens_k
+    *gradients, by_bias = _backward(
+        grad_out_, query, key, value, lengths, philox_seed, dropout_p, custom_mask_type, scale, bias
+    )
+    return *gradients, by_bias if bias_requires_grad else UNREAD
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "aten::_flash_attention_forward": _flash,
+    "aten::_flash_attention_backward": _flash_backward,
+    "aten::_efficient_attention_forward": _efficient,
+    "aten::_efficient_attention_backward": _efficient_backward,
+}
+"""By operator name."""

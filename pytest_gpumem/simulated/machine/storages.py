@@ -1,0 +1,289 @@
+"""Which storages stand for CUDA memory, and the blocks behind them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import Provenance, provenance
+
+if TYPE_CHECKING:
+    from threading import RLock
+
+    from pytest_gpumem.simulated.gpu.device import Memory, SimulatedGPU
+
+
+MOST_POISONED = 65_536
+"""Elements of a CPU tensor of unknown values that are made unlike any result."""
+
+_empty_strided = torch.empty_strided
+_as_strided = torch.as_strided
+
+
+class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage's block on a simulated device; dies with the storage, at that moment."""
+
+    __slots__ = ("address", "allocator", "device", "key", "nbytes")
+
+    key: int
+    address: int
+    nbytes: int
+    device: SimulatedGPU
+    allocator: Memory
+    """Where ``address`` lies: not the device's present allocator once that has been renewed."""
+
+
+class _Nobodys:
+    """The allocator of memory that a storage only points to."""
+
+    def free(self, address: int, context: Any = None) -> None:
+        """Nothing: whoever owns the memory frees it."""
+
+    def block(self, address: int) -> int:
+        """No bytes: they are counted where they belong."""
+        return 0
+
+
+NOBODYS: Any = _Nobodys()
+
+
+class Storages:
+    """The live storages of a simulation, by the address of their ``StorageImpl``."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[int, SimulatedStorage] = {}
+        self.on_host: dict[int, SimulatedStorage] = {}
+        """CPU tensors whose values nobody knows: copies of CUDA tensors, and what is made of them.
+
+        ``nbytes`` is what was asked for and is not used.
+        """
+        self.numbers: dict[int, SimulatedStorage] = {}
+        """What CUDA keeps on the host although torch only says ``meta``: seeds of dropout, numbers
+        that C++ made tensors of. They may stand beside any tensor."""
+        self.users_own: dict[int, SimulatedStorage] = {}
+        """What operators on ``meta`` made because somebody asked for that."""
+        self.lock: RLock | None = None
+        """Held while a storage's block is freed, once several threads run operators."""
+        self.died: Callable[[int], None] = _ignore
+        """Told the key of each storage that dies, before another can take its address."""
+        self.regrown: Callable[[torch.Tensor], None] = _ignore
+        """Told each tensor whose storage an operator may have resized."""
+        self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
+        self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
+
+    def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
+        """The block behind ``tensor``; ``None`` if it does not live on a simulated device."""
+        try:
+            return self.by_key.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            inner = values_of_sparse(tensor)
+            if inner is None and is_functorch_wrapped_tensor(tensor):
+                inner = get_unwrapped(tensor)  # of vmap, grad and their relatives
+            return None if inner is None else self.of(inner)
+        except ValueError:
+            return self.by_key.get(storage_key(tensor))
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        return bool(self.on_host) and storage_key(tensor) in self.on_host
+
+    def adopt_on_host(self, tensor: torch.Tensor) -> SimulatedStorage:
+        """Let the values of ``tensor``, a CPU tensor, be unknown."""
+        return self._remember(tensor, self.on_host)
+
+    def adopt_numbers(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let those of ``tensors`` that have no block be numbers of the host."""
+        for tensor in tensors:
+            if self.of(tensor) is None:
+                self._remember(tensor, self.numbers)
+
+    def adopt_users_own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let those of ``tensors`` that are on ``meta`` be what somebody asked for there."""
+        for tensor in tensors:
+            if raw.is_meta(tensor) and storage_key(tensor):
+                self._remember(tensor, self.users_own)
+
+    def _remember(
+        self, tensor: torch.Tensor, among: dict[int, SimulatedStorage]
+    ) -> SimulatedStorage:
+        storage = tensor.untyped_storage()
+        record = SimulatedStorage(storage, self._died_on_host)
+        record.key = storage._cdata
+        record.nbytes = 0
+        among[record.key] = record
+        return record
+
+    def unknown_on_host(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return a CPU tensor of unknown values.
+
+        Where nothing refuses to read it, after the simulation or in C++, it shows no number that
+        could be taken for a result. Pages that nobody touches cost no memory.
+        """
+        made = _empty_strided(size, stride, dtype=dtype, device="cpu")
+        large = made.numel() > MOST_POISONED
+        poison(_as_strided(made, (MOST_POISONED,), (1,)) if large else made)
+        if large:
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        record = self.adopt_on_host(made)
+        record.nbytes = made.untyped_storage().nbytes() if large else 0
+        return made
+
+    def is_untouched(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is a CPU tensor whose memory was asked for and never used."""
+        record = self.on_host.get(storage_key(tensor)) if self.on_host else None
+        return record is not None and record.nbytes > 0
+
+    def forget_on_host(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor``, a CPU tensor, have values again."""
+        self.on_host.pop(tensor.untyped_storage()._cdata, None)
+
+    def adopt(self, tensor: torch.Tensor, device: SimulatedGPU) -> None:
+        """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            for part in parts_of_sparse(tensor):
+                self.adopt(part, device)
+            return
+        key = storage._cdata
+        if key in self.by_key:
+            return
+        nbytes = storage.nbytes()
+        allocator = device.allocator
+        address = allocator.malloc(nbytes, device.stream, _holding(tensor)) if nbytes else 0
+        record = SimulatedStorage(storage, self._died)
+        record.key = key
+        record.allocator = allocator
+        record.address = address
+        record.nbytes = nbytes
+        record.device = device
+        self.by_key[key] = record
+
+    def refer(
+        self, storage: torch.UntypedStorage, address: int, device: SimulatedGPU
+    ) -> SimulatedStorage:
+        """Let ``storage`` stand for memory at ``address`` that is not its own to free."""
+        record = SimulatedStorage(storage, self._died)
+        record.key = storage._cdata
+        record.allocator = NOBODYS
+        record.address = address
+        record.nbytes = storage.nbytes()
+        record.device = device
+        self.by_key[record.key] = record
+        return record
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Reallocate after an operator resized ``tensor``'s storage in place."""
+        record = self.of(tensor)
+        if record is None:
+            return
+        self.regrown(tensor)
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes != record.nbytes:
+            self.reallocate(record, nbytes)
+
+    def reallocate(self, record: SimulatedStorage, nbytes: int) -> None:
+        """Give a storage a new block of ``nbytes`` bytes."""
+        # resize_bytes_cuda allocates the new block before it drops the old one.
+        allocator = record.device.allocator
+        address = allocator.malloc(nbytes, record.device.stream) if nbytes else 0
+        if record.address:
+            record.allocator.free(record.address)
+        record.allocator = allocator
+        record.address = address
+        record.nbytes = nbytes
+
+    def at(self, addresses: Collection[int], allocator: Memory) -> dict[int, SimulatedStorage]:
+        """Return the live storages whose blocks ``allocator`` has at ``addresses``, by address."""
+        return {
+            record.address: record
+            for record in list(self.by_key.values())
+            if record.address in addresses and record.allocator is allocator
+        }
+
+    def _forget(self, record: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(record, SimulatedStorage)
+        for among in (self.on_host, self.numbers, self.users_own):
+            if among.get(record.key) is record:
+                del among[record.key]
+
+    def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(record, SimulatedStorage)
+        del self.by_key[record.key]
+        self.died(record.key)
+        if not record.address:
+            return
+        if self.lock is None:
+            record.allocator.free(record.address)
+        else:
+            with self.lock:
+                record.allocator.free(record.address)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies the storage of ``tensor``; 0 for one that has none of its own."""
+    key: int
+    try:
+        key = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
+        return 0
+    except ValueError:  # a lazy module's parameter, which lets nothing be asked of it
+        with torch._C.DisableTorchFunctionSubclass():
+            key = tensor.untyped_storage()._cdata
+    return key
+
+
+def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that a sparse one is made of, values last; none for other tensors."""
+    layout = tensor.layout
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        if layout is torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        names = _COMPRESSED.get(layout, ())
+        return [getattr(tensor, name)() for name in (*names, "values")] if names else []
+
+
+def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a sparse tensor; ``None`` for other tensors."""
+    parts = parts_of_sparse(tensor)
+    return parts[-1] if parts else None
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill ``tensor``, a CPU tensor of unknown values, with what nobody takes for a result."""
+    dtype = tensor.dtype
+    if dtype.itemsize == 1:
+        tensor.view(torch.uint8).fill_(_NO_NUMBER)
+    elif dtype.is_floating_point or dtype.is_complex:
+        tensor.fill_(math.nan)
+    else:
+        tensor.fill_(torch.iinfo(dtype).min)
+
+
+_NO_NUMBER = 0xFF
+"""The bits of a byte that are no number in any format of 8 bits, and -1 or 255 among integers."""
+
+
+def _holding(tensor: torch.Tensor) -> Provenance:
+    found = provenance()
+    found.shape, found.dtype = tensor.shape, tensor.dtype
+    return found
+
+
+def _ignore(_: Any) -> None: ...

@@ -1,0 +1,61 @@
+"""GPUs that a thread of an earlier test still works on.
+
+What it allocates is no part of the present test. A GPU keeps one memory for everybody, so while
+there is such a thread its GPU gives every thread the memory that is its own: the present test's,
+or one beside it.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.gpu.device import Memory, SimulatedGPU
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from pytest_gpumem.simulated.gpu.workspaces import Workspaces
+
+
+class SharedGPU(SimulatedGPU):
+    """A GPU with a memory for strangers; others pay for the question who asks only meanwhile."""
+
+    strangers: Collection[int]
+    """The threads that are."""
+    beside: tuple[Memory, Workspaces]
+    """What they have."""
+
+    # Properties take precedence over the instance's attributes.
+
+    @property
+    def allocator(self) -> Memory:
+        """The memory of the thread that asks."""
+        own: Memory = vars(self)["allocator"]
+        return self.beside[0] if get_ident() in self.strangers else own
+
+    @allocator.setter
+    def allocator(self, memory: Memory) -> None:
+        vars(self)["allocator"] = memory
+
+    @property
+    def workspaces(self) -> Workspaces:
+        """The workspaces of the thread that asks."""
+        own: Workspaces = vars(self)["workspaces"]
+        return self.beside[1] if get_ident() in self.strangers else own
+
+    @workspaces.setter
+    def workspaces(self, workspaces: Workspaces) -> None:
+        vars(self)["workspaces"] = workspaces
+
+
+def keep_apart(gpu: SimulatedGPU, strangers: Collection[int]) -> None:
+    """Give ``strangers`` a memory of their own on ``gpu`` for as long as there are any."""
+    shared: Any = gpu
+    if not strangers:
+        shared.__class__ = SimulatedGPU
+    elif not isinstance(gpu, SharedGPU):
+        memory = gpu.memory_beside()
+        shared.beside = memory, gpu.workspaces_in(memory)
+        shared.strangers = strangers
+        shared.__class__ = SharedGPU

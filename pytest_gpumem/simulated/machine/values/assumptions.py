@@ -1,0 +1,161 @@
+"""What is taken for granted of unknown values, each with a note, so that common code goes on.
+
+Nothing here is a guess at a number: gradients are finite, and a token that nobody knows is none of
+the special ones, nor negative.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.machine.values import finite
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+Assumption = Callable[["Simulation", tuple[Any, ...], Any], "torch.Tensor | None"]
+"""(simulation, arguments, result) -> what an in-place operator is taken not to have changed."""
+
+GENERATION = (
+    "transformers compared tokens that shapes do not have with special tokens: none of them was "
+    "taken for one, so generation runs to its maximum length"
+)
+FINITE = (
+    "GradScaler looked for infinities in gradients that shapes do not have: none was taken for "
+    "one, so its steps are not skipped"
+)
+_FINITE_NORM = (
+    "clip_grad_norm_(error_if_nonfinite=True) looked for infinities in gradients that shapes do "
+    "not have: none was found"
+)
+_VALID = (
+    "torch.distributions validated arguments whose values shapes do not have: they were taken for "
+    "valid"
+)
+_CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
+    ("nn.utils.clip_grad", "_get_total_norm"): (False, _FINITE_NORM),
+    ("nn.utils.clip_grad", "get_total_norm"): (False, _FINITE_NORM),
+    ("nn.utils.clip_grad", "clip_grad_norm_"): (False, _FINITE_NORM),
+    ("nn.init", "_no_grad_trunc_normal_"): (
+        False,
+        "trunc_normal_ drew its values once: which of them it would have drawn again is not known",
+    ),
+    ("nn.functional", "gaussian_nll_loss"): (
+        False,
+        "gaussian_nll_loss looked for negative variances, which shapes do not have: none was found",
+    ),
+    ("distributions.distribution", "__init__"): (True, _VALID),
+    ("distributions.distribution", "_all_true_or_runtime_assert"): (True, _VALID),
+    ("distributions.distribution", "_validate_sample"): (True, _VALID),
+    ("distributions.constraints", "check"): (True, _VALID),
+    ("distributions.continuous_bernoulli", "__init__"): (True, _VALID),
+    ("distributions.geometric", "__init__"): (True, _VALID),
+}
+"""Conditions in torch's own code: module and function -> how they are answered, and the note.
+
+Sources: torch/nn/utils/clip_grad.py, nn/functional.py and distributions of torch 2.6 to 2.15;
+torch/nn/init.py since 2.13.
+"""
+
+
+def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
+    """Answer the condition that ``frame`` asks, with a note, where it is such a one of torch's."""
+    module = str(frame.f_globals.get("__name__", ""))
+    if not module.startswith("torch."):
+        return None
+    return _CONDITIONS.get((module.removeprefix("torch."), frame.f_code.co_name))
+
+
+_SEEDING = frozenset({"torch.utils.data.dataloader", "torch.utils.data.sampler"})
+"""Modules that read an integer only to seed a generator with it (2.6 to 2.15)."""
+
+
+def drawn_seed(simulation: Simulation) -> int | None:
+    """A seed for the module of torch's that reads one; ``None`` for any other reader.
+
+    With ``cuda`` as the default device seeds are drawn there. It comes from the same generator.
+    """
+    own = __name__.partition(".machine.")[0]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
+        frame = frame.f_back
+    if frame is None or frame.f_globals.get("__name__") not in _SEEDING:
+        return None
+    generator = torch.cuda.default_generators[simulation.current_index]
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
+
+
+_COMPARING = tuple(
+    os.path.join("transformers", *part)  # noqa: PTH118 - parts of paths, as frames write them
+    for part in (("generation", ""), ("modeling_utils.py",))
+)
+
+
+def _is_special_token(answer: bool) -> Assumption:
+    def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> None:
+        if args[0].dtype.is_floating_point or not _called_by_transformers():
+            return
+        simulation.granted = True
+        simulation.note(GENERATION)
+        simulation.values.keep(result, torch.full(result.shape, answer, device="cpu"))
+
+    return assume
+
+
+def _called_by_transformers() -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    torch_folder = os.path.dirname(torch.__file__)  # noqa: PTH120 - as frames write it
+    own = __file__.partition(os.path.join("machine", "values"))[0]  # noqa: PTH118
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((torch_folder, own)):
+        frame = frame.f_back
+    return any(part in frame.f_code.co_filename for part in _COMPARING)
+
+
+def _no_infinity(simulation: Simulation, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+    found: torch.Tensor = args[1]
+    if simulation.values.of(found) is None:
+        return None
+    simulation.note(FINITE)
+    return found
+
+
+def _also(func: Any, other: Assumption | None) -> Assumption:
+    """Take unknown numbers for finite where ``func`` asks that, else do what ``other`` does."""
+
+    def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+        answer = finite.answer(simulation.values, func, args)
+        if answer is not None:
+            simulation.values.assume(result, answer)
+            return None
+        return None if other is None else other(simulation, args, result)
+
+    return assume
+
+
+_aten = torch.ops.aten
+
+ASSUMPTIONS: dict[Any, Assumption] = {
+    _aten.isin.Tensor_Tensor: _is_special_token(False),
+    _aten.isin.Tensor_Scalar: _is_special_token(False),
+    _aten.eq.Tensor: _is_special_token(False),
+    _aten.eq.Scalar: _is_special_token(False),
+    _aten.ne.Tensor: _is_special_token(True),
+    _aten.ne.Scalar: _is_special_token(True),
+    _aten.lt.Scalar: _is_special_token(False),
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
+}
+ASSUMPTIONS.update({func: _also(func, ASSUMPTIONS.get(func)) for func in finite.QUESTIONS})
+"""By overload.
+
+Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py
+(warn_if_padding_and_no_attention_mask) of transformers 5.23; torch/amp/grad_scaler.py
+(_unscale_grads_, _maybe_opt_step) of torch 2.6 to 2.15.
+"""

@@ -1,0 +1,173 @@
+"""What is known of tensors beside values: that all elements are equal, or that some are infinite.
+
+A mask of any size is known where every element of it is the same. Nothing is computed for each
+element, nor kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values import finite
+from pytest_gpumem.simulated.machine.values.finite import Infinity
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.values.known import Operator, Values
+
+_ELEMENTWISE = frozenset(
+    "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or "
+    "bitwise_xor mul eq ne lt le gt ge".split()
+)
+_SAME = frozenset(
+    "clone _to_copy any all amax amin max min mean index_select cat stack flip roll".split()
+)
+"""Operators whose results hold what each element of their first argument holds."""
+_COUNTING = frozenset({"sum", "count_nonzero"})
+_SOURCES = {"aten::_to_copy": 0, "aten::copy_": 1}
+"""Which argument is copied."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a storage."""
+
+    value: torch.Tensor | None = None
+    """What every element holds, as a tensor of no dimensions on the CPU."""
+    assumed: bool = False
+    """Whether that, or the values that are kept of it, go back to an assumption."""
+    infinite: Infinity = Infinity.NONE
+    """Whether the program has put infinities or NaN in it."""
+
+
+class Facts:
+    """The facts of one simulation, by the address of the storage they belong to."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self.by_key: dict[int, Fact] = {}
+
+    def of(self, tensor: torch.Tensor) -> Fact | None:
+        """What is known of the storage of ``tensor``."""
+        return self.by_key.get(storage_key(tensor)) if self.by_key else None
+
+    def uniform(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What every element of ``tensor`` holds, if it is the same and known."""
+        fact = self.of(tensor)
+        if fact is None or fact.value is None or fact.value.dtype != tensor.dtype:
+            return None
+        return fact.value
+
+    def infinity(self, tensor: torch.Tensor) -> Infinity:
+        """What the program has put into ``tensor`` that is not finite."""
+        fact = self.of(tensor)
+        return Infinity.NONE if fact is None else fact.infinite
+
+    def is_assumed(self, values: Iterable[Any]) -> bool:
+        """Whether what is known of a tensor among ``values`` goes back to an assumption."""
+        found = (self.of(tensor) for tensor in tensors_in(values))
+        return any(fact is not None and fact.assumed for fact in found)
+
+    def of_results(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Fact | None:
+        """What the facts of its arguments say of the results of ``operator``."""
+        given = [*args, *kwargs.values()]
+        infinite = self._brought(operator, args, kwargs)
+        if not self.by_key:
+            return Fact(infinite=infinite) if infinite else None
+        read = given[1:] if operator.overwrites else given
+        found = list(map(self.infinity, tensors_in(read)))
+        infinite = max(infinite, finite.passed_on(operator.name, found))
+        value = None if infinite else self._computed(operator, args, kwargs)
+        assumed = self.is_assumed(given)
+        return Fact(value, assumed, infinite) if assumed or infinite or value is not None else None
+
+    def _brought(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Infinity:
+        """What comes in by a number, or with few numbers from the host."""
+        infinite = Infinity.NONE
+        if operator.fills:
+            infinite = finite.brought(self._values, operator.name, args, kwargs)
+        at = _SOURCES.get(operator.name)
+        if infinite or at is None or self._values.is_unknown_on_host(args[at]):
+            return infinite
+        return finite.held(args[at])
+
+    def counted(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What ``nonzero`` of a mask yields whose elements are all equal: without its values.
+
+        Where none is set there are none.
+        """
+        value = self.uniform(tensor)
+        if value is None:
+            return None
+        count = tensor.numel() if value else 0
+        device = META if count else torch.device("cpu")
+        return torch.empty((count, tensor.dim()), dtype=torch.int64, device=device)
+
+    def _computed(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        name = operator.name.removeprefix("aten::").removesuffix("_")
+        if name in _ELEMENTWISE:
+            return self._elementwise(operator, args)
+        if name in _SAME or name in _COUNTING:
+            return self._of_equal(args[0])
+        return None
+
+    def _of_equal(self, given: Any) -> torch.Tensor | None:
+        """The one value of a tensor, or of all tensors of a list."""
+        tensors = [given] if isinstance(given, torch.Tensor) else given
+        found = [self.uniform(tensor) for tensor in tensors if tensor.numel()]
+        first = found[0] if found else None
+        if first is None or any(other is None or first != other for other in found):
+            return None
+        return first
+
+    def _elementwise(self, operator: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
+        choices = [self._choices(value) for value in args]
+        results = [
+            # Where it writes, to a copy.
+            operator.func(*(v.clone() if isinstance(v, torch.Tensor) else v for v in chosen))
+            for chosen in product(*choices)
+        ]
+        if not results or any(bool(results[0] != other) for other in results):
+            return None
+        first: torch.Tensor = results[0]
+        return first
+
+    def _choices(self, value: Any) -> list[Any]:
+        """What an element can hold: a condition that is not known either of two things."""
+        if not isinstance(value, torch.Tensor):
+            return [value]
+        uniform = self.uniform(value)
+        if uniform is not None:
+            return [uniform]
+        if (single := self._values.single(value)) is not None:
+            return [torch.tensor(single, dtype=value.dtype, device="cpu")]
+        if value.dtype is torch.bool:
+            return [torch.tensor(choice, device="cpu") for choice in (False, True)]
+        return []
+
+
+def of_result(operator: Operator, fact: Fact, source: Any, result: torch.Tensor) -> Fact:
+    """``fact``, of the results of ``operator``, for ``result`` and its type."""
+    value = fact.value
+    number = result.dtype.is_floating_point or result.dtype.is_complex
+    infinite = fact.infinite if number else Infinity.NONE
+    if value is None:
+        return Fact(None, fact.assumed, infinite)
+    name = operator.name.removeprefix("aten::")
+    if name in _COUNTING and isinstance(source, torch.Tensor) and result.numel():
+        each = value.ne(0) if name == "count_nonzero" else value
+        value = each * (source.numel() // result.numel())
+    return Fact(value.to(result.dtype), fact.assumed, infinite)

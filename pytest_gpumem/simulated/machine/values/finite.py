@@ -1,0 +1,173 @@
+"""Whether unknown numbers are finite: which operators ask, and which write an infinity or NaN.
+
+Random numbers, activations, losses and gradients are taken for finite. What the code itself fills
+with an infinity or NaN is not, nor what is computed from it, until an operator bounds it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator as comparing
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.common import raw
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.values.known import Values
+
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "eq": comparing.eq,
+    "ne": comparing.ne,
+    "lt": comparing.lt,
+    "le": comparing.le,
+    "gt": comparing.gt,
+    "ge": comparing.ge,
+}
+_SEARCHES = ("isnan", "isinf", "isposinf", "isneginf")
+
+_aten = torch.ops.aten
+QUESTIONS = frozenset(
+    [getattr(_aten, name).default for name in _SEARCHES]
+    + [getattr(_aten, name).Tensor for name in _COMPARISONS]
+    + [getattr(_aten, name).Scalar for name in _COMPARISONS]
+)
+"""Operators that can ask whether numbers are finite.
+
+``isfinite`` asks ``x == x`` and ``x.abs() != inf``, ``isreal`` and code of users ``x != x``.
+Source: aten/src/ATen/native/TensorCompare.cpp (isfinite, isinf, isnan), torch 2.6 to 2.15.
+"""
+
+FILLING = frozenset(
+    f"aten::{name}{suffix}"
+    for name in (
+        "fill full new_full full_like masked_fill where index_fill index_put scatter "
+        "masked_scatter constant_pad_nd copy add sub mul div"
+    ).split()
+    for suffix in ("", "_")
+)
+"""Operators by which a program writes an infinity or NaN: ``x.masked_fill(mask, -inf)``."""
+
+
+class Infinity(IntEnum):
+    """What a program has put into a tensor."""
+
+    NONE = 0
+    NEGATIVE = 1
+    """Minus infinity and no other, as masks and running maxima begin."""
+    ANY = 2
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}{suffix}" for name in text.split() for suffix in ("", "_"))
+
+
+_BOUNDING = _names(
+    "_softmax softmax _safe_softmax sigmoid tanh nan_to_num logsumexp clamp _softmax_backward_data "
+    "_log_softmax_backward_data _scaled_dot_product_attention_math "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+    "_scaled_dot_product_cudnn_attention"
+)
+"""Operators whose results are finite although an argument holds an infinity, as masks do."""
+
+_RAISING = _names("exp exp2 relu amax max clamp_min")
+"""Those of which that is true of minus infinity, where not all that is looked at holds it."""
+_GREATER = _names("maximum fmax logaddexp")
+"""Those of which it is true beside something finite."""
+_KEEPING = _names(
+    "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
+    "constant_pad_nd copy _to_copy clone add cat stack index gather triu tril"
+)
+"""Those by which minus infinity becomes no other."""
+_SUBTRACTING = _names("sub")
+"""The same of their first argument."""
+
+
+def answer(values: Values, func: Any, args: tuple[Any, ...]) -> bool | None:
+    """What ``func`` yields for every element of finite numbers; ``None`` if it does not ask that.
+
+    ``None``, too, where the program has put an infinity or NaN among them.
+    """
+    tensor = args[0]
+    if not _is_unknown_number(values, tensor):
+        return None
+    name = func._schema.name.removeprefix("aten::")
+    if name in _SEARCHES:
+        return False
+    compare = _COMPARISONS[name]
+    other = args[1]
+    if isinstance(other, torch.Tensor):
+        if _is_same(tensor, other):
+            return compare(0.0, 0.0)
+        other = values.single(other)
+    if isinstance(other, float) and math.isinf(other):
+        return compare(0.0, other)
+    return None
+
+
+def _is_unknown_number(values: Values, tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return (
+        (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        and tensor.layout is torch.strided
+        and not values.facts.infinity(tensor)
+    )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether each element is compared with itself."""
+    return one is other or (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+        and one.dtype == other.dtype
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )
+
+
+def brought(values: Values, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
+    """What the numbers among the arguments of a filling operator bring in."""
+    numbers = []
+    for value in (*args[1:], *kwargs.values()):
+        number = values.single(value) if isinstance(value, torch.Tensor) else value
+        if number.__class__ is float and not math.isfinite(number):
+            numbers.append(number)
+    return _kind(numbers, keeps_sign=name in _KEEPING)
+
+
+def _kind(numbers: Iterable[float], *, keeps_sign: bool) -> Infinity:
+    found = set(numbers)
+    if not found:
+        return Infinity.NONE
+    return Infinity.NEGATIVE if keeps_sign and found == {-math.inf} else Infinity.ANY
+
+
+def passed_on(name: str, given: list[Infinity]) -> Infinity:
+    """What the operator ``name`` leaves of the infinities in its arguments."""
+    worst = max(given, default=Infinity.NONE)
+    if worst is Infinity.NONE or name in _BOUNDING:
+        return Infinity.NONE
+    if worst is Infinity.ANY:
+        return worst
+    if name in _RAISING or (name in _GREATER and Infinity.NONE in given):
+        return Infinity.NONE
+    keeps = name in _KEEPING or (name in _SUBTRACTING and given[1:] == [Infinity.NONE])
+    return Infinity.NEGATIVE if keeps else Infinity.ANY
+
+
+MOST_UPLOADED = 4_096
+"""Numbers of a CPU tensor that are looked at when it is copied to the device."""
+
+
+def held(source: torch.Tensor) -> Infinity:
+    """What a small CPU tensor holds."""
+    if raw.is_meta(source) or not source.dtype.is_floating_point:
+        return Infinity.NONE
+    if source.layout is not torch.strided or source.numel() > MOST_UPLOADED:
+        return Infinity.NONE
+    infinite = source[~source.isfinite()]
+    return _kind(infinite.tolist() if infinite.numel() else (), keeps_sign=True)

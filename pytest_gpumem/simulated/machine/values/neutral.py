@@ -1,0 +1,154 @@
+"""What reading an unknown number yields: fit for logging and printing, and for nothing else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+
+VALUE = 0.0
+"""Zero lets loss scaling and logging go on: no infinity was found, the loss is finite."""
+
+_CLAMPS = frozenset({"torch.optim._adafactor"})
+"""Modules that compare numbers only to clamp them with ``max`` (2.6 to 2.15): what they allocate
+does not depend on the outcome."""
+
+_DECODERS = (
+    "tiktoken.core",
+    "transformers.tokenization_utils_fast",  # up to 4
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.tokenization_mistral_common",
+)
+"""Modules that hand tokens to compiled code that makes text of them."""
+
+
+class _AsFloat(type):
+    """Tables by type, such as ``torch.testing`` has, find what they say of ``float``."""
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is float
+
+    def __hash__(cls) -> int:
+        return hash(float)
+
+
+class NeutralFloat(float, metaclass=_AsFloat):
+    """0.0 in place of a number that nobody computed.
+
+    It can be printed, stored and computed with, and what is computed from it is neutral too. To
+    compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
+    assertions would otherwise go by a number that is made up.
+    """
+
+    __slots__ = ()
+    __hash__ = float.__hash__
+
+
+class NeutralInt:
+    """0 in place of an integer that nobody computed.
+
+    Like :class:`NeutralFloat`; nor can anything be looked up by it, made of that size or repeated
+    so often. It is none of Python's integers, whose value compiled code reads unasked: it has an
+    index for the decoders of texts alone.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "0"
+
+    def __format__(self, form: str) -> str:
+        return format(0, form)
+
+    def __index__(self) -> int:
+        if sys._getframe(1).f_globals.get("__name__") in _DECODERS:
+            return 0
+        raise _refusal("an index", "an integer of a tensor")
+
+    def __reduce__(self) -> tuple[type[NeutralInt], tuple[()]]:
+        return NeutralInt, ()
+
+
+def _refusal(shown: str, read: str) -> UnknownValueError:
+    # Not before: the plugin knows these types, and starts without torch.
+    from pytest_gpumem.simulated.common.callsite import user_line
+
+    return UnknownValueError(
+        f"{shown} of {read} at {user_line()} depends on a value of a CUDA tensor, which a "
+        f"simulated GPU does not have: only shapes are computed"
+    )
+
+
+def _refusing(name: str, shown: str) -> Callable[..., Any]:
+    compare = getattr(float, name)
+
+    def refuse(*operands: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") in _CLAMPS:
+            return compare(*operands)
+        raise _refusal(shown, "an item()")
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _refusing_integer(name: str, shown: str) -> Callable[..., Any]:
+    def refuse(*operands: Any) -> Any:
+        raise _refusal(shown, "an integer of a tensor")
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _staying(name: str) -> Callable[..., Any]:
+    operation = getattr(float, name)
+
+    def compute(*operands: Any) -> Any:
+        try:
+            result = operation(*operands)
+        except ZeroDivisionError:
+            result = VALUE
+        if isinstance(result, int):
+            return NeutralInt()
+        return NeutralFloat(result) if isinstance(result, float) else result
+
+    compute.__name__ = name
+    return compute
+
+
+def _staying_integer(name: str) -> Callable[..., Any]:
+    def compute(number: NeutralInt, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float, NeutralInt)) for other in others):
+            return NotImplemented
+        divides = name in ("__truediv__", "__rtruediv__")
+        is_float = divides or any(isinstance(other, float) for other in others)
+        return NeutralFloat() if is_float else number
+
+    compute.__name__ = name
+    return compute
+
+
+_CONDITIONS = {
+    "__bool__": "bool()",
+    "__eq__": "==",
+    "__ne__": "!=",
+    "__lt__": "<",
+    "__le__": "<=",
+    "__gt__": ">",
+    "__ge__": ">=",
+}
+for _name, _shown in _CONDITIONS.items():
+    setattr(NeutralFloat, _name, _refusing(_name, _shown))
+    setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
+for _name in ("__int__", "__trunc__", "__floor__", "__ceil__"):
+    # Python's integers cannot say that they are made up.
+    setattr(NeutralFloat, _name, _refusing(_name, f"{_name.strip('_')}()"))
+for _name, _shown in {"__hash__": "hash()", "__int__": "int()", "__float__": "float()"}.items():
+    setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
+for _name in (
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ "
+    "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __round__"
+).split():
+    setattr(NeutralFloat, _name, _staying(_name))
+    setattr(NeutralInt, _name, _staying_integer(_name))

@@ -1,0 +1,144 @@
+"""The rules of all families, and how composite operators are routed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.operators import (
+    activations,
+    assertions,
+    attention,
+    convolution,
+    counting,
+    ctc,
+    cudnn_convolution,
+    dropout,
+    embeddings,
+    encoders,
+    engine,
+    foreach,
+    grouped,
+    indexing,
+    libraries,
+    losses,
+    matmul,
+    normalization,
+    reductions,
+    rnn,
+    rolling,
+    shapes_only,
+    slices,
+    softmax,
+    sorting,
+    spatial,
+    sync_batch_norm,
+    whole,
+)
+from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
+from pytest_gpumem.simulated.operators.indexing import is_masked_fill
+from pytest_gpumem.simulated.operators.rules import Rule, ShapesOf
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.simulation import Simulation
+
+__all__ = [
+    "COMPOSITES",
+    "IN_PLACE",
+    "IN_VIEW",
+    "RULES",
+    "InPlace",
+    "Rule",
+    "ShapesOf",
+    "in_formula",
+    "installed",
+    "is_masked_fill",
+]
+
+RULES: dict[str, Rule] = {
+    **assertions.RULES,
+    **attention.RULES,
+    **counting.RULES,
+    **ctc.RULES,
+    **dropout.RULES,
+    **embeddings.RULES,
+    **foreach.RULES,
+    **grouped.RULES,
+    **indexing.RULES,
+    **libraries.RULES,
+    **losses.RULES,
+    **matmul.RULES,
+    **normalization.RULES,
+    **reductions.RULES,
+    **rnn.RULES,
+    **rolling.RULES,
+    **softmax.RULES,
+    **sorting.RULES,
+    **spatial.RULES,
+}
+"""By operator name: hidden allocations."""
+
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    **activations.COMPOSITES,
+    **attention.COMPOSITES,
+    **ctc.COMPOSITES,
+    **dropout.COMPOSITES,
+    **engine.COMPOSITES,
+    **matmul.COMPOSITES,
+    **normalization.COMPOSITES,
+    **rnn.COMPOSITES,
+}
+"""By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
+
+IN_VIEW: dict[str, Callable[..., Any]] = {
+    **convolution.IN_VIEW,
+    **ctc.IN_VIEW,
+    **cudnn_convolution.IN_VIEW,
+    **encoders.IN_VIEW,
+    **indexing.IN_VIEW,
+    **losses.IN_VIEW,
+    **rnn.IN_VIEW,
+    **sync_batch_norm.IN_VIEW,
+    **whole.IN_VIEW,
+}
+"""By overload: operators that autograd sees whole and that CUDA builds from others."""
+
+
+@contextmanager
+def installed(simulation: Simulation) -> Iterator[None]:
+    """Route composite operators of meta tensors the way CUDA goes, above autograd."""
+    library = torch.library.Library("aten", "IMPL")
+    patches = Patches()
+    rnn.plan(patches)
+    patches.apply()
+    try:
+        for name, implementation in COMPOSITES.items():
+            operator = name.removeprefix("aten.").removesuffix(".default")
+            library.impl(operator, implementation, "AutogradMeta")
+        for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
+            if _lacks_shapes(name):
+                library.impl(name, kernel, "Meta")
+        for name, kernel in shapes_only.WRONG.items():
+            if _overload(name) is not None:
+                library.impl(name, kernel, "Meta", allow_override=True)
+        with simulation.autocast.reachable(), slices.made(simulation.current.version):
+            yield
+    finally:
+        patches.undo()
+        library._destroy()
+
+
+def _lacks_shapes(name: str) -> bool:
+    """Whether this torch has the operator, but no kernel for ``meta``."""
+    found = _overload(name)
+    return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
+
+
+def _overload(name: str) -> Any:
+    """The operator of that name; ``None`` if this torch does not have it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

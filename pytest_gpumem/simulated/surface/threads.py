@@ -1,0 +1,205 @@
+"""Threads that the code under test starts: they use the simulated GPU too.
+
+What torch calls a mode belongs to one thread, so every other thread has to enter it, and what a
+GPU's own driver keeps apart per thread (the current device) is kept apart here. Autograd's threads
+are not among them: backward of ``meta`` tensors runs on the thread that called it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures.thread import _worker
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pytest_gpumem.simulated.common.errors import SimulationError
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.simulation import Simulation
+
+
+class ThreadState(threading.local):
+    """What each thread has of its own."""
+
+    current_index = 0
+    """The current device, as ``cudaGetDevice`` says."""
+    destination: torch.device | None = None
+    """The device that the running call asked for in Python, where torch is told ``meta``.
+
+    Without it ``meta`` comes from C++, which repeats what a tensor says of itself.
+    """
+    on_meta = False
+    """Whether the last operator was on meta tensors of the user's own."""
+    joined = False
+    """Whether the thread has entered the simulation."""
+
+
+UNMEASURED = "code that is not measured"
+"""Owner of the threads that are started while no test is."""
+
+
+class Task(NamedTuple):
+    """What runs on a thread: a thread's own function, or a task of an executor."""
+
+    name: str
+    owner: str | None
+    """The test that started it; ``None``: a fixture that tests share, which outlives each."""
+
+
+class Threads:
+    """The threads of one simulation beside the one that began it."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.owner: str | None = UNMEASURED
+        """Of what is started now, see :class:`Task`."""
+        self._tasks: dict[int, Task] = {}
+        """By thread: what runs there."""
+        self._strangers: set[int] = set()
+        """Threads that do what an earlier test has started."""
+        self._failures: dict[threading.Thread, SimulationError] = {}
+        """By thread: what it could not run; raised again where somebody joins it."""
+
+    def plan(self, patches: Patches) -> None:
+        """Take along every thread that starts from here on, and every task of an executor."""
+        patches.plan(threading.Thread, "start", self._start(threading.Thread.start))
+        patches.plan(threading.Thread, "join", self._join(threading.Thread.join))
+        patches.plan(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Be part of the simulation on this thread."""
+        state = self._simulation.here
+        if state.joined or not self._simulation.is_active:
+            yield
+            return
+        with ExitStack() as resources:
+            resources.callback(torch._C._set_only_lift_cpu_tensors, False)
+            torch._C._set_only_lift_cpu_tensors(True)
+            resources.enter_context(self._simulation.autocast.reachable_here())
+            resources.enter_context(self._simulation.execution)
+            resources.callback(setattr, state, "joined", False)
+            state.joined = True
+            yield
+
+    def _start(self, start: Callable[[threading.Thread], None]) -> Callable[..., None]:
+        def call(thread: threading.Thread) -> None:
+            # A worker of an executor outlives the simulation: it joins task by task.
+            if getattr(thread, "_target", None) is not _worker:
+                task = Task(thread.name, self._starter)
+                thread.run = self._in_thread(thread.run, task)  # type: ignore[method-assign]  # once
+                self._simulation.execution.share()
+            start(thread)
+
+        return call
+
+    def _in_thread(self, run: Callable[[], None], task: Task) -> Callable[[], None]:
+        def call() -> None:
+            with self.joined(), self._running(task):
+                try:
+                    run()
+                except SimulationError as error:
+                    if get_ident() in self._strangers:
+                        return  # the test that would be told is over
+                    self._failures[threading.current_thread()] = error
+                    self._simulation.note(f"a thread of the test ended early: {error}")
+
+        return call
+
+    def _join(self, join: Callable[..., None]) -> Callable[..., None]:
+        def call(thread: threading.Thread, timeout: float | None = None) -> None:
+            join(thread, timeout)
+            failure = None if thread.is_alive() else self._failures.pop(thread, None)
+            if failure is not None:
+                raise failure
+
+        return call
+
+    def raise_failures(self) -> None:
+        """Raise what a thread that nobody joined could not run."""
+        failures = list(self._failures.values())
+        self._failures.clear()
+        if failures:
+            raise failures[0]
+
+    def _submit(self, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+        @functools.wraps(submit)
+        def call(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
+            if not args:
+                return submit(executor, *args, **options)
+            self._simulation.execution.share()
+            function, *rest = args
+            name = getattr(function, "__qualname__", type(function).__name__)
+            task = Task(name, self._starter)
+            return submit(executor, self._run, task, function, *rest, **options)
+
+        return call
+
+    def _run(self, task: Task, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        with self.joined(), self._running(task):
+            return function(*args, **options)
+
+    @property
+    def _starter(self) -> str | None:
+        """Whose the threads are that this one starts."""
+        task = self._tasks.get(get_ident())
+        return self.owner if task is None else task.owner
+
+    def forget_failures(self) -> None:
+        """Drop what threads of an earlier test could not run."""
+        self._failures.clear()
+
+    def begin(self, owner: str) -> None:
+        """The test ``owner`` begins: what others have left running is no part of it."""
+        self.owner = owner
+        for thread, task in list(self._tasks.items()):
+            if task.owner is not None:
+                self._estrange(thread, task)
+
+    @contextmanager
+    def owned_by(self, owner: str | None) -> Iterator[None]:
+        """Let ``owner`` have what is started inside."""
+        self.owner, before = owner, self.owner
+        try:
+            yield
+        finally:
+            self.owner = before
+
+    @contextmanager
+    def _running(self, task: Task) -> Iterator[None]:
+        thread = get_ident()
+        outer = self._tasks.get(thread)
+        self._tasks[thread] = task
+        if task.owner not in (self.owner, None):
+            self._estrange(thread, task)
+        try:
+            yield
+        finally:
+            if outer is None:
+                del self._tasks[thread]
+            else:
+                self._tasks[thread] = outer
+            if thread in self._strangers:
+                self._strangers.discard(thread)
+                self._keep_apart()
+
+    def _estrange(self, thread: int, task: Task) -> None:
+        self._strangers.add(thread)
+        self._keep_apart()
+        self._simulation.note(
+            f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
+        )
+
+    def _keep_apart(self) -> None:
+        # Not before: it needs the GPUs, which need this module.
+        from pytest_gpumem.simulated.machine.strangers import keep_apart
+
+        for gpu in self._simulation.gpus:
+            keep_apart(gpu, self._strangers)

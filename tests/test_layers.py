@@ -1,0 +1,162 @@
+"""The layers of ``pytest_gpumem.simulated``: imports go downward, and never in a circle.
+
+Read from the source, so that imports inside functions and for types alone count like all others.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import pytest_gpumem
+
+PACKAGE = "pytest_gpumem.simulated"
+FOLDER = Path(pytest_gpumem.__file__).parent / "simulated"
+
+LAYERS = ("allocator", "common", "gpu", "machine", "operators", "execution", "surface")
+"""Each may import itself and those before it; what lies beside the folders may import them all."""
+
+Arrow = tuple[str, str]
+"""A module, and one that it imports."""
+
+EXCEPTIONS: frozenset[Arrow] = frozenset(
+    {
+        ("allocator.replay", "gpu.catalogue"),
+        ("execution.mode", "simulation"),
+        ("execution.mode", "surface.graphs"),
+        ("gpu.device", "machine.storages"),
+        ("gpu.device", "simulation"),
+        ("machine.pool_contents", "machine.values.known"),
+        ("machine.replayed_values", "machine.values.known"),
+        ("machine.values.assumptions", "simulation"),
+        ("machine.values.facts", "machine.values.known"),
+        ("machine.values.finite", "machine.values.known"),
+        ("machine.values.known", "simulation"),
+        ("operators.attention", "simulation"),
+        ("operators.described", "simulation"),
+        ("operators.rules", "simulation"),
+        ("operators.tables", "simulation"),
+        ("surface.autocast", "simulation"),
+        ("surface.backends", "simulation"),
+        ("surface.checkpoints", "simulation"),
+        ("surface.compile", "simulation"),
+        ("surface.cuda", "simulation"),
+        ("surface.devices", "simulation"),
+        ("surface.events", "simulation"),
+        ("surface.events", "surface.graphs"),
+        ("surface.events", "surface.streams"),
+        ("surface.factories", "simulation"),
+        ("surface.gradients", "simulation"),
+        ("surface.graphs", "simulation"),
+        ("surface.graphs", "surface.streams"),
+        ("surface.history", "simulation"),
+        ("surface.kernels", "simulation"),
+        ("surface.legacy", "simulation"),
+        ("surface.optimizers", "simulation"),
+        ("surface.pinned", "simulation"),
+        ("surface.plan", "simulation"),
+        ("surface.pool_states", "simulation"),
+        ("surface.pools", "simulation"),
+        ("surface.saved", "simulation"),
+        ("surface.script", "simulation"),
+        ("surface.sensors", "simulation"),
+        ("surface.several", "simulation"),
+        ("surface.storages", "simulation"),
+        ("surface.streams", "simulation"),
+        ("surface.tensors", "simulation"),
+        ("surface.threads", "simulation"),
+        ("surface.unsupported", "simulation"),
+        ("surface.wrappers", "simulation"),
+    }
+)
+"""Arrows that do not go by the rules yet: this list only gets shorter."""
+
+
+def module_of(path: Path) -> str:
+    """Dotted name of a file, below the package: ``gpu.device``; a folder's own is ``gpu``."""
+    parts = path.relative_to(FOLDER).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted(FOLDER.rglob("*.py"))}
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """Yield the modules of the package that ``source`` imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            # from a.b import c: c is a module of the folder a.b, or a name of the module a.b.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith(f"{PACKAGE}."):
+                module = name.removeprefix(f"{PACKAGE}.")
+                yield module if module in MODULES else module.rpartition(".")[0]
+
+
+def arrows() -> set[Arrow]:
+    """Every import of one module of the package by another."""
+    return {
+        (module, imported)
+        for module, path in MODULES.items()
+        for imported in imports_of(path.read_text(encoding="utf-8"))
+        if imported not in (module, "")
+    }
+
+
+def height(module: str) -> int:
+    """The place of a module's layer, counted from below."""
+    layer = module.partition(".")[0]
+    return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
+
+
+def test_every_folder_is_a_layer_and_says_what_it_may_use() -> None:
+    folders = {path.name for path in FOLDER.iterdir() if (path / "__init__.py").exists()}
+
+    assert folders == set(LAYERS)
+    for layer in LAYERS:
+        docstring = ast.get_docstring(ast.parse(MODULES[layer].read_text(encoding="utf-8")))
+        assert docstring is not None
+        assert "May use" in docstring
+
+
+def test_imports_go_downward_only() -> None:
+    upward = {(one, other) for one, other in arrows() if height(other) > height(one)}
+
+    assert upward - EXCEPTIONS == set()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = TopologicalSorter[str]()
+    for module, imported in arrows() - EXCEPTIONS:
+        graph.add(module, imported)
+
+    try:
+        graph.prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}", pytrace=False)
+
+
+def test_no_exception_outlives_its_arrow() -> None:
+    assert EXCEPTIONS - arrows() == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from pytest_gpumem.simulated.gpu.device import parse_version", "gpu.device"),
+        ("from pytest_gpumem.simulated.gpu import device", "gpu.device"),
+        ("import pytest_gpumem.simulated.gpu.device", "gpu.device"),
+        ("def f():\n    from pytest_gpumem.simulated.gpu import device", "gpu.device"),
+        ("if TYPE_CHECKING:\n    from pytest_gpumem.simulated.gpu import device", "gpu.device"),
+    ],
+)
+def test_an_import_is_seen_wherever_it_stands(source: str, expected: str) -> None:
+    assert list(imports_of(source)) == [expected]
