@@ -289,7 +289,7 @@ def pytest_unconfigure(config):
     result = project.run_apart("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "device device.host_gpus device.select hookspecs ini_names options plugin report"
+        "device device.host_gpus device.select hookspecs ini_names options paths plugin report"
         " report.header session session.early session.host session.results session.session"
         " session.stopwatch"
     )
