@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.session.early import begin_early
+from pytest_gpumem.session.expected import MODEL_PARAMETER
 from pytest_gpumem.session.host import leave_if_refused
 from pytest_gpumem.session.results import (
     ARGUMENTS,
@@ -21,7 +22,7 @@ from pytest_gpumem.session.results import (
     skip_unsimulated,
     status_of,
 )
-from pytest_gpumem.session.session import MODEL_PARAMETER, GpumemSession
+from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef

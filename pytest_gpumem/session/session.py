@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,17 +16,16 @@ from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.paths import relative
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
+from pytest_gpumem.session.expected import MARKER_NAME, Expectations
 from pytest_gpumem.session.results import ATTRIBUTE, SKIPPED_AT_IMPORT, Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.measurement.fixtures import FixtureLedger
-    from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.session.affinity import FixtureDevices
     from pytest_gpumem.session.faults import Faults
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.hosts import Hosts
     from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.item import MeasuredItem
-    from pytest_gpumem.session.judge import Judge
+    from pytest_gpumem.session.measuring import Measuring
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.rerun import Again
     from pytest_gpumem.session.shard import Sharding
@@ -43,15 +42,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.waiting import WaitWatch
     from pytest_gpumem.session.watched import Watched
 
-MARKER_NAME = "gpumem"
-FIXTURE_NAME = "gpumem"
 _HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 ISOLATED = "gpumem-isolated-reports"
 """The plugin by which a process of a single test is known."""
-
-MODEL_PARAMETER = "_gpumem_model"
-"""The private fixture that a list of GPU models parametrizes."""
 
 
 class GpumemSession:
@@ -68,9 +62,8 @@ class GpumemSession:
         )
         self.selector.extra = lambda device: self.hooks.environment(device)
         self.results = Results(config, self.settings)
+        self._expectations = Expectations(self.settings, lambda: self.selector)
         self.current: MeasuredItem | None = None
-        self._said: set[str] = set()
-        """Why there is no device, which holds for every test."""
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""
         self._faults: Faults | None = None
@@ -78,13 +71,6 @@ class GpumemSession:
         self._wait_watch: WaitWatch | None = None
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
-
-    @cached_property
-    def ledger(self) -> FixtureLedger:
-        """What living fixtures hold."""
-        from pytest_gpumem.measurement.fixtures import FixtureLedger
-
-        return FixtureLedger()
 
     @cached_property
     def fixture_devices(self) -> FixtureDevices:
@@ -107,7 +93,7 @@ class GpumemSession:
             return None
         from pytest_gpumem.session.shard import Sharding
 
-        return Sharding(self._config, self.settings, self.results, self._expectation)
+        return Sharding(self._config, self.settings, self.results, self._expectations.of)
 
     @cached_property
     def predictions(self) -> Predictions:
@@ -145,11 +131,19 @@ class GpumemSession:
         return Watched(self._config)
 
     @cached_property
-    def judge(self) -> Judge:
-        """Compares with limits and baselines."""
-        from pytest_gpumem.session.judge import Judge
+    def measuring(self) -> Measuring:
+        """Begins measurements."""
+        from pytest_gpumem.session.measuring import Measuring
 
-        return Judge(self._config, self.settings)
+        return Measuring(
+            self._config,
+            self.settings,
+            self.selector,
+            self._expectations,
+            lambda: self.predictions,
+            self.sharing if self.settings.share else None,
+            self.hooks,
+        )
 
     def start(self) -> None:
         """Let the simulated GPU exist from now on, where the options say so."""
@@ -234,7 +228,7 @@ class GpumemSession:
             return
         if self._config.getoption("collectonly", False):
             return
-        if self.settings.all and not self.selector.off and not self._torch_is_there:
+        if self.settings.all and not self.selector.off and not self._expectations.torch_is_there:
             self.results.note("--gpumem-all measured no test, because torch is not installed")
         if self.settings.share:
             self.results.shared = self._shared()
@@ -251,20 +245,13 @@ class GpumemSession:
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model that a test names."""
-        expectation, problem = self._read(metafunc.definition)
-        if problem:
-            return  # said when the module has been collected, with the test's id
-        if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
-            return
-        models = self.selector.models(expectation)
-        if len(models) > 1:
-            metafunc.fixturenames.append(MODEL_PARAMETER)
-            metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
+        self._expectations.parametrize(metafunc)
 
     def check(self, report: pytest.CollectReport) -> None:
         """Turn what a test's marker gets wrong into an error of its collection."""
         items = [node for node in report.result or () if isinstance(node, pytest.Item)]
-        errors = [f"{item.nodeid}: {error}" for item in items if (error := self._error(item))]
+        problems = ((item.nodeid, self._expectations.problem(item)) for item in items)
+        errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
         if errors:
             report.outcome = "failed"
             report.longrepr = "\n".join(errors)
@@ -287,19 +274,15 @@ class GpumemSession:
 
     def _shares(self, item: pytest.Item) -> tuple[Expectation | None, Device] | None:
         """Return what ``item`` expects and where it runs, ``None`` if it is not measured."""
-        if self.selector.off or item.get_closest_marker("skip"):
-            return None
-        expectation, problem = self._read(item)
-        if problem or not (expectation or self._measures_unmarked(_fixture_names(item))):
+        if not self._expectations.is_measured(item):
             return None
         from pytest_gpumem.device.errors import DeviceError
 
-        models = self.selector.models(expectation)
         try:
-            device = self.selector.select(_parameter(item) or (models[0] if models else None))
+            device = self.selector.select(self._expectations.models(item)[0])
         except DeviceError:
             return None  # said where the test begins
-        return expectation, device
+        return self._expectations.of(item), device
 
     def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
@@ -311,13 +294,14 @@ class GpumemSession:
             return
         if refusal := self.settings.share and self.sharing.refusal:
             pytest.fail(refusal, pytrace=False)
-        if problem := self._error(item):  # of a marker that was added after collection
+        if problem := self._expectations.problem(
+            item
+        ):  # of a marker that was added after collection
             pytest.fail(problem, pytrace=False)
-        expectation = self._expectation(item)
-        if expectation is not None or self._measures_unmarked(_fixture_names(item)):
-            device = self._device(item, expectation, real_values)
+        if self._expectations.is_measured(item):
+            device = self.measuring.device_of(item, real_values=real_values)
             self._renew(item, device)
-            self.current = self._measured(item, expectation, device)
+            self.current = self.measuring.begin(item, device)
             self.watched.begins(self.current)
         else:
             self._renew(item, self._ambient)
@@ -358,7 +342,7 @@ class GpumemSession:
         """Run ``item`` in a process of its own if it asks for that; whether it did."""
         if self._isolation is None or (self.settings.share and self.sharing.refusal):
             return False
-        expectation = self._expectation(item)
+        expectation = self._expectations.of(item)
         if expectation is None or not expectation.isolate or item.get_closest_marker("skip"):
             return False
         self._isolation.run(item, nextitem)
@@ -368,7 +352,7 @@ class GpumemSession:
         """Make a standby process ready if some test asks for one and this process runs tests."""
         if self.selector.off or self._config.pluginmanager.hasplugin(ISOLATED):
             return
-        asks = (expectation for item in items if (expectation := self._expectation(item)))
+        asks = (expectation for item in items if (expectation := self._expectations.of(item)))
         if any(expectation.isolate for expectation in asks):
             from pytest_gpumem.session.isolated import Isolation
 
@@ -424,9 +408,11 @@ class GpumemSession:
             and report.when != "teardown"
             and self._imports_without_gpu
             and (self.settings.all or item.get_closest_marker(MARKER_NAME))
-            and _skipped_at_import(item)
         ):
-            setattr(report, SKIPPED_AT_IMPORT, True)
+            from pytest_gpumem.session.skipped import is_skipped_at_import
+
+            if is_skipped_at_import(item):
+                setattr(report, SKIPPED_AT_IMPORT, True)
 
     @property
     def _imports_without_gpu(self) -> bool:
@@ -506,8 +492,8 @@ class GpumemSession:
         if "fixture_devices" in vars(self):
             self.fixture_devices.forget(fixture)
         self.selector.forget(fixture)
-        if "ledger" in vars(self):
-            self.ledger.forget(fixture)
+        if "measuring" in vars(self):
+            self.measuring.ledger.forget(fixture)
 
     def _renew(self, item: pytest.Item, device: Device | None) -> None:
         """Tear down what ``item`` shares with earlier tests and was set up for another device."""
@@ -517,134 +503,6 @@ class GpumemSession:
     def _machine(self, device: Device | None) -> Device | None:
         """Return the simulated device that stands for a machine, ``None`` for the real one."""
         return None if device is None or device is self.selector.real() else device
-
-    def _device(
-        self, item: pytest.Item, expectation: Expectation | None, real_values: bool
-    ) -> Device:
-        models = self.selector.models(expectation)
-        model = _parameter(item) or (models[0] if models else None)
-        device = self._reported(model, real_values)
-        if self.selector.real() and model not in (*models[:1], None):
-            pytest.skip(
-                f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
-            )
-        if expectation and expectation.min_memory is not None:
-            _skip_below(expectation.min_memory, device)
-        return device
-
-    def _reported(self, model: str | None, real_values: bool = False) -> Device:
-        from pytest_gpumem.device.errors import DeviceError
-
-        real_values |= self.settings.sim_values == "always"
-        try:
-            return self.selector.select(model, real_values=real_values)
-        except DeviceError as error:
-            problem = str(error)
-        if problem in self._said:
-            pytest.fail("there is no device to measure on, as the first test says", pytrace=False)
-        self._said.add(problem)
-        pytest.fail(problem, pytrace=False)
-
-    def _measured(
-        self, item: pytest.Item, expectation: Expectation | None, device: Device
-    ) -> MeasuredItem:
-        import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
-        from pytest_gpumem.device.quota import QuotaError
-        from pytest_gpumem.session.item import MeasuredItem
-
-        predicted = self._predicted(item, expectation, device)
-        quota = self._quota(expectation, device)
-        try:
-            return MeasuredItem(
-                item,
-                expectation,
-                device,
-                self.ledger,
-                self.judge,
-                self.settings,
-                predicted,
-                quota,
-                self.sharing.runs_again if self.settings.share else None,
-                hooks=self.hooks,
-            )
-        except QuotaError as error:
-            problem = str(error)
-        pytest.fail(problem, pytrace=False)
-
-    def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
-        """Return what this process may reserve while the test runs, ``None`` for no limit."""
-        passage = self.sharing.passage if self.settings.share else None
-        if passage is not None and passage.quota is not None:
-            return passage.quota
-        if expectation is not None and expectation.quota is not None:
-            return expectation.quota
-        workers = getattr(self._config, "workerinput", {}).get("workercount", 1)
-        quota = self.settings.quota
-        return None if quota is None else quota.of(device.total_memory, workers)
-
-    def _predicted(
-        self, item: pytest.Item, expectation: Expectation | None, device: Device
-    ) -> PredictedTest | None:
-        """Return what a test that says ``predict=`` is compared with, ``None`` for any other.
-
-        On a simulated device the prediction would be the measurement itself.
-        """
-        if expectation is None or expectation.predict is None or device is not self.selector.real():
-            return None
-        from pytest_gpumem.device.cuda import CudaDevice
-
-        assert isinstance(device, CudaDevice)
-        return self.predictions.of(item, device, self._wants_prediction)
-
-    def _wants_prediction(self, item: pytest.Item) -> bool:
-        expectation = self._expectation(item)
-        if expectation is None or expectation.predict is None or item.get_closest_marker("skip"):
-            return False
-        return _parameter(item) in (None, *expectation.gpu[:1])
-
-    def _expectation(self, node: pytest.Item) -> Expectation | None:
-        return self._read(node)[0]
-
-    def _read(self, node: pytest.Item) -> tuple[Expectation | None, str]:
-        """Return what the markers of a test expect, and what is wrong with them."""
-        markers = list(node.iter_markers(MARKER_NAME))
-        if not markers:
-            return None, ""
-        from pytest_gpumem.marker import MarkerError, expectation_of
-
-        # pytest puts a parameter's marks behind its function's; nothing is closer to the test.
-        of_parameter = getattr(getattr(node, "callspec", None), "marks", ())
-        markers.sort(key=lambda mark: mark not in of_parameter)
-        try:
-            return expectation_of(markers, self.settings.defaults), ""
-        except MarkerError as error:
-            return None, str(error)
-
-    def _measures_unmarked(self, fixture_names: Iterable[str]) -> bool:
-        if self.selector.off:
-            return False
-        return FIXTURE_NAME in fixture_names or (self.settings.all and self._torch_is_there)
-
-    @cached_property
-    def _torch_is_there(self) -> bool:
-        """Whether tests that ask for nothing could be measured."""
-        from pytest_gpumem.device.errors import DeviceError
-
-        try:
-            self.selector.check_torch()
-        except DeviceError:
-            return False
-        return True
-
-    def _error(self, item: pytest.Item) -> str:
-        expectation, problem = self._read(item)
-        if expectation is None or len(expectation.gpu) < 2 or _parameter(item):
-            return problem
-        return (
-            f"gpumem marker: gpu={list(expectation.gpu)!r} asks for a test id of each model, which "
-            "only plain test functions can have, not unittest classes nor single parameters; give "
-            "one model"
-        )
 
 
 @contextmanager
@@ -674,43 +532,6 @@ def _torch_release() -> str | None:
         return None
 
 
-def _skip(reason: str) -> NoReturn:
-    # As skipif does it: the report then names the test's line, not this one.
-    raise pytest.skip.Exception(reason, _use_item_location=True)
-
-
-def _skip_below(size: int, device: Device) -> None:
-    from pytest_gpumem.sizes import format_size
-
-    total = device.total_memory
-    if total < size:
-        _skip(
-            f"needs a GPU of {format_size(size)}, and {device.environment.gpu} has "
-            f"{format_size(total)}"
-        )
-
-
-def _parameter(item: pytest.Item) -> str | None:
-    callspec = getattr(item, "callspec", None)
-    model: str | None = callspec.params.get(MODEL_PARAMETER) if callspec else None
-    return model
-
-
-def _fixture_names(item: pytest.Item) -> Iterable[str]:
-    names: Iterable[str] = getattr(item, "fixturenames", ())
-    return names
-
-
 def _runs_tests(config: pytest.Config) -> bool:
     """Whether tests run in this process: not in the controller of pytest-xdist."""
     return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"
-
-
-def _skipped_at_import(item: pytest.Item) -> bool:
-    """Whether a condition that had a value when the module was imported skips ``item``."""
-    if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
-        return True
-    # unittest's decorators, as ``skipUnless(torch_device == "cuda", ...)``.
-    cls = getattr(item, "cls", None)
-    holders = cls, getattr(cls, getattr(item, "originalname", None) or item.name, None)
-    return any(getattr(holder, "__unittest_skip__", False) for holder in holders)

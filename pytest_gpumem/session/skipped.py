@@ -1,4 +1,4 @@
-"""Modules that skip themselves where torch sees no CUDA device."""
+"""Tests, and modules of them, that were skipped because torch saw no CUDA device at import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 _DEVICE = re.compile(r"cuda|gpu|accelerator|is_available|device", re.IGNORECASE)
 """What conditions on a device, and their reasons, speak of."""
@@ -35,3 +37,13 @@ def _conditions(tree: ast.AST, line: int) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or 0):
             yield ast.unparse(node.test)
+
+
+def is_skipped_at_import(item: pytest.Item) -> bool:
+    """Whether a condition that had a value when the module was imported skips ``item``."""
+    if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
+        return True
+    # unittest's decorators, as ``skipUnless(torch_device == "cuda", ...)``.
+    cls = getattr(item, "cls", None)
+    holders = cls, getattr(cls, getattr(item, "originalname", None) or item.name, None)
+    return any(getattr(holder, "__unittest_skip__", False) for holder in holders)

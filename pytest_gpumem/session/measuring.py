@@ -1,0 +1,163 @@
+"""How the measurement of a test begins: its device, its quota, what it is compared with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
+from pytest_gpumem.device.cuda import CudaDevice
+from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.device.quota import QuotaError
+from pytest_gpumem.measurement.fixtures import FixtureLedger
+from pytest_gpumem.session.expected import model_of
+from pytest_gpumem.session.item import MeasuredItem
+from pytest_gpumem.session.judge import Judge
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.device.select import DeviceSelector
+    from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.options import Settings
+    from pytest_gpumem.prediction.predicted import PredictedTest
+    from pytest_gpumem.session.expected import Expectations
+    from pytest_gpumem.session.hooks import Hooks
+    from pytest_gpumem.session.predictions import Predictions
+    from pytest_gpumem.session.sharing import Sharing
+
+
+class Measuring:
+    """Begins the measurements of one process's tests.
+
+    Args:
+        config: of this run.
+        settings: of this run.
+        selector: chooses devices.
+        expectations: what tests expect.
+        predictions: returns what tests need by simulation.
+        sharing: lets tests pass beside others, ``None`` where they need not.
+        hooks: what other plugins implement.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        settings: Settings,
+        selector: DeviceSelector,
+        expectations: Expectations,
+        predictions: Callable[[], Predictions],
+        sharing: Sharing | None,
+        hooks: Hooks,
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._selector = selector
+        self._expectations = expectations
+        self._predictions = predictions
+        self._sharing = sharing
+        self._hooks = hooks
+        self._judge = Judge(config, settings)
+        self._said: set[str] = set()
+        """Why there is no device, which holds for every test."""
+        self.ledger = FixtureLedger()
+        """What living fixtures hold."""
+
+    def device_of(self, item: pytest.Item, *, real_values: bool) -> Device:
+        """Return where ``item`` runs; skips or fails it with a sentence where it cannot.
+
+        A simulated device computes ``real_values`` where this or the options say so.
+        """
+        model, models = self._expectations.models(item)
+        device = self._reported(model, real_values)
+        if self._selector.real() and model not in (*models[:1], None):
+            pytest.skip(
+                f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
+            )
+        expectation = self._expectations.of(item)
+        if expectation and expectation.min_memory is not None:
+            _skip_below(expectation.min_memory, device)
+        return device
+
+    def begin(self, item: pytest.Item, device: Device) -> MeasuredItem:
+        """Begin to measure ``item`` on ``device``."""
+        expectation = self._expectations.of(item)
+        predicted = self._predicted(item, expectation, device)
+        quota = self._quota(expectation, device)
+        try:
+            return MeasuredItem(
+                item,
+                expectation,
+                device,
+                self.ledger,
+                self._judge,
+                self._settings,
+                predicted,
+                quota,
+                self._sharing.runs_again if self._sharing else None,
+                hooks=self._hooks,
+            )
+        except QuotaError as error:
+            problem = str(error)
+        pytest.fail(problem, pytrace=False)
+
+    def _reported(self, model: str | None, real_values: bool) -> Device:
+        real_values |= self._settings.sim_values == "always"
+        try:
+            return self._selector.select(model, real_values=real_values)
+        except DeviceError as error:
+            problem = str(error)
+        if problem in self._said:
+            pytest.fail("there is no device to measure on, as the first test says", pytrace=False)
+        self._said.add(problem)
+        pytest.fail(problem, pytrace=False)
+
+    def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
+        """Return what this process may reserve while the test runs, ``None`` for no limit."""
+        passage = self._sharing.passage if self._sharing else None
+        if passage is not None and passage.quota is not None:
+            return passage.quota
+        if expectation is not None and expectation.quota is not None:
+            return expectation.quota
+        workers = getattr(self._config, "workerinput", {}).get("workercount", 1)
+        quota = self._settings.quota
+        return None if quota is None else quota.of(device.total_memory, workers)
+
+    def _predicted(
+        self, item: pytest.Item, expectation: Expectation | None, device: Device
+    ) -> PredictedTest | None:
+        """Return what a test that says ``predict=`` is compared with, ``None`` for any other.
+
+        On a simulated device the prediction would be the measurement itself.
+        """
+        if (
+            expectation is None
+            or expectation.predict is None
+            or device is not self._selector.real()
+        ):
+            return None
+        assert isinstance(device, CudaDevice)
+        return self._predictions().of(item, device, self._wants_prediction)
+
+    def _wants_prediction(self, item: pytest.Item) -> bool:
+        expectation = self._expectations.of(item)
+        if expectation is None or expectation.predict is None or item.get_closest_marker("skip"):
+            return False
+        return model_of(item) in (None, *expectation.gpu[:1])
+
+
+def _skip(reason: str) -> NoReturn:
+    # As skipif does it: the report then names the test's line, not this one.
+    raise pytest.skip.Exception(reason, _use_item_location=True)
+
+
+def _skip_below(size: int, device: Device) -> None:
+    total = device.total_memory
+    if total < size:
+        _skip(
+            f"needs a GPU of {format_size(size)}, and {device.environment.gpu} has "
+            f"{format_size(total)}"
+        )
