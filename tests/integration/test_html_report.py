@@ -46,6 +46,9 @@ def test_the_page_of_a_run_has_its_time_lines(project: Project, args: tuple[str,
     # Where the allocator gets a segment from the driver nothing is allocated yet.
     assert [total for total, _ in groupby(totals)] == [0, MIB, 3 * MIB, 2 * MIB, 0]
     assert max(totals) == passed["measurement"]["peak_allocated"]
+    # A segment of 2 MiB for the small block and one of 20 MiB for the large one.
+    assert [bytes for bytes, _ in groupby(line["reserved"])][:3] == [0, 2 * MIB, 22 * MIB]
+    assert max(line["reserved"]) == passed["measurement"]["peak_reserved"]
     assert line["places"][0].startswith("test_it.py:")
     assert line["phases"][1] == ["first", 0, 5]
     assert failed["measurement"]["timeline"]["events"] >= 1
