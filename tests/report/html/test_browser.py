@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.report.html import write_html
+from pytest_gpumem.report.past import Past
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
 from tests.report.html import chromium
 
@@ -20,10 +21,19 @@ ODD = {
     "tests/test_z.py::test_z[::error file=a.py::taken]": "test_z[::error file=a.py::taken]",
 }
 """Names, and how they are shown."""
+USE = {
+    "device": "simulated T4 cuda:0",
+    "capacity": 16 * MIB,
+    "spans": [
+        {"nodeid": HOSTILE, "worker": "gw0", "begin": 0.0, "end": 2.0, "bytes": 8 * MIB},
+        {"nodeid": "test_b", "worker": "gw1", "begin": 1.0, "end": 4.0, "bytes": 4 * MIB},
+    ],
+}
 TIMELINE = {
     "events": 3,
     "positions": [0, 1, 2, 3],
     "categories": {"activations": [0, 512, 80 * MIB, 512]},
+    "reserved": [0, 2 * MIB, 96 * MIB, 96 * MIB],
     "places": ["model.py:7 torch.mm"],
     "blocks": [[-1, 0], [0, 512], [0, 80 * MIB - 512], [0, 512 - 80 * MIB]],
     "phases": [["forward", 0, 3]],
@@ -58,7 +68,8 @@ def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
         record(name, measured(MIB), verdict("limit", MIB, 2 * MIB)) for name in (HOSTILE, *ODD)
     ]
     records = [replace(told, measurement=shown), passing(), *hostile, *many]
-    return opened_page(write_html(tmp_path / "page.html", records))
+    past = Past([("run-1", "", {told.key: 64 * MIB}), ("run-2", "", {told.key: 80 * MIB})])
+    return opened_page(write_html(tmp_path / "page.html", records, past=past, usage=[USE]))
 
 
 def names(page: Any) -> list[str]:
@@ -127,10 +138,12 @@ def test_what_opens_says_everything_with_its_unit(page: Any) -> None:
     text = opened(page)
     for said in (
         "forward peaked at 80.0 MiB (83,886,080 B), 16.0 MiB over its baseline of 64.0 MiB",
-        "peak, after event 2 of 3: 80.0 MiB allocated (activations 80.0 MiB)",
+        "peak, after event 2 of 3: 80.0 MiB allocated (activations 80.0 MiB), reserved 96.0 MiB",
         "allocated by model.py:7 torch.mm",
         "cuBLAS workspaces\n8.1 MiB (8,519,680 B)",
         "activations model.py:7 torch.mm head 2 × 40.0 MiB [2, 4] float32",
+        "64.0 MiB to 80.0 MiB (+16.0 MiB) in 2 reports, 1 step",
+        "run-2 64.0 MiB 80.0 MiB +16.0 MiB",
     ):
         assert said in text.replace("\u00a0", " ")
     assert page.find_elements("css selector", ".timeline canvas")
@@ -147,7 +160,7 @@ def test_the_time_line_is_read_and_zoomed_by_keys(page: Any) -> None:
     assert note.text.startswith("after event 3 of 3: 512 B allocated")
     assert "80.0 MiB freed, from model.py:7" in note.text
     chart.send_keys(Keys.HOME)
-    assert note.text == "after event 0 of 3: 0 B allocated"
+    assert note.text == "after event 0 of 3: 0 B allocated, reserved 0 B"
 
 
 def test_nothing_is_wider_than_a_phone(page: Any) -> None:
@@ -165,6 +178,23 @@ def test_the_arrow_keys_walk_the_tests_and_slash_finds_one(page: Any) -> None:
     assert focused.find_element("css selector", ".test-name").text == names(page)[1]
     page.switch_to.active_element.send_keys("/")
     assert page.switch_to.active_element.get_attribute("id") == "find"
+
+
+def test_history_is_a_line_with_its_steps(page: Any) -> None:
+    (picture,) = page.find_elements("css selector", "td.trend svg")
+    assert picture.accessible_name == "64.0 MiB to 80.0 MiB (+16.0 MiB) in 2 reports, 1 step"
+    assert len(picture.find_elements("css selector", "circle.step")) == 1
+
+
+def test_shared_use_shows_who_had_how_much_when(page: Any) -> None:
+    usage = page.find_element("id", "usage")
+    assert "12.0 MiB of 16.0 MiB were granted at most, to 2 workers in 4.0 s." in usage.text
+    first, second = usage.find_elements("css selector", "rect.run")
+    # Two of four seconds, and three of four that begin after one; the picture is 1,000 wide.
+    assert (first.get_attribute("x"), first.get_attribute("width")) == ("0.0", "500.0")
+    assert (second.get_attribute("x"), second.get_attribute("width")) == ("250.0", "750.0")
+    said = first.find_element("css selector", "title").get_attribute("textContent")
+    assert said == f"{HOSTILE} on gw0: 8.0 MiB from 0 ms to 2.0 s"
 
 
 def test_a_status_that_is_taken_out_is_not_shown(page: Any) -> None:
