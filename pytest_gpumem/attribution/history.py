@@ -113,6 +113,8 @@ class History:
     """Fixtures that the body asked for were set up then: as if it had been before."""
     unmeasured: Sequence[tuple[int, int]] = ()
     """Where no peak counts."""
+    reserved: Sequence[int] = ()
+    """Bytes held from the driver before each event, and after the last; empty where unknown."""
     root: str = ""
     """The folder that paths are relative to."""
     classify: Callable[[str, int, Origin], str] | None = None

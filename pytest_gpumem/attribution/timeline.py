@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -11,7 +11,8 @@ from pytest_gpumem.attribution.composition import category_of, shown_path
 from pytest_gpumem.attribution.history import CATEGORIES, History, Life
 
 BUCKETS = 200
-"""Stretches of a time line; each is kept by the samples where it is lowest and highest."""
+"""Stretches of a time line; each is kept by the samples where it is lowest and highest, and by the
+one where most is reserved."""
 
 MOST_SPANS = 200
 """Windows of phases that are kept, the longest; a phase may be entered at every step."""
@@ -25,7 +26,7 @@ class _Event:
     is_alloc: bool
 
 
-def timeline_of(history: History) -> dict[str, Any] | None:
+def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | None:
     """Return what was allocated over the events of ``history``; ``None`` where there were none.
 
     ``positions`` are the samples: 0 is before the first event, n after the nth. ``categories`` has
@@ -33,7 +34,8 @@ def timeline_of(history: History) -> dict[str, Any] | None:
     samples hold the lowest and the highest point of every stretch of events, the first, the last
     and the peak of each phase: no peak is lost. ``blocks`` says which block was allocated (bytes
     above 0) or freed (below 0) by the event before each sample, as the number of its place; place
-    -1 is none: before the first event, and where a simulated allocator got a segment.
+    -1 is none: before the first event, and where a simulated allocator got a segment. ``reserved``,
+    where it is known, is without the ``stray_reserved`` bytes that others held before.
     """
     if not history.length:
         return None
@@ -61,7 +63,14 @@ def timeline_of(history: History) -> dict[str, Any] | None:
         "places": list(places),
         "blocks": blocks,
         "phases": _spans(history),
+        **_reserved(history, kept, stray_reserved),
     }
+
+
+def _reserved(history: History, kept: Sequence[int], stray: int) -> dict[str, list[int]]:
+    if not history.reserved:
+        return {}
+    return {"reserved": [history.reserved[position] - stray for position in kept]}
 
 
 def _kept(history: History) -> set[int]:
@@ -72,6 +81,8 @@ def _kept(history: History) -> set[int]:
         stretch = range(begin, end)
         kept.add(max(stretch, key=allocated.__getitem__))
         kept.add(min(stretch, key=allocated.__getitem__))
+        if history.reserved:
+            kept.add(max(stretch, key=history.reserved.__getitem__))
     return kept
 
 

@@ -11,14 +11,12 @@ from pathlib import Path
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import say, table, terminal_width
 from pytest_gpumem.report.past import past_of_git, past_of_reports
-from pytest_gpumem.report.trend import BARS, PLAIN_BARS, Trend, sparkline
+from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
 
 CREEPS = 1
 WIDTH = 24
 """Columns of a sparkline."""
-SMALL = "1% + 1MiB"
-"""A change up to which counts as small, where nothing else is given."""
 MOST_CREEP = "5%"
 COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 
@@ -54,8 +52,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument(
         "--tolerance",
-        default=SMALL,
-        help=f"up to what a change is a small step (default: {SMALL.replace('%', '%%')})",
+        default=str(SMALL),
+        help=f"up to what a change is a small step (default: {str(SMALL).replace('%', '%%')})",
     )
     parser.add_argument("--all", action="store_true", help="list tests that never changed, too")
     parser.add_argument("--json", action="store_true", help="everything as JSON")

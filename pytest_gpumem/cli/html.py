@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.columns import say
 from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.report.past import Past
+    from pytest_gpumem.report.record import TestRecord
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,7 +24,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "earlier run. It is one file that asks the network for nothing.",
     )
     parser.add_argument(
-        "report", metavar="REPORT", type=Path, help="what --gpumem-report json:PATH wrote"
+        "reports",
+        metavar="REPORT",
+        nargs="+",
+        type=Path,
+        help="what --gpumem-report json:PATH wrote; of several the last is shown, and those before "
+        "it, the oldest first, are its history",
+    )
+    parser.add_argument(
+        "--history",
+        metavar="PATH",
+        action="append",
+        default=[],
+        type=Path,
+        help="an earlier report, or a folder of them, by their names; may be repeated",
     )
     parser.add_argument(
         "-o",
@@ -33,13 +52,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and return the exit code; raises ``ValueError`` for bad input."""
     from pytest_gpumem.report.html import write_html
-    from pytest_gpumem.report.json_report import read_report
+    from pytest_gpumem.report.json_report import read_report, read_usage
 
-    records = read_report(arguments.report)
-    path: Path = arguments.output or arguments.report.with_suffix(".html")
-    if path.resolve() == arguments.report.resolve():
-        raise ValueError(f"the page would replace the report {path}; name another with --output")
-    written = write_html(path, records, "--output")
+    *earlier, report = arguments.reports
+    records = read_report(report)
+    path: Path = arguments.output or report.with_suffix(".html")
+    for read in arguments.reports:
+        if path.resolve() == read.resolve():
+            raise ValueError(
+                f"the page would replace the report {path}; name another with --output"
+            )
+    past = _past([*arguments.history, *earlier], report, records)
+    written = write_html(path, records, "--output", past=past, usage=read_usage(report))
     tests = "1 test" if len(records) == 1 else f"{len(records)} tests"
     say([f"{path}: {tests}, {format_size(written.stat().st_size)}"])
     return 0
+
+
+def _past(paths: Sequence[Path], report: Path, records: Sequence[TestRecord]) -> Past | None:
+    """Return what earlier reports say, and at the end what ``report`` does; ``None`` without."""
+    if not paths:
+        return None
+    from pytest_gpumem.report.past import past_of_reports, peaks_of
+
+    past = past_of_reports(paths, without=report)
+    past.moments.append((report.stem, "", peaks_of(records)))
+    return past

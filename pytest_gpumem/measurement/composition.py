@@ -182,6 +182,7 @@ class Account:
                 (position_on(device, b) - begin, position_on(device, e) - begin)
                 for b, e in tracker.unmeasured_windows
             ],
+            reserved=self._recorder.reserved(device, begin) if self.timelines else (),
             root=self._root,
             classify=self._classify,
             locate=self._locate,

@@ -200,7 +200,7 @@ class Meter:
             most = self._max_leak
             named = most is not None and bytes_on(device, leaked or frozenset()) > most
             left = leaks(history, device, leaked or (), named=named)
-            timeline = timeline_of(history) if self._account.timelines else None
+            timeline = timeline_of(history, stray.reserved) if self._account.timelines else None
         call = phases[CALL]
         return Measurement(
             device=f"cuda:{device}",

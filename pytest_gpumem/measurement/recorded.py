@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,26 @@ class RecordedHistory:
             nbytes = round_size(entry["size"])
             yield Event(is_alloc, entry["addr"], nbytes, _origin(entry) if is_alloc else None)
 
+    def reserved(self, device: int, begin: int) -> Sequence[int]:
+        """Return the bytes held from the driver at position ``begin``, and after each event.
+
+        A segment belongs to the event that follows: it was got for that allocation.
+        """
+        position = self._started(device)
+        changes = [0]
+        for entry in _trace(device):
+            if position >= begin:
+                changes[-1] += _SUPPLY.get(entry["action"], 0) * entry["size"]
+            if entry["action"] in _ACTIONS:
+                position += 1
+                if position > begin:
+                    changes.append(0)
+        last = changes.pop()
+        now = torch.cuda.memory_reserved(device)
+        series = list(accumulate(changes, initial=now - last - sum(changes)))
+        series[-1] = now
+        return series
+
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""
         position = self._started(device)
@@ -184,6 +204,8 @@ class RecordedHistory:
         return self._start[device] if device < len(self._start) else 0
 
 
+_SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""What changes the bytes held from the driver, and in which direction."""
 _COUNTED = ("allocated", "freed")
 _ACTIONS = ("alloc", "free_requested")
 

@@ -20,5 +20,8 @@ class Recorder(Protocol):
     def events(self, device: int, begin: int) -> Iterable[Event]:
         """Return what happened from position ``begin`` on, one event for each position."""
 
+    def reserved(self, device: int, begin: int) -> Sequence[int]:
+        """Return the bytes held from the driver at position ``begin``, and after each event."""
+
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""

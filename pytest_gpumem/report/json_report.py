@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from errno import EISDIR
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ class ReportError(ValueError):
     """A report that cannot be written or read; the message is one sentence for the user."""
 
 
-def report_of(records: Iterable[TestRecord]) -> dict[str, Any]:
+def report_of(
+    records: Iterable[TestRecord], usage: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """Return the report of a run, builtin types only, the tests sorted by node id.
 
     The report's environment is that of most tests; a test measured elsewhere names its own.
+    ``usage`` is how tests shared devices.
     """
     ordered = sorted(records, key=lambda record: record.nodeid)
     counts = Counter(record.environment for record in ordered)
@@ -33,16 +36,19 @@ def report_of(records: Iterable[TestRecord]) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "environment": common and common.to_dict(),
         "tests": [_test(record, common) for record in ordered],
+        **({"usage": list(usage)} if usage else {}),
     }
 
 
-def write_report(path: Path, records: Sequence[TestRecord]) -> Path:
+def write_report(
+    path: Path, records: Sequence[TestRecord], usage: Sequence[Mapping[str, Any]] = ()
+) -> Path:
     """Write the report of ``records`` to ``path``, whole or not at all; return the file written.
 
     Folders that are missing are made, a symbolic link is written through. Raises
     :class:`ReportError` where the file cannot be written.
     """
-    report = report_of(records)
+    report = report_of(records, usage)
     if problem := schema_problem("pytest_gpumem.report", report):
         raise ReportError(f"report {path} was not written: {problem}")
     content = f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode("ascii")
@@ -75,6 +81,20 @@ def write_file(path: Path, content: bytes, asked_by: str) -> Path:
 
 def read_report(path: Path) -> list[TestRecord]:
     """Return the tests of the report ``path``; raises :class:`ReportError` where it is none."""
+    data = _read(path)
+    return [_record(test, data["environment"]) for test in data["tests"]]
+
+
+def read_usage(path: Path) -> list[dict[str, Any]]:
+    """Return how the tests of the report ``path`` shared devices; nothing where they did not.
+
+    Raises :class:`ReportError` where it is no report.
+    """
+    usage: list[dict[str, Any]] = _read(path).get("usage", [])
+    return usage
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
@@ -91,7 +111,8 @@ def read_report(path: Path) -> list[TestRecord]:
         )
     if problem := schema_problem("pytest_gpumem.report", data):
         raise _foreign(path, problem)
-    return [_record(test, data["environment"]) for test in data["tests"]]
+    report: dict[str, Any] = data
+    return report
 
 
 def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:

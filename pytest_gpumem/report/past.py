@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from pytest_gpumem.baseline.content import BaselineError, parse
-from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.git import git, toplevel
 from pytest_gpumem.report.json_report import read_report
+from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.trend import Point, Trend
 from pytest_gpumem.sizes import Tolerance
 
@@ -37,8 +37,10 @@ class Past:
         return [Trend(*key, tuple(found), tolerance) for key, found in sorted(points.items())]
 
 
-def past_of_reports(paths: Sequence[Path]) -> Past:
+def past_of_reports(paths: Sequence[Path], without: Path | None = None) -> Past:
     """Return what JSON reports say, in the order given; those of a folder by their names.
+
+    The report ``without`` is left out where a folder holds it.
 
     Raises ``ValueError`` with one sentence where one cannot be read or there is none.
     """
@@ -47,8 +49,10 @@ def past_of_reports(paths: Sequence[Path]) -> Past:
         files = sorted(path.glob("*.json"), key=_natural) if path.is_dir() else [path]
         if not files:
             raise ValueError(f"{path} holds no reports; give files of --gpumem-report json:PATH")
+        if path.is_dir() and without is not None:
+            files = [file for file in files if file.resolve() != without.resolve()]
         for file in files:
-            past.moments.append((file.stem, "", _peaks_of_report(file)))
+            past.moments.append((file.stem, "", peaks_of(read_report(file))))
     return past
 
 
@@ -125,12 +129,11 @@ class _Reader:
             yield (key, f"{path}::{test_id}"), entry.peak_allocated
 
 
-def _peaks_of_report(path: Path) -> Peaks:
+def peaks_of(records: Sequence[TestRecord]) -> Peaks:
+    """Return the peaks of tests that were measured whole."""
     return {
-        (record.environment.key, "::".join(split_nodeid(record.nodeid))): (
-            record.measurement.peak_allocated
-        )
-        for record in read_report(path)
+        record.key: record.measurement.peak_allocated
+        for record in records
         # The numbers of a body that failed end where it ended.
         if record.measurement is not None
         and (record.outcome in ("passed", "xpassed") or record.broken)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
@@ -53,6 +54,11 @@ class TestRecord:
     def broken(self) -> tuple[Verdict, ...]:
         """The verdicts that did not pass."""
         return tuple(verdict for verdict in self.verdicts if not verdict.passed)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What is the same for this test in every run: the environment's key, and the node id."""
+        return self.environment.key, "::".join(split_nodeid(self.nodeid))
 
     @property
     def is_whole(self) -> bool:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pytest_gpumem.sizes import Tolerance
+from pytest_gpumem.sizes import Tolerance, parse_tolerance
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_BARS = "_.,-=+*#"
 """The same where the terminal's encoding has no bars."""
+
+SMALL = parse_tolerance("1% + 1MiB")
+"""A change up to which counts as small, where nothing else is given."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_gpumem.options import ReportTarget
@@ -23,6 +23,8 @@ class ReportedRun:
     """By node id, a test's file and line, the first being 1."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """By node id, why a test could not be simulated."""
+    usage: Sequence[Mapping[str, Any]] = ()
+    """How tests shared devices, as the JSON report has it."""
     command: str = "pytest"
     """How pytest is started, as far as baselines depend on it."""
 
@@ -39,7 +41,7 @@ def _json(path: Path | None, run: ReportedRun) -> Sequence[str]:
     from pytest_gpumem.report.json_report import write_report
 
     assert path is not None
-    write_report(path, run.records)
+    write_report(path, run.records, run.usage)
     return ()
 
 
@@ -47,7 +49,7 @@ def _html(path: Path | None, run: ReportedRun) -> Sequence[str]:
     from pytest_gpumem.report.html import write_html
 
     assert path is not None
-    write_html(path, run.records)
+    write_html(path, run.records, usage=run.usage)
     return ()
 
 

@@ -17,7 +17,7 @@ from pytest_gpumem.paths import relative
 from pytest_gpumem.session.stopwatch import Run, Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from pytest_gpumem.baseline.collected import Collected
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.report.remarks import Missing
     from pytest_gpumem.session.faults import Crashes
     from pytest_gpumem.sharing.learned import Learned
+    from pytest_gpumem.sharing.usage import Usage
 
 ATTRIBUTE = "gpumem"
 """Of a test's final call report: its record as builtin types, for pytest-xdist."""
@@ -139,8 +140,8 @@ class Results:
         """By worker of pytest-xdist: where it has measured."""
         self._stopwatch = Stopwatch()
         self._missing: Missing | None = None
-        self.shared: list[str] = []
-        """What the run made of devices that it shared, line by line."""
+        self.usages: Sequence[Usage] = ()
+        """What became of the devices that tests of the run shared."""
         self.foreseen: Learned | None = None
         """What tests would take by simulation, as far as anybody asked."""
         self.shard = ""
@@ -281,7 +282,7 @@ class Results:
             *self._broken_plugins,
             *filter(None, [self.shard]),
             *self._hosts(),
-            *self.shared,
+            *self._uses(),
             *self._waits(),
             *(f"{nodeid} was skipped: {why}" for nodeid, why in self._unsimulated.items()),
         ]
@@ -322,6 +323,12 @@ class Results:
             sort=self._settings.sort,
         )
         write_section(writer, lines, verbosity=verbosity)
+
+    def _uses(self) -> list[str]:
+        """Return how full the devices were that tests shared."""
+        from pytest_gpumem.sharing.usage import lines
+
+        return lines(self.usages)
 
     def _waits(self) -> list[str]:
         """Return how tests came to the devices that they shared."""
@@ -434,6 +441,7 @@ class Results:
                 root=self._config.rootpath,
                 lines=self._lines,
                 skipped=self._unsimulated,
+                usage=[usage.to_dict() for usage in self.usages],
                 command=_from_anywhere(self._config),
             )
             try:

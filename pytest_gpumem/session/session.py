@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.session.waiting import WaitWatch
     from pytest_gpumem.session.watched import Watched
+    from pytest_gpumem.sharing.usage import Usage
 
 _HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
@@ -231,17 +232,13 @@ class GpumemSession:
         if self.settings.all and not self.selector.off and not self._expectations.torch_is_there:
             self.results.note("--gpumem-all measured no test, because torch is not installed")
         if self.settings.share:
-            self.results.shared = self._shared()
+            self.results.usages = self._usages()
             self.results.foreseen = self.hosts.learned
         if not self.results.finish(session.exitstatus) and session.exitstatus in _HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def _shared(self) -> list[str]:
-        if not self.run_id:
-            return self.sharing.summary()
-        from pytest_gpumem.sharing.usage import lines
-
-        return lines(self.hosts.usages(self.run_id))
+    def _usages(self) -> list[Usage]:
+        return self.hosts.usages(self.run_id) if self.run_id else self.sharing.usages()
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
         """Make one test id of each GPU model that a test names."""

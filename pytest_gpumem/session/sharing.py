@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.session import GpumemSession
+    from pytest_gpumem.sharing.usage import Usage
 
 MARGIN = 1.1
 """Of what a limit or a baseline says is allocated, for what is reserved beside it."""
@@ -188,14 +189,14 @@ class Sharing:
         self._learned.merge(learned)
         self._line.has_learned(learned)
 
-    def summary(self) -> list[str]:
-        """Return what a person reads of the devices that this process shared."""
-        from pytest_gpumem.sharing.usage import lines, usages
+    def usages(self) -> list[Usage]:
+        """Return what became of the devices that this process shared."""
+        from pytest_gpumem.sharing.usage import usages
 
         if self._ledger is None:
             return []
         capacity = max(gate.capacity for gate in self._gates.values())
-        return lines(usages(self._ledger.log(), _worker(self._config)[0], capacity))
+        return usages(self._ledger.log(), _worker(self._config)[0], capacity)
 
     def _has_left(self, admission: Admission, granted: float) -> None:
         """Tell the controller what a test that has ended had, and since when."""

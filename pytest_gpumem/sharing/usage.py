@@ -67,6 +67,24 @@ class Usage:
         """The most bytes that were granted at one moment."""
         return max(self._levels()[1], default=0)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: seconds since the first test was admitted, and bytes."""
+        begin = self._begin
+        return {
+            "device": self.device,
+            "capacity": self.capacity,
+            "spans": [
+                {
+                    "nodeid": one.nodeid,
+                    "worker": one.worker,
+                    "begin": round(one.granted - begin, 3),
+                    "end": round(one.released - begin, 3),
+                    "bytes": one.bytes,
+                }
+                for one in sorted(self.spans, key=lambda one: (one.granted, one.nodeid))
+            ],
+        }
+
     def picture(self, columns: int = COLUMNS) -> str:
         """Return the mean use in ``columns`` equal parts of the time, a bar for each."""
         times, levels = self._levels()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import Event, Origin
@@ -10,6 +11,10 @@ from pytest_gpumem.simulated.allocator.trace import FREE
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.simulation import Simulation
+
+
+_SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""What changes the bytes held from the driver, and in which direction."""
 
 
 class SimulatedRecorder:
@@ -34,6 +39,12 @@ class SimulatedRecorder:
         """Yield what happened from position ``begin`` on, one event for each position."""
         for action, address, size, _, context in self._gpus[device].allocator.trace.raw(begin):
             yield _event(action, address, size, context)
+
+    def reserved(self, device: int, begin: int) -> Sequence[int]:
+        """Return the bytes held from the driver at position ``begin``, and after each event."""
+        memory = self._gpus[device].allocator
+        changes = [_SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
+        return list(accumulate(changes, initial=memory.reserved - sum(changes)))
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""

@@ -76,3 +76,21 @@ def test_a_phase_that_is_entered_often_keeps_its_longest_windows() -> None:
     assert len(line["phases"]) == timeline.MOST_SPANS
     assert line["phases"][0] == ["call", 0, 2_000]
     assert min(end - begin for _, begin, end in line["phases"]) == 3
+
+
+def test_what_is_reserved_stands_beside_it_without_what_others_held() -> None:
+    told = history(alloc(1, 512), free(1))
+    told.reserved = [4096, 2 << 20, 2 << 20]
+    line = timeline_of(told, stray_reserved=4096)
+    assert line is not None
+    assert line["reserved"] == [0, (2 << 20) - 4096, (2 << 20) - 4096]
+
+
+def test_the_most_that_was_reserved_is_kept_however_long_it_took() -> None:
+    told = history(*(alloc(number, 512) for number in range(9_000)))
+    told.reserved = [1 << 20] * 9_001
+    told.reserved[4_321] = 1 << 30
+    line = timeline_of(told)
+    assert line is not None
+    assert max(line["reserved"]) == 1 << 30
+    assert 4_321 in line["positions"]

@@ -9,7 +9,14 @@ import pytest
 from pytest_gpumem.cli import main
 from pytest_gpumem.report.html.page import render
 from pytest_gpumem.report.json_report import write_report
-from tests.report.example_run import failing, passing
+from tests.report.example_run import MIB, failing, measured, passing, record
+from tests.report.html.parsed import Page
+
+USE = {
+    "device": "cuda:0",
+    "capacity": 16 * MIB,
+    "spans": [{"nodeid": "test_a", "worker": "gw0", "begin": 0.0, "end": 1.5, "bytes": MIB}],
+}
 
 
 def test_the_page_is_that_of_the_run_itself(
@@ -60,3 +67,59 @@ def test_what_is_no_report_is_refused(
     assert main(["html", str(path)]) == 2
     assert capsys.readouterr().err == f"gpumem: {said.format(path=path)}\n"
     assert not (tmp_path / "report.html").exists()
+
+
+def rows(page: Path) -> dict[str, dict[str, object]]:
+    overview = Page(page.read_text(encoding="utf-8")).overview
+    return {row["id"]: row for row in overview["tests"]}
+
+
+@pytest.mark.parametrize("how", ["reports", "--history"])
+def test_earlier_reports_are_the_history_of_the_last(how: str, tmp_path: Path) -> None:
+    """16 MiB, then 16.5 MiB, which is a small change, then 20 MiB, a step."""
+    peaks = {"run-9": 16 * MIB, "run-10": 16 * MIB + MIB // 2, "run-11": 20 * MIB}
+    new = [record("test_a.py::test_new", measured(MIB))]
+    reports = [
+        write_report(
+            tmp_path / "runs" / f"{name}.json",
+            [record("test_a.py::test_a", measured(peak)), *new[at:]],
+        )
+        for at, (name, peak) in zip((1, 1, 0), peaks.items(), strict=True)
+    ]
+    page = tmp_path / "page.html"
+    # The folder holds the report itself, too.
+    given = [*reports] if how == "reports" else [reports[-1], "--history", tmp_path / "runs"]
+    assert main(["html", *map(str, given), "-o", str(page)]) == 0
+    overview = Page(page.read_text(encoding="utf-8")).overview
+    assert overview["moments"] == ["run-9", "run-10", "run-11"]
+    told = rows(page)["test_a.py::test_a"]
+    assert told["trend"] == [[0, 16 * MIB], [1, 16 * MIB + MIB // 2], [2, 20 * MIB]]
+    assert told["steps"] == [["run-11", 16 * MIB + MIB // 2, 20 * MIB]]
+    assert told["crept"] == MIB // 2
+    assert rows(page)["test_a.py::test_new"]["trend"] == [[2, MIB]]
+
+
+def test_without_earlier_reports_there_is_no_history(tmp_path: Path) -> None:
+    report = write_report(tmp_path / "report.json", [passing()])
+    assert main(["html", str(report)]) == 0
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.overview["moments"] == []
+    assert "trend" not in page.overview["tests"][0]
+
+
+def test_a_folder_without_reports_is_no_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = write_report(tmp_path / "report.json", [passing()])
+    (tmp_path / "none").mkdir()
+    assert main(["html", str(report), "--history", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == (
+        f"gpumem: {tmp_path / 'none'} holds no reports; give files of --gpumem-report json:PATH\n"
+    )
+
+
+def test_how_tests_shared_a_device_is_on_the_page_too(tmp_path: Path) -> None:
+    report = write_report(tmp_path / "report.json", [passing()], [USE])
+    assert main(["html", str(report)]) == 0
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.overview["usage"] == [USE]

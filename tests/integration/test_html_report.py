@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 
+from pytest_gpumem.sharing.database import FOLDER_VARIABLE
 from tests.pytest_project import Project
 from tests.report.html.parsed import Page
 
@@ -46,6 +48,9 @@ def test_the_page_of_a_run_has_its_time_lines(project: Project, args: tuple[str,
     # Where the allocator gets a segment from the driver nothing is allocated yet.
     assert [total for total, _ in groupby(totals)] == [0, MIB, 3 * MIB, 2 * MIB, 0]
     assert max(totals) == passed["measurement"]["peak_allocated"]
+    # A segment of 2 MiB for the small block and one of 20 MiB for the large one.
+    assert [bytes for bytes, _ in groupby(line["reserved"])][:3] == [0, 2 * MIB, 22 * MIB]
+    assert max(line["reserved"]) == passed["measurement"]["peak_reserved"]
     assert line["places"][0].startswith("test_it.py:")
     assert line["phases"][1] == ["first", 0, 5]
     assert failed["measurement"]["timeline"]["events"] >= 1
@@ -69,3 +74,22 @@ def test_a_page_that_cannot_be_written_is_said_and_fails_the_run(project: Projec
     result = project.run("--gpumem-report=html:page.html")
     result.stdout.fnmatch_lines(["*page.html cannot be written: Is a directory;*html:PATH*"])
     assert result.ret != 0
+
+
+@pytest.mark.parametrize("args", [(), ("-n2",)])
+def test_the_page_of_a_shared_run_shows_who_had_how_much_when(
+    project: Project, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if args:
+        pytest.importorskip("xdist")
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "shared"))
+    project.write(test_it=TESTS)
+    page = page_of(project, "--gpumem-share", *args, apart=bool(args))
+    (use,) = page.overview["usage"]
+    assert "cuda:0" in use["device"]
+    assert sorted(span["nodeid"] for span in use["spans"]) == [
+        "test_it.py::test_too_much",
+        "test_it.py::test_two_blocks",
+    ]
+    assert min(span["begin"] for span in use["spans"]) == 0
+    assert all(span["begin"] <= span["end"] for span in use["spans"])

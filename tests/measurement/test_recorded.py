@@ -90,6 +90,22 @@ def test_events_add_up_to_the_peak_that_torch_reports() -> None:
     assert f"test_recorded.py:{line}" in {site.site for site in found.sites}
 
 
+def test_what_was_reserved_is_known_after_every_allocation_and_free() -> None:
+    with simulate("T4"):
+        history = RecordedHistory()
+        with history.during("all"):
+            small = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+            begin = history.positions()[0]
+            large = torch.empty(2 << 20, dtype=torch.uint8, device="cuda")
+            del large
+            torch.cuda.empty_cache()
+            again = torch.empty(30 << 20, dtype=torch.uint8, device="cuda")
+            # 2 MiB for small blocks, 20 MiB for the large one, which go, and 30 MiB
+            assert list(history.reserved(0, begin)) == [size << 20 for size in (2, 22, 22, 32)]
+            assert list(history.reserved(0, history.positions()[0])) == [32 << 20]
+    del small, again
+
+
 def test_the_last_failure_has_a_place() -> None:
     with simulate("T4"):
         history = RecordedHistory()

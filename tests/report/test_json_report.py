@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.report.json_report import ReportError, read_report, report_of, write_report
+from pytest_gpumem.report.json_report import (
+    ReportError,
+    read_report,
+    read_usage,
+    report_of,
+    write_report,
+)
 from pytest_gpumem.report.record import TestRecord
 from tests.report.example_run import MIB, SIMULATED, failing, improved, measured, passing, unknown
 
@@ -27,6 +33,18 @@ def explained() -> TestRecord:
     }
     limit, base = failing().verdicts
     return replace(failing(), verdicts=(limit, replace(base, explanation=(change,))))
+
+
+def test_how_tests_shared_devices_is_written_and_read(tmp_path: Path) -> None:
+    span = {"nodeid": "test_a", "worker": "gw0", "begin": 0.0, "end": 1.5, "bytes": MIB}
+    use = {"device": "cuda:0", "capacity": 16 * MIB, "spans": [span]}
+    shared = write_report(tmp_path / "shared.json", [passing()], [use])
+    alone = write_report(tmp_path / "alone.json", [passing()])
+    assert read_usage(shared) == [use]
+    assert read_usage(alone) == []
+    assert "usage" not in json.loads(alone.read_text(encoding="utf-8"))
+    with pytest.raises(ReportError, match="not of type 'integer'"):
+        write_report(tmp_path / "no.json", [passing()], [{**use, "capacity": "much"}])
 
 
 def test_the_report_has_the_documented_shape(tmp_path: Path) -> None:

@@ -71,3 +71,13 @@ def test_what_a_person_reads_of_waits() -> None:
         "test_b borrowed 1.00 GiB above its quota",
         "test_c was run again alone: other processes held 1.0 GiB",
     ]
+
+
+def test_the_json_form_counts_seconds_from_the_first_test(usage: Usage) -> None:
+    data = usage.to_dict()
+    assert (data["device"], data["capacity"]) == ("gpu", 100)
+    assert [tuple(span.values()) for span in data["spans"]] == [
+        ("a", "gw0", 0, 4, 60),
+        ("b", "gw1", 0, 2, 40),
+        ("c", "gw0", 4, 6, 80),
+    ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.report.html.page import render, render_recording
 from pytest_gpumem.report.json_report import write_file
@@ -12,18 +12,25 @@ from pytest_gpumem.report.record import TestRecord
 
 if TYPE_CHECKING:
     from pytest_gpumem.report.html.recording import Watchers
+    from pytest_gpumem.report.past import Past
     from pytest_gpumem.simulated.allocator.replayed import ReplayResult
 
 
 def write_html(
-    path: Path, records: Sequence[TestRecord], asked_by: str = "--gpumem-report html:PATH"
+    path: Path,
+    records: Sequence[TestRecord],
+    asked_by: str = "--gpumem-report html:PATH",
+    *,
+    past: Past | None = None,
+    usage: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
     """Write the page of ``records`` to ``path``, whole or not at all; return the file written.
 
-    ``asked_by`` is what named the file. Raises
+    ``asked_by`` is what named the file. ``past`` has the peaks of earlier runs and at its end those
+    of this one, ``usage`` is how tests shared devices, as in a JSON report. Raises
     :class:`~pytest_gpumem.report.json_report.ReportError` where it cannot be written.
     """
-    return write_file(path, render(records).encode(), asked_by)
+    return write_file(path, render(records, past, usage).encode(), asked_by)
 
 
 def write_recording(

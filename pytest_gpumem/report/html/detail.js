@@ -9,12 +9,12 @@ async function detailAt(index) {
   return (await unpacked.get(place))[index % overview.together];
 }
 
-function showDetail(cell, record, environment) {
+function showDetail(cell, record, environment, row) {
   const devices = [record.measurement, ...record.other_devices].filter(Boolean);
   const parts = [judgement(record)];
   if (record.out_of_memory) parts.push(outOfMemory(record.out_of_memory));
   for (const measured of devices) parts.push(...device(record, measured, devices.length > 1));
-  parts.push(conditions(record, environment));
+  parts.push(trendSection(row), conditions(record, environment));
   cell.append(el("div", { class: "body" }, ...parts.filter(Boolean)));
 }
 

@@ -10,19 +10,22 @@ import json
 import re
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.echo import printable
 from pytest_gpumem.report.html.view import detail_of, overview_of
 from pytest_gpumem.report.record import TestRecord
 
+if TYPE_CHECKING:
+    from pytest_gpumem.report.past import Past
+
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
 DRAWING = ("format.js", "bars.js", "grids.js", "treemap.js", "sampling.js", "chart.js")
 """What all pages draw with."""
-TESTS = (*DRAWING, "timeline.js", "detail.js", "table.js")
+TESTS = (*DRAWING, "timeline.js", "trend.js", "usage.js", "detail.js", "table.js")
 RECORDING = (*DRAWING, "tape.js", "segments.js", "recording.js")
 STYLES = ("vendor/uPlot.min.css", "page.css")
 TOGETHER = 20
@@ -32,10 +35,14 @@ _UNUSUAL = re.compile(r'\\[^"]|\x7f')
 """What JSON writes for characters that may have to be shown as escapes: most reports have none."""
 
 
-def render(records: Sequence[TestRecord]) -> str:
+def render(
+    records: Sequence[TestRecord],
+    past: Past | None = None,
+    usage: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return the page of ``records``, to be written as UTF-8; no name in them can break it."""
     ordered = sorted(records, key=lambda record: record.nodeid)
-    overview = overview_of(ordered, TOGETHER)
+    overview = {**overview_of(ordered, TOGETHER, past), "usage": list(usage)}
     return assembled("page.html", TESTS, overview, _packed(ordered))
 
 

@@ -19,8 +19,8 @@ function eventText(tape, position, layer) {
   if (tried) parts.push(position < tried.length ? `what if: ${size(tried[position])} reserved` : "what if: it had run out of memory");
   const kind = position ? tape.kindAt(position - 1) : null;
   if (kind !== null) {
-    const [bytes, place] = tape.kinds[kind];
-    parts.push(`a block of ${size(bytes)} ${tape.did[position - 1] & 1 ? "allocated by" : "freed, from"} ${placeName(tape.device.places[place])}`);
+    const did = tape.did[position - 1] & 1 ? "allocated by" : "freed, from";
+    parts.push(`a block of ${size(tape.sizes[kind])} ${did} ${placeName(tape.device.places[tape.places[kind]])}`);
   }
   if (layer !== undefined && layer !== null) {
     const bytes = tape.layersAt([position])[layer][0];
@@ -48,7 +48,7 @@ function firstStack(tape) {
   return 2 * bytes(known.filter((row) => row.site)) > bytes(known) ? "line" : "size";
 }
 
-function overTime(tape, title, pinnedAt) {
+function overTime(tape, pinnedAt) {
   const first = firstStack(tape);
   tape.group(first);
   const source = sourceOf(tape);
@@ -60,10 +60,10 @@ function overTime(tape, title, pinnedAt) {
     drawn.restack();
     key.replaceChildren(keyOf(source));
   } }, ...Object.entries(STACKS).map(([name, text]) => el("option", { value: name, text, selected: name === first })));
-  return section(`Over time${title}`, el("label", { class: "pick" }, "Stacked by ", select), key, drawn.element);
+  return section("Over time", el("label", { class: "pick" }, "Stacked by ", select), key, drawn.element);
 }
 
-function holders(tape, title) {
+function holders(tape) {
   const box = el("div");
   const moments = [["the peak", tape.peak], ["the end", tape.length]];
   const select = el("select", { onchange: () => show() });
@@ -83,7 +83,7 @@ function holders(tape, title) {
     select.selectedIndex = 2;
     show();
   };
-  return { pin, element: section(`Who holds the bytes${title}`, el("label", { class: "pick" }, "At ", select), box) };
+  return { pin, element: section("Who holds the bytes", el("label", { class: "pick" }, "At ", select), box) };
 }
 
 // The calls that led to the largest.
@@ -101,7 +101,7 @@ const USAGE = [
   ["segments", (usage) => usage.segments, true],
 ];
 
-function compared(tape, title) {
+function compared(tape) {
   const runs = Object.entries(tape.runs);
   const shown = ([, of, plain], run) => (plain ? of(run.usage).toLocaleString("en-US") : exact(of(run.usage)));
   const columns = [
@@ -112,10 +112,10 @@ function compared(tape, title) {
       return row[2] ? `${difference > 0 ? "+" : difference < 0 ? "−" : ""}${Math.abs(difference).toLocaleString("en-US")}` : change(difference);
     } }] : []),
   ];
-  return section(`Numbers${title}`, grid(runs.length > 1 ? "The recording, and what if" : "The recording", columns, USAGE));
+  return section("Numbers", grid(runs.length > 1 ? "The recording, and what if" : "The recording", columns, USAGE));
 }
 
-function segmentsOf(tape, title) {
+function segmentsOf(tape) {
   const choices = Object.entries(tape.runs).flatMap(([name, run]) => [
     [`${name}, when most was reserved`, run.segments.peak, name], [`${name}, at the end`, run.segments.end, name],
   ]).filter(([, segments]) => segments.length);
@@ -126,7 +126,7 @@ function segmentsOf(tape, title) {
     box.replaceChildren(segmentList(segments, name === "recorded"));
   };
   if (choices.length) show();
-  return section(`Segments and fragmentation${title}`, fragmentation(tape.runs),
+  return section("Segments and fragmentation", fragmentation(tape.runs),
     choices.length ? el("label", { class: "pick" }, "Segments of ", select) : null, box);
 }
 
@@ -171,10 +171,9 @@ async function showRecording() {
   const main = document.getElementById("devices");
   for (const [index, device] of overview.devices.entries()) {
     const tape = new Tape(device, await (await unpack(packed[index].textContent)).arrayBuffer());
-    const title = overview.devices.length > 1 ? ` on cuda:${device.device}` : "";
-    const held = holders(tape, title);
-    main.append(el("div", { class: "body recording" }, section(`At first sight${title}`, sentences(tape)), overTime(tape, title, held.pin),
-      compared(tape, title), segmentsOf(tape, title), held.element));
+    const held = holders(tape);
+    main.append(el("div", { class: "body recording" }, heading(2, `cuda:${device.device}, ${events(device.events)}`), sentences(tape),
+      overTime(tape, held.pin), compared(tape), segmentsOf(tape), held.element));
   }
   document.getElementById("opening").remove();
 }

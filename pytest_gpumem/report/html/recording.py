@@ -159,9 +159,12 @@ def _device(device: DeviceReplay, watchers: Watchers, columns: Columns) -> dict[
         "events": device.events,
         "capacity": device.capacity,
         "places": places.to_list(),
-        "kinds": [list(kind) for kind in places.kinds],
+        "kinds": {
+            "bytes": columns.add(size for size, _ in places.kinds),
+            "places": columns.add_small([place for _, place in places.kinds]),
+        },
         "start": [list(item) for item in start.items()],
-        "blocks": columns.add(events),
+        "blocks": columns.add_small(events),
         "recorded": _run(device.recorded, watcher, columns, told_of),
         "what_if": device.what_if and tried and _run(device.what_if, tried, columns, lambda _: {}),
     }
@@ -264,22 +267,26 @@ class _Stacks:
     """What stacks tell, each read once."""
 
     def __init__(self, trace: Sequence[Json]) -> None:
-        self._known: dict[tuple[int, ...], Told] = {}
-        files = {name for event in trace for name in python_files(frames_in(event))}
+        stacks = {}
+        for event in trace:
+            if (key := _key(event)) not in stacks:
+                stacks[key] = frames_in(event)
+        files = {name for frames in stacks.values() for name in python_files(frames)}
         root = _root(files)
-        self._paths = {name: shown_path(name, root) for name in files}
+        paths = {name: shown_path(name, root) for name in files}
+        self._told = {
+            key: told(frames, paths) if frames else UNKNOWN for key, frames in stacks.items()
+        }
 
     def of(self, event: Json) -> Told:
-        """Return what the stack of ``event`` tells."""
-        frames = frames_in(event)
-        if not frames:
-            return UNKNOWN
-        # A file holds each of its frames once, however many stacks have it.
-        key = tuple(map(id, frames))
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = told(frames, self._paths)
-        return found
+        """Return what the stack of ``event``, one of the trace's, tells."""
+        return self._told[_key(event)]
+
+
+def _key(event: Json) -> tuple[int, ...]:
+    """Return the same for the same stack: a file holds each of its frames once."""
+    frames = event.get("frames")
+    return tuple(map(id, frames)) if isinstance(frames, list) else ()
 
 
 def _root(files: Iterable[str]) -> str:

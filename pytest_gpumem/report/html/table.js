@@ -42,6 +42,7 @@ const COLUMNS = [
   { title: "Limit", sort: "limit", cell: limitCell, kind: "number wide" },
   { title: "Baseline", sort: "baseline", cell: baselineCell, kind: "number wide" },
   { title: "Reserved", sort: "reserved", cell: (test) => size(test.reserved), kind: "number" },
+  ...(overview.moments.length ? [{ title: "History", cell: trendCell, kind: "trend" }] : []),
   ...(withTimes ? [{ title: "Time", sort: "duration", cell: (test) => seconds(test.duration), kind: "number" }] : []),
   ...(withWaits ? [{ title: "Waited", sort: "waited", cell: (test) => seconds(test.waited), kind: "number" }] : []),
 ];
@@ -175,7 +176,7 @@ async function toggle(index, open) {
   try {
     const data = await detailAt(index);
     cell.replaceChildren();
-    showDetail(cell, data, overview.environments[tests[index].environment]);
+    showDetail(cell, data, overview.environments[tests[index].environment], tests[index]);
   } catch (error) {
     cell.replaceChildren(el("p", { class: "problem", text: `The details cannot be shown: ${error.message}. They need a browser from 2023 or later.` }));
   }
@@ -267,5 +268,6 @@ function listen() {
 
 showHeader();
 showCauses();
+showUsage();
 listen();
 paint();

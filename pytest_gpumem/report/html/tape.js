@@ -3,10 +3,16 @@
 const MOST_LAYERS = 9;
 const OTHERS = "var(--unknown)";
 
-// A column of numbers, as columns.py packs it.
+const NUMBERS = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
+
+// A column of small numbers, as columns.py packs it.
+function small(bytes, told) {
+  return new NUMBERS[told.width](bytes, told.begin, told.count);
+}
+
+// A column of numbers of any size: those of the different ones, and these.
 function column(bytes, told) {
-  const Numbers = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array }[told.width];
-  return { ids: new Numbers(bytes, told.begin, told.count), values: Float64Array.from(told.values) };
+  return { ids: small(bytes, told), values: new Float64Array(bytes, told.values, told.distinct) };
 }
 
 // What a column of changes comes to after each event; `first` is before them.
@@ -28,14 +34,20 @@ class Tape {
   constructor(device, bytes) {
     this.device = device;
     this.length = device.events;
-    this.kinds = device.kinds;
-    const { ids, values } = column(bytes, device.blocks);
-    this.did = Int32Array.from(ids, (id) => values[id]);
-    this.start = new Int32Array(this.kinds.length);
+    // Of each kind of block its bytes, and the number of the place that allocated it.
+    const { ids, values } = column(bytes, device.kinds.bytes);
+    this.sizes = Float64Array.from(ids, (id) => values[id]);
+    this.places = small(bytes, device.kinds.places);
+    this.did = small(bytes, device.blocks);
+    this.start = new Int32Array(this.sizes.length);
     for (const [kind, count] of device.start) this.start[kind] = count;
     this.allocated = new Float64Array(this.length + 1);
-    this.allocated[0] = this.kinds.reduce((sum, [size], kind) => sum + size * this.start[kind], 0);
-    for (let i = 0; i < this.length; i++) this.allocated[i + 1] = this.allocated[i] + this.change(i);
+    this.allocated[0] = this.start.reduce((sum, count, kind) => sum + count * this.sizes[kind], 0);
+    for (let i = 0; i < this.length; i++) {
+      const did = this.did[i];
+      const change = did === 0 ? 0 : did & 1 ? this.sizes[did >> 1] : -this.sizes[(did >> 1) - 1];
+      this.allocated[i + 1] = this.allocated[i] + change;
+    }
     this.peak = highestOf(this.allocated);
     this.runs = { recorded: device.recorded, ...(device.what_if ? { "what if": device.what_if } : {}) };
     this.reserved = {};
@@ -53,13 +65,6 @@ class Tape {
     return did ? (did - 1) >> 1 : null;
   }
 
-  change(index) {
-    const did = this.did[index];
-    if (!did) return 0;
-    const bytes = this.kinds[(did - 1) >> 1][0];
-    return did & 1 ? bytes : -bytes;
-  }
-
   // How many blocks of each kind are live after a number of events.
   liveAt(position) {
     const counts = Int32Array.from(this.start);
@@ -75,7 +80,7 @@ class Tape {
     const rows = new Map();
     this.liveAt(position).forEach((count, kind) => {
       if (count <= 0) return;
-      const [bytes, place] = this.kinds[kind];
+      const [bytes, place] = [this.sizes[kind], this.places[kind]];
       if (!rows.has(place)) rows.set(place, { ...this.device.places[place], bytes: 0, count: 0, each: bytes });
       const row = rows.get(place);
       row.bytes += bytes * count;
@@ -87,23 +92,24 @@ class Tape {
 
   // Stack by `what`: category, line or size. The groups are those that hold most at the peak.
   group(what) {
-    const name = {
-      category: ([, place]) => this.device.places[place].category,
-      line: ([, place]) => placeName(this.device.places[place]),
-      size: ([bytes]) => `blocks of ${size(bytes)}`,
-    }[what];
-    const names = this.kinds.map(name);
+    const { places } = this.device;
+    const names = {
+      category: () => places.map((place) => place.category),
+      line: () => places.map(placeName),
+      size: () => null,
+    }[what]();
+    const nameOf = (kind) => (names ? names[this.places[kind]] : `blocks of ${size(this.sizes[kind])}`);
     const bytes = new Map();
     this.liveAt(this.peak).forEach((count, kind) => {
-      bytes.set(names[kind], (bytes.get(names[kind]) || 0) + Math.max(count, 0) * this.kinds[kind][0]);
+      if (count > 0) bytes.set(nameOf(kind), (bytes.get(nameOf(kind)) || 0) + count * this.sizes[kind]);
     });
     const ranked = [...bytes.keys()].sort((a, b) => bytes.get(b) - bytes.get(a));
-    const kept = what === "category" ? CATEGORIES.filter((one) => bytes.has(one)) : ranked.slice(0, MOST_LAYERS - 1);
-    const rest = kept.length < ranked.length;
+    const kept = what === "category" ? CATEGORIES.filter((one) => names.includes(one)) : ranked.slice(0, MOST_LAYERS - 1);
+    const rest = names ? new Set(names).size > kept.length : true;
     const groups = kept.map((one, i) => ({ name: one, color: what === "category" ? categoryColor(one) : `var(--layer-${i})` }));
-    if (rest) groups.push({ name: `${(ranked.length - kept.length).toLocaleString("en-US")} other ${what === "line" ? "lines" : "sizes"}`, color: OTHERS });
+    if (rest) groups.push({ name: what === "line" ? "other lines" : "other sizes", color: OTHERS });
     const number = new Map(kept.map((one, i) => [one, i]));
-    this.grouping = { what, groups, of: Int32Array.from(names, (one) => number.get(one) ?? kept.length) };
+    this.grouping = { what, groups, of: Int32Array.from(this.sizes, (_, kind) => number.get(nameOf(kind)) ?? kept.length) };
     return groups;
   }
 
@@ -122,9 +128,9 @@ class Tape {
   layersAt(positions) {
     const { groups, of } = this.grouping;
     const sums = new Float64Array(groups.length);
-    this.start.forEach((count, kind) => { sums[of[kind]] += count * this.kinds[kind][0]; });
+    const { sizes } = this;
+    this.start.forEach((count, kind) => { sums[of[kind]] += count * sizes[kind]; });
     const layers = groups.map(() => new Array(positions.length));
-    const sizes = Float64Array.from(this.kinds, ([bytes]) => bytes);
     let done = 0;
     positions.forEach((position, index) => {
       for (; done < position; done++) {

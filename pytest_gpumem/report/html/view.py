@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
 from pytest_gpumem.baseline.verdict import Verdict, update_command
 from pytest_gpumem.report.html.causes import causes_of, telling
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
+from pytest_gpumem.report.trend import SMALL
+
+if TYPE_CHECKING:
+    from pytest_gpumem.report.past import Past
 
 STATUSES = {
     "failed": "failed by its memory",
@@ -26,18 +30,26 @@ STATUSES = {
 _STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "new", "ok": "ok"}
 
 
-def overview_of(records: Sequence[TestRecord], together: int) -> dict[str, Any]:
+def overview_of(
+    records: Sequence[TestRecord], together: int, past: Past | None = None
+) -> dict[str, Any]:
     """Return what the first view needs of all tests; sizes in bytes, times in seconds.
 
-    ``together`` is how many tests' details are packed into one piece.
+    ``together`` is how many tests' details are packed into one piece; ``past`` are the peaks of
+    earlier runs and of this one.
     """
+    trends = _trends(past)
     environments = list(dict.fromkeys(record.environment for record in records))
     return {
         "statuses": STATUSES,
         "categories": CATEGORIES,
         "together": together,
         "environments": [environment.to_dict() for environment in environments],
-        "tests": [_row(record, environments.index(record.environment)) for record in records],
+        "moments": [label for label, *_ in past.moments] if past else [],
+        "tests": [
+            _row(record, environments.index(record.environment)) | trends.get(record.key, {})
+            for record in records
+        ],
         "causes": causes_of(records),
     }
 
@@ -60,6 +72,20 @@ def status_of(record: TestRecord) -> str:
     if record.outcome == "skipped":
         return "skipped"
     return "error" if record.outcome in ("failed", "error") else "measured"
+
+
+def _trends(past: Past | None) -> Mapping[tuple[str, str], dict[str, Any]]:
+    """Return by test what its row says of its history: moment and peak of each point, and steps."""
+    if past is None:
+        return {}
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, (_, _, peaks) in enumerate(past.moments):
+        for key, peak in peaks.items():
+            found.setdefault(key, {"trend": []})["trend"].append([number, peak])
+    for trend in past.trends(SMALL):
+        steps = [[step.point.label, step.before, step.point.peak] for step in trend.steps]
+        found[trend.environment, trend.nodeid] |= {"steps": steps, "crept": trend.crept}
+    return found
 
 
 def _row(record: TestRecord, environment: int) -> dict[str, Any]:

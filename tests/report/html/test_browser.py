@@ -1,13 +1,8 @@
-"""The page in a browser: no error, no request, and what a reader does works.
-
-Needs selenium, Chromium and its driver; skipped where they are not installed.
-"""
+"""The page of tests in a browser: no error, no request, and what a reader does works."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +10,30 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.report.html import write_html
+from pytest_gpumem.report.past import Past
 from tests.report.example_run import MIB, failing, measured, passing, record, verdict
+from tests.report.html import chromium
 
-webdriver = pytest.importorskip("selenium.webdriver")
-
-FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
 HOSTILE = "test_z[</script><img src=x onerror=document.title='taken'>]"
+ODD = {
+    "tests/test_z.py::test_z[\x1b[31mred]": "test_z[\\x1b[31mred]",
+    "tests/test_z.py::test_z[line\nbreak]": "test_z[line\\nbreak]",
+    "tests/test_z.py::test_z[::error file=a.py::taken]": "test_z[::error file=a.py::taken]",
+}
+"""Names, and how they are shown."""
+USE = {
+    "device": "simulated T4 cuda:0",
+    "capacity": 16 * MIB,
+    "spans": [
+        {"nodeid": HOSTILE, "worker": "gw0", "begin": 0.0, "end": 2.0, "bytes": 8 * MIB},
+        {"nodeid": "test_b", "worker": "gw1", "begin": 1.0, "end": 4.0, "bytes": 4 * MIB},
+    ],
+}
 TIMELINE = {
     "events": 3,
     "positions": [0, 1, 2, 3],
     "categories": {"activations": [0, 512, 80 * MIB, 512]},
+    "reserved": [0, 2 * MIB, 96 * MIB, 96 * MIB],
     "places": ["model.py:7 torch.mm"],
     "blocks": [[-1, 0], [0, 512], [0, 80 * MIB - 512], [0, 512 - 80 * MIB]],
     "phases": [["forward", 0, 3]],
@@ -44,25 +50,8 @@ SITE = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    chromium, driver = map(shutil.which, ("chromium", "chromedriver"))
-    if chromium is None or driver is None:
-        pytest.skip("no Chromium with its driver is installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    try:
-        yield started
-    finally:
-        started.quit()
-
-
 @pytest.fixture
-def page(browser: Any, tmp_path: Path) -> Any:
+def page(opened_page: Callable[[Path], Any], tmp_path: Path) -> Any:
     told = failing()
     assert told.measurement is not None
     shown = replace(
@@ -75,13 +64,12 @@ def page(browser: Any, tmp_path: Path) -> Any:
         record(f"tests/test_many.py::test_{number:04}", measured(number * MIB))
         for number in range(500)
     ]
-    leak = record(HOSTILE, measured(MIB), verdict("limit", MIB, 2 * MIB))
-    records = [replace(told, measurement=shown), passing(), leak, *many]
-    path = write_html(tmp_path / "page.html", records)
-    browser.get("about:blank")
-    browser.get_log("performance")
-    browser.get(path.as_uri())
-    return browser
+    hostile = [
+        record(name, measured(MIB), verdict("limit", MIB, 2 * MIB)) for name in (HOSTILE, *ODD)
+    ]
+    records = [replace(told, measurement=shown), passing(), *hostile, *many]
+    past = Past([("run-1", "", {told.key: 64 * MIB}), ("run-2", "", {told.key: 80 * MIB})])
+    return opened_page(write_html(tmp_path / "page.html", records, past=past, usage=[USE]))
 
 
 def names(page: Any) -> list[str]:
@@ -114,13 +102,7 @@ def opened(page: Any) -> str:
 
 def test_it_opens_without_an_error_or_a_request(page: Any) -> None:
     opened(page)
-    messages = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
-    asked = [
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    ]
-    assert [url for url in asked if url.startswith("http")] == []
+    assert chromium.requests(page) == []
     assert page.get_log("browser") == []
     assert page.title == "GPU memory report"
 
@@ -133,26 +115,35 @@ def test_failures_come_first_and_a_hostile_name_is_text(page: Any) -> None:
     assert page.title == "GPU memory report"
 
 
+@pytest.mark.parametrize("shown", ODD.values())
+def test_names_with_escapes_line_ends_and_commands_are_text(page: Any, shown: str) -> None:
+    find(page, shown.lower())
+    assert names(page) == [shown]
+    assert "taken" not in page.title
+
+
 def test_finding_sorting_and_showing_more(page: Any) -> None:
     assert len(names(page)) == 200
     find(page, "many test_012")
     assert names(page) == [f"test_{number:04}" for number in range(120, 130)]
     page.execute_script("sortBy('peak')")
     assert names(page)[0] == "test_0129"
-    assert page.find_element("id", "count").text == "10 of 503 tests"
+    assert page.find_element("id", "count").text == "10 of 506 tests"
     find(page, "")
     page.find_element("id", "more").click()
-    assert len(names(page)) == 503
+    assert len(names(page)) == 506
 
 
 def test_what_opens_says_everything_with_its_unit(page: Any) -> None:
     text = opened(page)
     for said in (
         "forward peaked at 80.0 MiB (83,886,080 B), 16.0 MiB over its baseline of 64.0 MiB",
-        "peak, after event 2 of 3: 80.0 MiB allocated (activations 80.0 MiB)",
+        "peak, after event 2 of 3: 80.0 MiB allocated (activations 80.0 MiB), reserved 96.0 MiB",
         "allocated by model.py:7 torch.mm",
         "cuBLAS workspaces\n8.1 MiB (8,519,680 B)",
         "activations model.py:7 torch.mm head 2 × 40.0 MiB [2, 4] float32",
+        "64.0 MiB to 80.0 MiB (+16.0 MiB) in 2 reports, 1 step",
+        "run-2 64.0 MiB 80.0 MiB +16.0 MiB",
     ):
         assert said in text.replace("\u00a0", " ")
     assert page.find_elements("css selector", ".timeline canvas")
@@ -169,16 +160,55 @@ def test_the_time_line_is_read_and_zoomed_by_keys(page: Any) -> None:
     assert note.text.startswith("after event 3 of 3: 512 B allocated")
     assert "80.0 MiB freed, from model.py:7" in note.text
     chart.send_keys(Keys.HOME)
-    assert note.text == "after event 0 of 3: 0 B allocated"
+    assert note.text == "after event 0 of 3: 0 B allocated, reserved 0 B"
 
 
 def test_nothing_is_wider_than_a_phone(page: Any) -> None:
-    page.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True},
-    )
-    try:
-        opened(page)
-        assert page.execute_script("return document.documentElement.scrollWidth") == 390
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.look_through(page, chromium.PHONE)
+    opened(page)
+    assert page.execute_script("return document.documentElement.scrollWidth") == 390
+
+
+def test_the_arrow_keys_walk_the_tests_and_slash_finds_one(page: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    first = page.find_element("css selector", "button.open")
+    first.send_keys(Keys.ARROW_DOWN)
+    focused = page.switch_to.active_element
+    assert focused.find_element("css selector", ".test-name").text == names(page)[1]
+    page.switch_to.active_element.send_keys("/")
+    assert page.switch_to.active_element.get_attribute("id") == "find"
+
+
+def test_history_is_a_line_with_its_steps(page: Any) -> None:
+    (picture,) = page.find_elements("css selector", "td.trend svg")
+    assert picture.accessible_name == "64.0 MiB to 80.0 MiB (+16.0 MiB) in 2 reports, 1 step"
+    assert len(picture.find_elements("css selector", "circle.step")) == 1
+
+
+def test_shared_use_shows_who_had_how_much_when(page: Any) -> None:
+    usage = page.find_element("id", "usage")
+    assert "12.0 MiB of 16.0 MiB were granted at most, to 2 workers in 4.0 s." in usage.text
+    first, second = usage.find_elements("css selector", "rect.run")
+    # Two of four seconds, and three of four that begin after one; the picture is 1,000 wide.
+    assert (first.get_attribute("x"), first.get_attribute("width")) == ("0.0", "500.0")
+    assert (second.get_attribute("x"), second.get_attribute("width")) == ("250.0", "750.0")
+    said = first.find_element("css selector", "title").get_attribute("textContent")
+    assert said == f"{HOSTILE} on gw0: 8.0 MiB from 0 ms to 2.0 s"
+
+
+def test_a_status_that_is_taken_out_is_not_shown(page: Any) -> None:
+    page.find_element("css selector", "#statuses input").click()
+    assert "test_step" not in names(page)
+    assert page.find_element("id", "count").text == "505 of 506 tests"
+
+
+@pytest.mark.parametrize("size", [chromium.DESKTOP, chromium.PHONE], ids=["desktop", "phone"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_checker_of_accessibility_finds_nothing(
+    page: Any, size: tuple[int, int], dark: bool
+) -> None:
+    chromium.look_through(page, size, dark=dark)
+    find(page, "step")
+    opened(page)
+    assert chromium.inaccessible(page) == []

@@ -57,6 +57,11 @@ def told(snapshot: dict[str, Any], **question: Any) -> tuple[dict[str, Any], lis
         patch.setattr("pytest_gpumem.report.html.recording.Columns", Kept)
         data, _ = recording_of("run.pickle", result, watchers, notes=[], used_elsewhere=0)
     device = data["devices"][0]
+    kinds = device["kinds"]
+    device["kinds"] = [
+        list(kind)
+        for kind in zip(read(kept[0], kinds["bytes"]), read(kept[0], kinds["places"]), strict=True)
+    ]
     columns = [device["blocks"], device["recorded"]["reserved"], device["recorded"]["split"]]
     return device, [read(kept[0], column) for column in columns]
 
