@@ -88,19 +88,20 @@ class Registered:
 def _options(registered: Registered) -> Iterator[str]:
     yield "Every option of pytest that the plugin adds, with its twin in the ini file; the command"
     yield "line wins. Flags are `true` or `false` there, and several reports stand on lines of"
-    yield "their own. [The marker](marker.md) wins over the ini names at the end of this page."
+    yield "their own."
     yield ""
     yield from _table(
-        ("option", "ini name", "meaning"),
+        ("option, name in the ini file", "meaning"),
         [
-            (_code(written), _code(name), _sentence(name, meaning))
+            (f"{_code(written)}<br>{_code(name)}", _sentence(name, meaning))
             for name, (written, meaning) in registered.options.items()
         ],
     )
     yield ""
     yield "## Defaults of the marker"
     yield ""
-    yield "In the ini file alone: for every marked test that does not say otherwise."
+    yield "In the ini file alone: for every marked test whose [marker](marker.md) does not say"
+    yield "otherwise."
     yield ""
     yield from _table(
         ("ini name", "meaning"),

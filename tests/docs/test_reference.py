@@ -38,9 +38,9 @@ def test_every_option_and_ini_name_is_there() -> None:
 
 def test_an_option_is_shown_as_it_is_written() -> None:
     page = PAGES["options.md"]
-    assert "| `--gpumem-quota SIZE\\|N%\\|auto` | `gpumem_quota` | What each worker may" in page
-    assert "| `--gpumem-history[=python\\|all]` | `gpumem_history` | Record the source" in page
-    assert "| `--gpumem-all` | `gpumem_all` | Measure and report" in page
+    assert "| `--gpumem-quota SIZE\\|N%\\|auto`<br>`gpumem_quota` | What each worker may" in page
+    assert "| `--gpumem-history[=python\\|all]`<br>`gpumem_history` | Record the source" in page
+    assert "| `--gpumem-all`<br>`gpumem_all` | Measure and report" in page
 
 
 def test_every_keyword_of_the_marker_is_there() -> None:
