@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from itertools import groupby
 
@@ -90,6 +91,16 @@ def test_a_field_without_a_description_is_refused() -> None:
     }
     with pytest.raises(UndescribedError, match=r"^the file: a has no description$"):
         list(make_reference._schema(schema, "It."))
+
+
+@pytest.mark.parametrize(
+    "figure", ["| 58,371 | 58,371 |", "34 of 34 equal", "300 training runs", "97.3%"]
+)
+def test_figures_that_the_guide_quotes_are_those_of_the_page_that_is_measured(figure: str) -> None:
+    docs = FOLDER.parent
+    assert figure in (docs / "fidelity.md").read_text(encoding="utf-8")
+    quoted = (docs / "simulated.md").read_text(encoding="utf-8")
+    assert re.findall(r"[\d,.]*\d%?", figure)[-1] in quoted
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="shows numbers of 2.13")
