@@ -33,7 +33,9 @@ class Expectation:
     max: int | None = None
     """Limit of the peak allocated bytes charged to the test."""
     max_reserved: int | None = None
+    """Limit of the peak reserved bytes charged to the test."""
     max_leak: int | None = None
+    """Limit of the bytes that are left after the test and a garbage collection."""
     phases: Mapping[str, int] = field(default_factory=dict)
     """Limit of the peak allocated bytes, by phase."""
     baseline: bool | None = None
@@ -41,9 +43,11 @@ class Expectation:
     predict: Tolerance | None = None
     """How far a peak may be from what the simulated device of the same model takes."""
     tolerance: Tolerance | None = None
-    """For the baseline."""
+    """How far the baseline may be exceeded; else exact when simulated, 1% + 1MiB when measured."""
     warmup: int = 0
+    """How often the body runs before it is measured."""
     repeat: int = 1
+    """How often the body runs then; the last run counts."""
     gpu: tuple[str, ...] = ()
     """Names from the catalogue, to be simulated one by one."""
     min_memory: int | None = None
@@ -154,19 +158,23 @@ def _suggestion(keyword: str) -> str:
 
 
 def _size(value: object) -> int:
+    """A size: `"20GiB"`, or bytes."""
     # What is not an int or a text is refused there, with its sentence.
     return parse_size(value)  # type: ignore[arg-type]
 
 
 def _limit(value: object) -> int:
+    """A size: `"2GB"`, or bytes."""
     return written_size(value)  # type: ignore[arg-type]  # as in _size
 
 
 def _tolerance(value: object) -> Tolerance:
+    """A tolerance: `"2% + 1MiB"`."""
     return parse_tolerance(value)  # type: ignore[arg-type]  # as in _size
 
 
 def _phases(value: object) -> dict[str, int]:
+    """A dict of sizes: `{"forward": "1GB"}`."""
     if not isinstance(value, Mapping):
         raise MarkerError(
             f'{quoted(value)} is not a dict of sizes by phase, like {{"forward": "1GB"}}'
@@ -185,18 +193,21 @@ def _phases(value: object) -> dict[str, int]:
 
 
 def _flag(value: object) -> bool:
+    """`True` or `False`."""
     if not isinstance(value, bool):
         raise MarkerError(f"{quoted(value)} is neither True nor False")
     return value
 
 
 def _qos(value: object) -> str:
+    """`"guaranteed"` or `"opportunistic"`."""
     if value not in (GUARANTEED, OPPORTUNISTIC):
         raise MarkerError(f"{value!r} is neither {GUARANTEED!r} nor {OPPORTUNISTIC!r}")
     return str(value)
 
 
 def _priority(value: object) -> int:
+    """An int."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise MarkerError(f"{value!r} is not a priority; write an int, 0 where none is given")
     return value
@@ -210,10 +221,12 @@ def _count(least: int) -> Callable[[object], int]:
             )
         return value
 
+    parse.__doc__ = f"An int from {least} up."
     return parse
 
 
 def _gpus(value: object) -> tuple[str, ...]:
+    """A model, or a list of them: `"A100-40GB"`, `"A100-80GB*2"`."""
     # Most test suites name no GPU, and every one with the plugin installed imports this module.
     from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 
@@ -254,3 +267,4 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "isolate": _flag,
     }
 )
+"""By keyword: what reads its value, and says in its docstring what is accepted."""

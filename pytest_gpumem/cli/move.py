@@ -24,9 +24,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Give what is stored of the test OLD to the test NEW, in every environment. "
         "OLD and NEW are node ids, or both paths of test modules, relative to pytest's rootdir.",
     )
-    parser.add_argument("old", metavar="OLD")
-    parser.add_argument("new", metavar="NEW")
-    parser.add_argument("--baselines", metavar="DIR", type=Path, default=Path("baselines"))
+    parser.add_argument("old", metavar="OLD", help="the test or module as it was called")
+    parser.add_argument("new", metavar="NEW", help="as it is called now")
+    parser.add_argument(
+        "--baselines",
+        metavar="DIR",
+        type=Path,
+        default=Path("baselines"),
+        help="folder of the stored baselines (default: baselines)",
+    )
     parser.set_defaults(run=run)
 
 

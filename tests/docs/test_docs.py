@@ -38,6 +38,7 @@ NOT_RUN = {
     "python -m pip install tox && python -m tox": "installs from an index",
     "EXAMPLE_REGRESSION=1 python -m tox -e examples -- examples/transformer": "installs",
     "pip install 'pytest-gpumem[examples]'": "installs from an index",
+    "pip install pytest-gpumem": "installs from an index",
     "pip install pytest-xdist": "installs from an index",
     'pip install "pytest-gpumem[plot]"': "installs from an index",
     "gpumem plot report.json -o peaks.png": "needs matplotlib; has tests of its own",
@@ -129,6 +130,12 @@ PREAMBLES = {
 """What a block takes for granted, by its page and a word in it."""
 
 
+FAILING = {
+    "test_limit.py": ("test_first_number", "gpumem\n", 'gpumem(max="48MB")\n'),
+    "test_leak.py": ("test_that_a_cache", "gpumem\n", "gpumem(max_leak=0)\n"),
+}
+"""Tests that fail, to be shown: each a block with a word in it, and one piece of it replaced."""
+
 RECORDING = """
 import sys, torch
 from pytest_gpumem import simulate
@@ -147,6 +154,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "net.py").write_text(NET)
     (folder / "train.py").write_text(NET)
     (folder / "test_model.py").write_text(_block("test_training_step").source)
+    (folder / "test_first.py").write_text(_block("test_first_number").source)
+    (folder / "attention.py").write_text(_block("class Attention").source)
+    for name, (word, old, new) in FAILING.items():
+        failing = _block(word).source.replace(old, new)
+        assert new in failing
+        (folder / name).write_text(failing)
+    # Only where they are asked for.
+    (folder / "conftest.py").write_text(f"collect_ignore = {[*FAILING]}")
     # Not their tests, which a plain pytest would run.
     for name in ("__init__.py", "cnn_memory/__init__.py", "cnn_memory/models.py"):
         (folder / "examples" / name).parent.mkdir(exist_ok=True)

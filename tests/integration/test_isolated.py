@@ -44,6 +44,26 @@ def test_its_numbers_come_back(project: Project) -> None:
     assert apart["environment"] == here["environment"]
 
 
+def test_where_a_system_cannot_fork_a_new_process_is_started(project: Project) -> None:
+    only_spawn = """
+        import multiprocessing
+
+        # As Windows has it.
+        multiprocessing.get_all_start_methods = lambda: ["spawn"]
+    """
+    started = """
+        import multiprocessing
+
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart():
+            assert type(multiprocessing.current_process()).__name__ == "SpawnProcess"
+            x = torch.ones(1 << 18, device="cuda")
+    """
+    project.write(conftest=only_spawn, test_it=started)
+    tests = project.report(apart=True)
+    assert tests["test_it.py::test_apart"]["measurement"]["peak_allocated"] == 1 << 20
+
+
 def test_it_is_judged_there_and_reported_here(project: Project) -> None:
     project.write(
         test_it="""

@@ -1,0 +1,82 @@
+"""Links between pages lead somewhere: to a file that is there, and to one of its headings."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("markdown_it")
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from tests.docs.blocks import REPOSITORY
+
+PAGES = sorted(
+    str(page.relative_to(REPOSITORY))
+    for pattern in ("*.md", "docs/**/*.md", "examples/*/README.md", "benchmarks/**/*.md")
+    for page in REPOSITORY.glob(pattern)
+)
+
+
+def tokens(path: Path) -> list[Token]:
+    return MarkdownIt().enable("table").parse(path.read_text(encoding="utf-8"))
+
+
+def links(path: Path) -> Iterator[str]:
+    """Every link and picture of a page that does not lead into the network."""
+    for token in tokens(path):
+        for child in token.children or ():
+            target = str(child.attrs.get("href") or child.attrs.get("src") or "")
+            if target and not re.match(r"[a-z]+:", target):
+                yield target
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """The names of a page's headings, as GitHub and MyST make them."""
+    found: Counter[str] = Counter()
+    names = set()
+    page = tokens(path)
+    for opening, token in pairwise(page):
+        if opening.type == "heading_open":
+            words = "".join(child.content for child in token.children or ())
+            slug = re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
+            names.add(f"{slug}-{found[slug]}" if found[slug] else slug)
+            found[slug] += 1
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    here = REPOSITORY / page
+    for link in links(here):
+        target, _, anchor = link.partition("#")
+        path = (here.parent / target).resolve() if target else here
+        assert path.exists(), link
+        assert path.is_relative_to(REPOSITORY), link
+        if anchor:
+            assert anchor in anchors(path), link
+
+
+def test_a_heading_has_the_name_that_github_gives_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A `B`, c: d\n\ntext\n\n# Twice\n\n## Twice\n", encoding="utf-8")
+    assert anchors(page) == {"a-b-c-d", "twice", "twice-1"}
+
+
+def test_links_of_tables_and_pictures_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("| a |\n|---|\n| [b](c.md#d) |\n\n![e](f.png) <https://g>\n", encoding="utf-8")
+    assert list(links(page)) == ["c.md#d", "f.png"]
+
+
+def test_every_page_is_looked_at() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md"} <= set(PAGES)
+    assert "docs/reference/report.md" in PAGES
