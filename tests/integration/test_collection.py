@@ -290,7 +290,8 @@ def pytest_unconfigure(config):
 
     rooms = (
         "device device.host_gpus device.select hookspecs ini_names options plugin report"
-        " report.header session session.early session.host session.results session.session session.stopwatch"
+        " report.header session session.early session.host session.results session.session"
+        " session.stopwatch"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])
