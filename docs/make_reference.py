@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 
 from pytest_gpumem import marker, options
-from pytest_gpumem.cli import COMMANDS
+from pytest_gpumem.cli import COMMANDS, parser_of
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- made by docs/make_reference.py; do not edit -->"
@@ -158,10 +158,8 @@ def _documented(kind: type) -> dict[str, str]:
 
 
 def _commands() -> Iterator[str]:
-    parser = argparse.ArgumentParser(prog="gpumem")
-    found = parser.add_subparsers()
-    for command in COMMANDS:
-        command.add_command(found)
+    parser = parser_of(COMMANDS)
+    (found,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
     yield "Exit codes: 0 where all is well, 1 for a regression or a disagreement, 2 for input that"
     yield "cannot be used, with one sentence that says why."
     for name, one in found.choices.items():

@@ -1,40 +1,54 @@
-"""The ``gpumem`` command: a module per subcommand."""
+"""The ``gpumem`` command: a module per subcommand, of which one is imported."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
-from pytest_gpumem.cli import (
-    bisect,
-    compare,
-    env,
-    gpus,
-    history,
-    html,
-    layers,
-    lines,
-    markdown,
-    move,
-    plan,
-    plot,
-    predict,
-    replay,
-    watch,
-)
+from pytest_gpumem.cli.columns import say
+from pytest_gpumem.cli.command import Answer, Command, ExamplesBelow, example_lines
 from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.progress import progress
 
-COMMANDS = (
-    *(bisect, compare, env, gpus, history, html, layers, lines),
-    *(markdown, move, plan, plot, predict, replay, watch),
+COMMANDS = {
+    "bisect": "the commit that made a test's memory grow, by simulated runs",
+    "compare": "compare two reports or baselines folders; exit code 1 on a regression",
+    "completion": "what lets a shell complete these commands by the tab key",
+    "env": "what a number depends on here: to be pasted where one is reported",
+    "gpus": "the GPUs of this host: who holds what, and who waits",
+    "history": "how peaks went over reports or commits; exit code 1 on a slow creep",
+    "html": "turn a JSON report into a page to look at",
+    "layers": "print a model layer by layer: shapes, parameters, memory, FLOPs",
+    "lines": "print what each source line allocated and freed",
+    "markdown": "a JSON report as the comment for a pull request",
+    "move": "let stored baselines follow a test that was moved or renamed",
+    "plan": "say which GPU each test needs, how many machines, and what they cost",
+    "plot": "draw a picture of a JSON report, or of how peaks went",
+    "predict": "say what a function or test would need on models of GPU",
+    "replay": "replay a torch memory snapshot; with other allocator settings, or on another GPU",
+    "watch": "a live view of the GPUs of this host and of the tests that pytest runs",
+}
+"""The subcommands: each is the ``COMMAND`` of the module of its name."""
+
+EXAMPLES = (
+    "gpumem predict train.py:step --gpu T4 --gpu A100-40GB   does it fit, without a GPU?",
+    "gpumem compare main.json change.json                    what grew, and by how much?",
+    "gpumem html report.json                                 a page to look at",
+    "gpumem replay snapshot.pickle --gpu L4                  would that run fit on another GPU?",
+    "gpumem history reports/                                 what crept in over time?",
+    'gpumem bisect "tests/test_a.py::test_b" --good v1.0     which commit was it?',
 )
-"""The modules of the subcommands."""
 
 BAD_INPUT = 2
+INTERRUPTED = 130
+"""What a shell expects of a program that Ctrl-C ended."""
 
 MOST_SAID = 2000
 """Characters of a sentence on stderr."""
@@ -52,21 +66,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 fine, 1 regression or disagreement, 2 bad input, with one sentence on
     stderr.
     """
-    parser = _Parser(prog="gpumem", description="GPU memory that was measured or recorded.")
-    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
-    )
-    for command in COMMANDS:
-        command.add_command(commands)
+    given = list(sys.argv[1:] if argv is None else argv)
     _show_all_letters()
     try:
-        arguments = parser.parse_args(argv)
-        code: int = arguments.run(arguments)
+        if "_ARGCOMPLETE" in os.environ:
+            _complete()
+        name = _named(given)
+        arguments = parser_of([name] if name else []).parse_args(given)
+        code = _printed(_answer(arguments), arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has seen enough; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print("gpumem: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -76,7 +91,90 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refused(f"{named}{error.strerror or error}")
     except ValueError as error:
         return _refused(str(error))
+    except RuntimeError as error:
+        if "Symlink loop" not in str(error):  # which is an OSError from Python 3.13 on
+            raise
+        return _refused(str(error))
     return code
+
+
+def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
+    """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it."""
+    parser = _Parser(
+        prog="gpumem",
+        description="What tests and training runs take of a GPU: measured, simulated, recorded. "
+        "Exit codes: 0 fine, 1 a regression, or what does not fit, 2 what cannot be read or done.",
+        epilog=example_lines(
+            (
+                *EXAMPLES,
+                "gpumem COMMAND --help                                   more of one command",
+            )
+        ),
+        formatter_class=ExamplesBelow,
+    )
+    parser.add_argument("--version", action=_ShowVersion)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    for name, purpose in COMMANDS.items():
+        own = commands.add_parser(name, help=purpose)
+        if name in names:
+            command: Command = import_module(f"{__name__}.{name}").COMMAND
+            command.add_to(own, name)
+    return parser
+
+
+class _ShowVersion(argparse.Action):
+    """Prints the installed version, which takes a while to find."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version, and end")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it."""
+        from importlib.metadata import version
+
+        print(f"pytest-gpumem {version('pytest-gpumem')}")
+        parser.exit()
+
+
+def _named(given: Sequence[str]) -> str | None:
+    """Return the subcommand that was named; raises ``ValueError`` where there is no such one."""
+    name = next((word for word in given if not word.startswith("-")), None)
+    if name is None or name in COMMANDS:
+        return name
+    near = difflib.get_close_matches(name, COMMANDS, n=1)
+    meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+    raise ValueError(f"{quoted(name)} is no command: {meant}; see gpumem --help")
+
+
+def _answer(arguments: argparse.Namespace) -> Answer | int:
+    command: Command = arguments.command
+    if command.looks:
+        return command.run(arguments)
+    with progress(arguments.command_name) as arguments.progress:
+        return command.run(arguments)
+
+
+def _printed(answer: Answer | int, arguments: argparse.Namespace) -> int:
+    if isinstance(answer, int):
+        return answer
+    if not arguments.json:
+        say(answer.lines)
+    elif arguments.command.looks:
+        print(*answer.texts(as_json=True))
+    else:
+        print(json.dumps(answer.data(), indent=2))
+    return answer.code
+
+
+def _complete() -> None:
+    """Answer the shell that asks for completions, and end; see ``gpumem completion``."""
+    try:
+        import argcomplete
+    except ModuleNotFoundError:
+        raise SystemExit(BAD_INPUT) from None
+    argcomplete.autocomplete(parser_of(COMMANDS))
 
 
 def _refused(sentence: str) -> int:

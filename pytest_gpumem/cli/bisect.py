@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.columns import say
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.git import git, toplevel
 from pytest_gpumem.options import DEFAULT_GPU
@@ -95,34 +94,11 @@ class Search:
         return self.found[at].peak_allocated
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "bisect",
-        help="the commit that made a test's memory grow, by simulated runs",
-        description="Run a test at commits between a good and a bad one, on a simulated GPU and in "
-        "a work tree of its own, and say which commit made its peak grow, and by which lines. Exit "
-        "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
-        epilog='example: gpumem bisect "tests/test_model.py::test_step" --good v1.0',
-    )
-    parser.add_argument("test", metavar="TEST", help="node id, as pytest takes it")
-    parser.add_argument("--good", metavar="REV", required=True, help="where it still took less")
-    parser.add_argument("--bad", metavar="REV", default="HEAD", help="default: HEAD")
-    parser.add_argument("--gpu", metavar="MODEL", default=DEFAULT_GPU, help="what is simulated")
-    parser.add_argument(
-        "--tolerance", default="0", help="by what peaks may differ and still be the same"
-    )
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument(
-        "--pytest-args", metavar="ARGUMENTS", default="", help='for pytest, like "-p no:randomly"'
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Search, print what was found and return the exit code; ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Search, and say what was found; raises ``ValueError`` for bad input."""
     top = toplevel(Path.cwd())
     commits = commits_between(top, arguments.good, arguments.bad)
+    arguments.progress.expect(most_runs(len(commits)))
     try:
         tolerance = parse_tolerance(arguments.tolerance)
     except SizeError as error:
@@ -134,7 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def said(commit: str, text: str) -> None:
         out = sys.stderr if arguments.json else sys.stdout
-        print(printable(f"{commit[:9]}  {text}"), file=out, flush=True)
+        arguments.progress.step()
+        arguments.progress.say(printable(f"{commit[:9]}  {text}"), out)
 
     with work_tree(top) as tree:
         inside = Path.cwd().resolve().relative_to(top.resolve())
@@ -144,11 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
             guilty = search.first_bad()
         except UnmeasuredError as error:
             raise ValueError(f"{arguments.bad} cannot be the bad one: {error}") from None
-    if arguments.json:
-        print(json.dumps(_data(search, guilty)))
-    else:
-        say(_lines(search, guilty, top, arguments.good))
-    return 0 if _did_not_grow(guilty) else FOUND
+    return Answer(
+        _lines(search, guilty, top, arguments.good),
+        lambda: _data(search, guilty),
+        0 if _did_not_grow(guilty) else FOUND,
+    )
 
 
 def commits_between(top: Path, good: str, bad: str) -> list[str]:
@@ -169,6 +146,11 @@ def commits_between(top: Path, good: str, bad: str) -> list[str]:
             printable(f"{bad} does not come after {good}: no commit lies between them", MOST)
         )
     return [first, *following]
+
+
+def most_runs(commits: int) -> int:
+    """Return how often a test is run at most among so many, where each can be measured."""
+    return 1 + (commits - 1).bit_length()
 
 
 @contextmanager
@@ -318,3 +300,25 @@ def _data(search: Search, guilty: range) -> dict[str, object]:
         if grew and len(guilty) == 1
         else [],
     }
+
+
+COMMAND = Command(
+    description="Run a test at commits between a good and a bad one, on a simulated GPU and in "
+    "a work tree of its own, and say which commit made its peak grow, and by which lines. Exit "
+    "code 1 where one is found, 0 where the test did not grow. A merge counts as one commit.",
+    run=run,
+    arguments=(
+        argument("test", metavar="TEST", help="node id, as pytest takes it"),
+        argument("--good", metavar="REV", required=True, help="where it still took less"),
+        argument("--bad", metavar="REV", default="HEAD", help="default: HEAD"),
+        argument("--gpu", metavar="MODEL", default=DEFAULT_GPU, help="what is simulated"),
+        argument("--tolerance", default="0", help="by what peaks may differ and still be the same"),
+        argument(
+            "--pytest-args",
+            metavar="ARGUMENTS",
+            default="",
+            help='for pytest, like "-p no:randomly"',
+        ),
+    ),
+    examples=('gpumem bisect "tests/test_model.py::test_step" --good v1.0',),
+)

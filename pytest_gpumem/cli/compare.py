@@ -6,14 +6,14 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.renamed import successors
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.columns import say
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.sides import Side, Test, read_side
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
 COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
+
+FORM = "JSON report, or baselines folder (of all environments or of one)"
 
 NOTHING = Test({})
 """Of a test that one side does not have."""
@@ -70,6 +72,10 @@ class Compared:
     rows: tuple[Row, ...]
     tolerance: str = ""
     """Its own."""
+    environment: str = ""
+    """The key of B's."""
+    was: str | None = None
+    """The node id that A has, where that is another one."""
 
     @property
     def only(self) -> str:
@@ -86,45 +92,8 @@ class Compared:
         return not regressed, -abs(max(changes) if regressed else largest), self.shown
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "compare",
-        help="compare two reports or baselines folders; exit code 1 on a regression",
-        description="Compare what two runs measured. Exit code 1 where B exceeds A by more than "
-        "the tolerance, 2 where A or B cannot be read.",
-    )
-    form = "JSON report, or baselines folder (of all environments or of one)"
-    parser.add_argument("a", metavar="A", type=Path, help=f"before: {form}")
-    parser.add_argument("b", metavar="B", type=Path, help="after: likewise")
-    parser.add_argument(
-        "--tolerance",
-        help='how far B may exceed A, like "1%% + 1MiB", which is the default for measured '
-        "numbers; 0 for simulated ones",
-    )
-    parser.add_argument(
-        "--across-environments",
-        action="store_true",
-        help="compare although A and B were measured in different environments",
-    )
-    parser.add_argument("--all", action="store_true", help="show numbers that are equal, too")
-    parser.add_argument(
-        "--test",
-        action="append",
-        metavar="PART",
-        help="compare only tests with this in their node id, * for anything; may be repeated",
-    )
-    parser.add_argument(
-        "--phase",
-        action="append",
-        metavar="NAME",
-        help="compare only this phase; may be repeated",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison and return the exit code; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Compare; raises ``ValueError`` for bad input."""
     tolerance = _tolerance(arguments.tolerance)
     a, b = read_side(arguments.a), read_side(arguments.b)
     pairs = _pairs(a, b, arguments.across_environments)
@@ -132,8 +101,32 @@ def run(arguments: argparse.Namespace) -> int:
     if not tests:
         raise ValueError(f"neither {a.path} nor {b.path} holds a measured test; nothing to compare")
     tests = _chosen(tests, arguments.test, arguments.phase)
-    say([*_header(a, b, pairs, tolerance), *_body(tests, arguments.all), _totals(tests)])
-    return REGRESSION if any(row.status == "regression" for row in _rows_of(tests)) else 0
+    return Answer(
+        [*_header(a, b, pairs, tolerance), *_body(tests, arguments.all), _totals(tests)],
+        lambda: as_dict(a, b, tests),
+        REGRESSION if any(row.status == "regression" for row in _rows_of(tests)) else 0,
+    )
+
+
+def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
+    """Return everything as builtin types; sizes in bytes, an empty phase is the whole test."""
+    return {
+        "a": {"path": str(a.path), "environments": sorted(a.tests)},
+        "b": {"path": str(b.path), "environments": sorted(b.tests)},
+        "tests": [
+            {
+                "nodeid": test.nodeid,
+                "environment": test.environment,
+                "was": test.was,
+                "tolerance": test.tolerance or None,
+                "numbers": [
+                    {"phase": row.phase, "a": row.a, "b": row.b, "status": row.status}
+                    for row in test.rows
+                ],
+            }
+            for test in tests
+        ],
+    }
 
 
 def compare_environments(
@@ -165,6 +158,8 @@ def compare_environments(
             f"{nodeid}{was}{suffix}",
             tuple(_rows(pair[0].figures, pair[1].figures, here, allowed)),
             "" if own is None else str(own),
+            key_b,
+            old if old != nodeid else None,
         )
 
 
@@ -201,7 +196,7 @@ def _chosen(
     if phases is None:
         return named
     cut = [
-        Compared(test.nodeid, test.shown, rows, test.tolerance)
+        replace(test, rows=rows)
         for test in named
         if (rows := tuple(row for row in test.rows if row.phase in phases))
     ]
@@ -350,3 +345,41 @@ def _tolerance(text: str | None) -> Tolerance | None:
         return None if text is None else parse_tolerance(text)
     except SizeError as error:
         raise ValueError(f"--tolerance: {error}") from None
+
+
+COMMAND = Command(
+    description="Compare what two runs measured. Exit code 1 where B exceeds A by more than "
+    "the tolerance, 2 where A or B cannot be read.",
+    run=run,
+    arguments=(
+        argument("a", metavar="A", type=Path, help=f"before: {FORM}"),
+        argument("b", metavar="B", type=Path, help="after: likewise"),
+        argument(
+            "--tolerance",
+            help='how far B may exceed A, like "1% + 1MiB", which is the default for measured '
+            "numbers; 0 for simulated ones",
+        ),
+        argument(
+            "--across-environments",
+            action="store_true",
+            help="compare although A and B were measured in different environments",
+        ),
+        argument("--all", action="store_true", help="show numbers that are equal, too"),
+        argument(
+            "--test",
+            action="append",
+            metavar="PART",
+            help="compare only tests with this in their node id, * for anything; may be repeated",
+        ),
+        argument(
+            "--phase",
+            action="append",
+            metavar="NAME",
+            help="compare only this phase; may be repeated",
+        ),
+    ),
+    examples=(
+        "gpumem compare main.json change.json",
+        "gpumem compare baselines/ report.json --test attention --phase backward",
+    ),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pytest_gpumem.cli.columns import say, table
+from pytest_gpumem.cli.columns import table
+from pytest_gpumem.cli.command import Answer, Command
 
 PACKAGES = ("pytest-gpumem", "pytest", "torch", "nvidia-ml-py", "triton", "transformers")
 """Packages whose release may change a number, or how it is read."""
@@ -24,26 +24,10 @@ VARIABLES = (
 NOT_INSTALLED = "not installed"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "env",
-        help="what a number depends on here: to be pasted where one is reported",
-        description="Show the releases, the settings and the GPUs that a measured or simulated "
-        "number depends on. No names of hosts, users or folders are in it.",
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print it; return 0."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Find it out."""
     known = found()
-    if arguments.json:
-        print(json.dumps(known, indent=2))
-    else:
-        say(table(list(_rows(known)), left=(0, 1)))
-    return 0
+    return Answer(table(list(_rows(known)), left=(0, 1)), lambda: known)
 
 
 def found() -> dict[str, Any]:
@@ -125,3 +109,13 @@ def _rows(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "  driver", environment["driver"] or "unknown"
         yield "  divided", environment["partition"] or "no"
         yield "  baselines", environment["key"]
+
+
+COMMAND = Command(
+    description="Show the releases, the settings and the GPUs that a measured or simulated "
+    "number depends on. No names of hosts, users or folders are in it.",
+    run=run,
+    json="as JSON, sizes in bytes",
+    examples=("gpumem env",),
+    looks=True,
+)

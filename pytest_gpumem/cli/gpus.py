@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import say, table, terminal_width
+from pytest_gpumem.cli.columns import table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.screen import watch
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
 from pytest_gpumem.report.text import shorten
@@ -27,42 +27,21 @@ UNNOTICED = 64 * 2**20
 """Bytes that a driver may hold of a device that nobody uses."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "gpus",
-        help="the GPUs of this host: who holds what, and who waits",
-        description="Show each GPU of this host, how it is divided, how busy it is, what processes "
-        "hold of it, the tests that share it under --gpumem-share and those that wait.",
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON, a line each time")
-    parser.add_argument(
-        "--watch",
-        nargs="?",
-        type=_seconds,
-        const=1.0,
-        metavar="SECONDS",
-        help="again and again until Ctrl-C, every second if no other time is given",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print what is asked for; return 0."""
-
-    def text() -> list[str]:
-        devices, trouble = found()
-        if arguments.json:
-            return [json.dumps({"devices": devices, "nvml": trouble})]
-        return list(lines(devices, trouble, terminal_width()))
-
-    if arguments.watch is not None:
-        watch(text, arguments.watch)
-    elif arguments.json:
-        print(*text())
-    else:
-        say(text())
+def run(arguments: argparse.Namespace) -> Answer | int:
+    """Look, once or again and again."""
+    if arguments.watch is None:
+        return look()
+    watch(lambda: look().texts(as_json=arguments.json), arguments.watch)
     return 0
+
+
+def look() -> Answer:
+    """Return what there is to say of the GPUs now."""
+    devices, trouble = found()
+    return Answer(
+        lines(devices, trouble, terminal_width()),
+        lambda: {"devices": devices, "nvml": trouble},
+    )
 
 
 def found() -> tuple[list[dict[str, Any]], str | None]:
@@ -243,3 +222,23 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+COMMAND = Command(
+    description="Show each GPU of this host, how it is divided, how busy it is, what processes "
+    "hold of it, the tests that share it under --gpumem-share and those that wait.",
+    run=run,
+    arguments=(
+        argument(
+            "--watch",
+            nargs="?",
+            type=_seconds,
+            const=1.0,
+            metavar="SECONDS",
+            help="again and again until Ctrl-C, every second if no other time is given",
+        ),
+    ),
+    looks=True,
+    json="as JSON, a line for each look; sizes in bytes",
+    examples=("gpumem gpus --watch",),
+)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import format_percent
-from pytest_gpumem.cli.columns import say, table, terminal_width
-from pytest_gpumem.report.past import past_of_git, past_of_reports
+from pytest_gpumem.cli.columns import table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
 from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
 
@@ -21,67 +21,36 @@ MOST_CREEP = "5%"
 COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "history",
-        help="how peaks went over reports or commits; exit code 1 on a slow creep",
-        description="Show each test's peaks as a trend, the steps in it with the commit that "
-        "brought each, and what crept in by steps too small to fail a test. Exit code 1 where that "
-        "is more than --max-creep.",
-        epilog="examples: gpumem history reports/    gpumem history --git v1.0..HEAD",
-    )
-    parser.add_argument(
-        "reports",
-        metavar="REPORT",
-        nargs="*",
-        type=Path,
-        help="JSON reports, the oldest first, or folders of them, by their names",
-    )
-    parser.add_argument(
-        "--git", metavar="RANGE", help="the baselines that a range of commits stored: v1.0..HEAD"
-    )
-    parser.add_argument(
-        "--baselines", metavar="DIR", type=Path, default=Path("baselines"), help="for --git"
-    )
-    parser.add_argument(
-        "--max-creep",
-        metavar="TOLERANCE",
-        default=MOST_CREEP,
-        help=f"what small steps may come to (default: {MOST_CREEP.replace('%', '%%')})",
-    )
-    parser.add_argument(
-        "--tolerance",
-        default=str(SMALL),
-        help=f"up to what a change is a small step (default: {str(SMALL).replace('%', '%%')})",
-    )
-    parser.add_argument("--all", action="store_true", help="list tests that never changed, too")
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the trends and return the exit code; raises ``ValueError`` for bad input."""
-    if bool(arguments.reports) == bool(arguments.git):
-        raise ValueError("give either reports or --git RANGE; see gpumem history --help")
+def run(arguments: argparse.Namespace) -> Answer:
+    """Say how peaks went; raises ``ValueError`` for bad input."""
     most = _tolerance("--max-creep", arguments.max_creep)
     small = _tolerance("--tolerance", arguments.tolerance)
-    past = (
-        past_of_git(arguments.git, arguments.baselines)
-        if arguments.git
-        else past_of_reports(arguments.reports)
-    )
+    past = past_of(arguments)
     trends = past.trends(small)
     if not trends:
         raise ValueError("no report holds a measured test, so there is no history")
     creeping = [trend for trend in trends if trend.creeps(most)]
-    if arguments.json:
-        data = [{**trend.to_dict(), "creeps": trend in creeping} for trend in trends]
-        print(json.dumps({"tests": data, "notes": past.notes}))
-    else:
-        say(_lines(trends, creeping, most, every=arguments.all, moments=len(past.moments)))
-        say(f"note: {note}" for note in past.notes)
-    return CREEPS if creeping else 0
+    lines = _lines(trends, creeping, most, every=arguments.all, moments=len(past.moments))
+    return Answer(
+        [*lines, *(f"note: {note}" for note in past.notes)],
+        lambda: {
+            "tests": [{**trend.to_dict(), "creeps": trend in creeping} for trend in trends],
+            "notes": past.notes,
+        },
+        CREEPS if creeping else 0,
+    )
+
+
+def past_of(arguments: argparse.Namespace) -> Past:
+    """Return what the reports or commits that were asked for say.
+
+    Raises ``ValueError`` where that cannot be read.
+    """
+    if bool(arguments.reports) == bool(arguments.git):
+        raise ValueError("give either reports or --git RANGE; see gpumem history --help")
+    if arguments.git:
+        return past_of_git(arguments.git, arguments.baselines, arguments.progress)
+    return past_of_reports(arguments.reports, arguments.progress)
 
 
 def _lines(
@@ -161,3 +130,44 @@ def _tolerance(option: str, text: str) -> Tolerance:
         return parse_tolerance(text)
     except SizeError as error:
         raise ValueError(f"{option}: {error}") from None
+
+
+PAST_IN_GIT = (
+    argument(
+        "--git",
+        metavar="RANGE",
+        help="the baselines that a range of commits stored: v1.0..HEAD",
+    ),
+    argument("--baselines", metavar="DIR", type=Path, default=Path("baselines"), help="for --git"),
+)
+"""Of every command that reads what commits stored."""
+
+COMMAND = Command(
+    description="Show each test's peaks as a trend, the steps in it with the commit that "
+    "brought each, and what crept in by steps too small to fail a test. Exit code 1 where that "
+    "is more than --max-creep.",
+    run=run,
+    arguments=(
+        argument(
+            "reports",
+            metavar="REPORT",
+            nargs="*",
+            type=Path,
+            help="JSON reports, the oldest first, or folders of them, by their names",
+        ),
+        *PAST_IN_GIT,
+        argument(
+            "--max-creep",
+            metavar="TOLERANCE",
+            default=MOST_CREEP,
+            help=f"what small steps may come to (default: {MOST_CREEP})",
+        ),
+        argument(
+            "--tolerance",
+            default=str(SMALL),
+            help=f"up to what a change is a small step (default: {SMALL})",
+        ),
+        argument("--all", action="store_true", help="list tests that never changed, too"),
+    ),
+    examples=("gpumem history reports/", "gpumem history --git v1.0..HEAD --max-creep 3%"),
+)

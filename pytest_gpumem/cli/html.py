@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.columns import say
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -15,42 +15,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.report.record import TestRecord
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "html",
-        help="turn a JSON report into a page to look at",
-        description="Write the page that --gpumem-report html:PATH writes, of a report of an "
-        "earlier run. It is one file that asks the network for nothing.",
-    )
-    parser.add_argument(
-        "reports",
-        metavar="REPORT",
-        nargs="+",
-        type=Path,
-        help="what --gpumem-report json:PATH wrote; of several the last is shown, and those before "
-        "it, the oldest first, are its history",
-    )
-    parser.add_argument(
-        "--history",
-        metavar="PATH",
-        action="append",
-        default=[],
-        type=Path,
-        help="an earlier report, or a folder of them, by their names; may be repeated",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="the page (default: beside the report, with the suffix .html)",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Write the page and return the exit code; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Write the page; raises ``ValueError`` for bad input."""
     from pytest_gpumem.report.html import write_html
     from pytest_gpumem.report.json_report import read_report, read_usage
 
@@ -65,8 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     past = _past([*arguments.history, *earlier], report, records)
     written = write_html(path, records, "--output", past=past, usage=read_usage(report))
     tests = "1 test" if len(records) == 1 else f"{len(records)} tests"
-    say([f"{path}: {tests}, {format_size(written.stat().st_size)}"])
-    return 0
+    size = written.stat().st_size
+    return Answer(
+        [f"{path}: {tests}, {format_size(size)}"],
+        lambda: {"output": str(path), "tests": len(records), "bytes": size},
+    )
 
 
 def _past(paths: Sequence[Path], report: Path, records: Sequence[TestRecord]) -> Past | None:
@@ -78,3 +47,39 @@ def _past(paths: Sequence[Path], report: Path, records: Sequence[TestRecord]) ->
     past = past_of_reports(paths, without=report)
     past.moments.append((report.stem, "", peaks_of(records)))
     return past
+
+
+COMMAND = Command(
+    description="Write the page that --gpumem-report html:PATH writes, of a report of an "
+    "earlier run. It is one file that asks the network for nothing.",
+    run=run,
+    arguments=(
+        argument(
+            "reports",
+            metavar="REPORT",
+            nargs="+",
+            type=Path,
+            help="what --gpumem-report json:PATH wrote; of several the last is shown, and those "
+            "before it, the oldest first, are its history",
+        ),
+        argument(
+            "--history",
+            metavar="PATH",
+            action="append",
+            default=[],
+            type=Path,
+            help="an earlier report, or a folder of them, by their names; may be repeated",
+        ),
+        argument(
+            "-o",
+            "--output",
+            metavar="FILE",
+            type=Path,
+            help="the page (default: beside the report, with the suffix .html)",
+        ),
+    ),
+    examples=(
+        "gpumem html report.json -o memory.html",
+        "gpumem html report.json --history reports/",
+    ),
+)

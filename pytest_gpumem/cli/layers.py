@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
-import sys
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.columns import UNLIMITED, say, table, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.report.text import wrap
@@ -41,58 +41,24 @@ _TEXTS = 4
 """Columns of text; the others are numbers."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "layers",
-        help="print a model layer by layer: shapes, parameters, memory, FLOPs",
-        description="Run the first model that TARGET calls on a simulated GPU, with and without "
-        "gradients, and print for each module: shapes, parameters, FLOPs of the forward pass, the "
-        "memory that it keeps (for backward, and its output) and its peak.",
-    )
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="module:function or path.py:function that takes no arguments and calls a model, or "
-        "returns a model and its inputs",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="MODEL",
-        default="A100-40GB",
-        help="model of the catalogue (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
-    )
-    parser.add_argument(
-        "--input",
-        metavar="SHAPE",
-        type=_shape,
-        action="append",
-        default=[],
-        help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
-        "each input, of float32",
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print comma-separated values, in bytes")
-    form.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the table; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the model; raises ``ValueError`` for bad input."""
+    if arguments.csv and arguments.json:
+        raise ValueError("--csv and --json are two forms of the same; give one of them")
     found = layers_of_target(arguments.target, arguments.gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
-    if arguments.json:
-        print(json.dumps([layer.to_dict() for layer in shown], indent=2))
-    elif arguments.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(HEADER)
-        writer.writerows(_values(layer) for layer in shown)
-    else:
-        say(lines(arguments.target, shown, terminal_width()))
-    return 0
+    return Answer(
+        _csv_lines(shown) if arguments.csv else lines(arguments.target, shown, terminal_width()),
+        lambda: [layer.to_dict() for layer in shown],
+    )
+
+
+def _csv_lines(layers: Sequence[Layer]) -> list[str]:
+    written = StringIO()
+    writer = csv.writer(written, lineterminator="\n")
+    writer.writerow(HEADER)
+    writer.writerows(map(_values, layers))
+    return written.getvalue().splitlines()
 
 
 def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
@@ -199,3 +165,44 @@ def _count(flops: int) -> str:
             break
         amount /= 1000
     return f"{amount:,.0f} {unit}" if not unit else f"{amount:,.2f} {unit}"
+
+
+COMMAND = Command(
+    description="Run the first model that TARGET calls on a simulated GPU, with and without "
+    "gradients, and print for each module: shapes, parameters, FLOPs of the forward pass, the "
+    "memory that it keeps (for backward, and its output) and its peak.",
+    run=run,
+    arguments=(
+        argument(
+            "target",
+            metavar="TARGET",
+            help="module:function or path.py:function that takes no arguments and calls a "
+            "model, or "
+            "returns a model and its inputs",
+        ),
+        argument(
+            "--gpu",
+            metavar="MODEL",
+            default="A100-40GB",
+            help="model of the catalogue (default: A100-40GB)",
+        ),
+        argument(
+            "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
+        ),
+        argument(
+            "--input",
+            metavar="SHAPE",
+            type=_shape,
+            action="append",
+            default=[],
+            help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once "
+            "for "
+            "each input, of float32",
+        ),
+        argument("--csv", action="store_true", help="print comma-separated values, in bytes"),
+    ),
+    examples=(
+        "gpumem layers train.py:model --depth 2",
+        "gpumem layers torchvision.models:resnet50 --input 1x3x224x224",
+    ),
+)

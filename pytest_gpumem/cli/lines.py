@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, say, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.sizes import format_size
 
@@ -23,45 +23,10 @@ PROCESS = 20
 """And those of what the process holds, which a narrow terminal does without."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "lines",
-        help="print what each source line allocated and freed",
-        description="Run TARGET on a simulated GPU and print for each line of it, and of the "
-        "functions given with --function, the memory before and after it, its peak, what the "
-        "process holds of the device then, and the tensors that it added and removed.",
-    )
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="module:function or path.py:function that takes no arguments",
-    )
-    parser.add_argument(
-        "--function",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="follow this function, too: module:function or path.py:Class.method",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="MODEL",
-        default="A100-40GB",
-        help="model of the catalogue (default: %(default)s), or cuda for a device of this machine",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON, in bytes")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the lines; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the function; raises ``ValueError`` for bad input."""
     found = lines_of_target(arguments.target, arguments.function, arguments.gpu)
-    if arguments.json:
-        print(json.dumps([line.to_dict() for line in found], indent=2))
-    else:
-        say(text_lines(found, terminal_width()))
-    return 0
+    return Answer(text_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
@@ -145,3 +110,33 @@ def _group(group: Group) -> str:
     shape = "" if group.shape is None else f"({','.join(map(str, group.shape))})"
     words = [f"{group.count} ×", shape, format_size(group.bytes), group.dtype, group.kind]
     return " ".join(word for word in words if word)
+
+
+COMMAND = Command(
+    description="Run TARGET on a simulated GPU and print for each line of it, and of the "
+    "functions given with --function, the memory before and after it, its peak, what the "
+    "process holds of the device then, and the tensors that it added and removed.",
+    run=run,
+    arguments=(
+        argument(
+            "target",
+            metavar="TARGET",
+            help="module:function or path.py:function that takes no arguments",
+        ),
+        argument(
+            "--function",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="follow this function, too: module:function or path.py:Class.method",
+        ),
+        argument(
+            "--gpu",
+            metavar="MODEL",
+            default="A100-40GB",
+            help="model of the catalogue (default: A100-40GB), or cuda for a device of this "
+            "machine",
+        ),
+    ),
+    examples=("gpumem lines train.py:step --function train.py:Net.forward",),
+)

@@ -9,34 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
-from pytest_gpumem.cli.columns import say
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.echo import printable
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.environment import Environment
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the command."""
-    parser = commands.add_parser(
-        "move",
-        help="let stored baselines follow a test that was moved or renamed",
-        description="Give what is stored of the test OLD to the test NEW, in every environment. "
-        "OLD and NEW are node ids, or both paths of test modules, relative to pytest's rootdir.",
-    )
-    parser.add_argument("old", metavar="OLD", help="the test or module as it was called")
-    parser.add_argument("new", metavar="NEW", help="as it is called now")
-    parser.add_argument(
-        "--baselines",
-        metavar="DIR",
-        type=Path,
-        default=Path("baselines"),
-        help="folder of the stored baselines (default: baselines)",
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> Answer:
     """Move the entries; raises a ``ValueError`` with a sentence where there is nothing to move."""
     old, new = split_nodeid(arguments.old), split_nodeid(arguments.new)
     if bool(old[1]) != bool(new[1]):
@@ -57,7 +37,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{folder} holds nothing of {printable(arguments.old)}; check the name")
     for move in moves:
         move.carry_out(store)
-    return 0
+    moved = [one for move in moves for one in move.to_dicts()]
+    return Answer(
+        [f"{one['environment']}: {one['old']} -> {one['new']}" for one in moved],
+        lambda: {"moved": moved},
+    )
 
 
 @dataclass(frozen=True)
@@ -93,13 +77,35 @@ class _Move:
         return cls(environment, old[0], new[0], names, entries)
 
     def carry_out(self, store: BaselineStore) -> None:
-        """Write it, and say so."""
+        """Write it."""
         # What is there twice for a moment is not lost if this process ends between the two.
         store.edit(self.environment, self.new, lambda entries: entries.update(self.entries))
         store.edit(self.environment, self.old, self._drop)
-        key = self.environment.key
-        say(f"{key}: {self.old}::{a} -> {self.new}::{b}" for a, b in self.names.items())
+
+    def to_dicts(self) -> list[dict[str, str]]:
+        """Return what moves, test by test."""
+        return [
+            {
+                "environment": self.environment.key,
+                "old": f"{self.old}::{old}",
+                "new": f"{self.new}::{new}",
+            }
+            for old, new in self.names.items()
+        ]
 
     def _drop(self, entries: MutableMapping[str, BaselineEntry]) -> None:
         for test_id in self.names:
             del entries[test_id]
+
+
+COMMAND = Command(
+    description="Give what is stored of the test OLD to the test NEW, in every environment. "
+    "OLD and NEW are node ids, or both paths of test modules, relative to pytest's rootdir.",
+    run=run,
+    arguments=(
+        argument("old", metavar="OLD"),
+        argument("new", metavar="NEW"),
+        argument("--baselines", metavar="DIR", type=Path, default=Path("baselines")),
+    ),
+    examples=('gpumem move "tests/test_a.py::test_old" "tests/test_b.py::test_new"',),
+)

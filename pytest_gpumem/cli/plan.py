@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, say, table, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import Needs, needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
@@ -22,66 +23,19 @@ MOST_LISTED = 10
 """Tests of one kind that are named."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "plan",
-        help="say which GPU each test needs, how many machines, and what they cost",
-        description="Say which tests fit which GPU, and place each on the cheapest that it fits. "
-        "No GPU is needed. Exit code 1 where a test fits none of the runners, or takes longer than "
-        "there is time.",
-    )
-    parser.add_argument(
-        "tests",
-        metavar="REPORT|TESTS",
-        nargs="*",
-        help="JSON reports, a folder of baselines, or paths and test ids, which run on simulated "
-        "GPUs (default: all tests of the current folder)",
-    )
-    parser.add_argument(
-        "--runner",
-        metavar="MODEL:PRICE",
-        action="append",
-        required=True,
-        help="a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
-    )
-    parser.add_argument(
-        "--minutes", metavar="N", type=_minutes, help="in which every machine is to be done"
-    )
-    parser.add_argument(
-        "--startup",
-        metavar="N",
-        type=_minutes,
-        default=0.0,
-        help="minutes that each machine takes before its first test (default: 0)",
-    )
-    parser.add_argument(
-        "--durations",
-        metavar="FILE",
-        type=Path,
-        help="what tests take: a JSON report, an earlier plan or a file of pytest-split (default: "
-        "the reports themselves, else pytest's cache)",
-    )
-    parser.add_argument(
-        "--output", metavar="FILE", type=Path, help="write the shards as JSON, for a matrix of jobs"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the plan and return the exit code; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Make the plan; raises ``ValueError`` for bad input."""
     runners = [parse_runner(text) for text in arguments.runner]
     needs = needs_of(arguments.tests, runners, arguments.durations)
     limit = None if arguments.minutes is None else arguments.minutes * 60
     plan = make_plan(needs.tests, runners, limit=limit, startup=arguments.startup * 60)
     if arguments.output is not None:
         replace_file(arguments.output, f"{json.dumps(plan.shards(), indent=1)}\n".encode("ascii"))
-    if arguments.json:
-        print(json.dumps(as_dict(plan, needs), indent=2))
-    else:
-        say(lines(plan, needs, arguments.minutes, terminal_width()))
-    return INCOMPLETE if plan.nowhere or plan.late else 0
+    return Answer(
+        lines(plan, needs, arguments.minutes, terminal_width()),
+        lambda: as_dict(plan, needs),
+        INCOMPLETE if plan.nowhere or plan.late else 0,
+    )
 
 
 def lines(
@@ -224,3 +178,53 @@ def _minutes(text: str) -> float:
     if not 0 < minutes < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
     return minutes
+
+
+COMMAND = Command(
+    description="Say which tests fit which GPU, and place each on the cheapest that it fits. "
+    "No GPU is needed. Exit code 1 where a test fits none of the runners, or takes longer than "
+    "there is time.",
+    run=run,
+    arguments=(
+        argument(
+            "tests",
+            metavar="REPORT|TESTS",
+            nargs="*",
+            help="JSON reports, a folder of baselines, or paths and test ids, which run on "
+            "simulated "
+            "GPUs (default: all tests of the current folder)",
+        ),
+        argument(
+            "--runner",
+            metavar="MODEL:PRICE",
+            action="append",
+            required=True,
+            help="a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
+        ),
+        argument(
+            "--minutes", metavar="N", type=_minutes, help="in which every machine is to be done"
+        ),
+        argument(
+            "--startup",
+            metavar="N",
+            type=_minutes,
+            default=0.0,
+            help="minutes that each machine takes before its first test (default: 0)",
+        ),
+        argument(
+            "--durations",
+            metavar="FILE",
+            type=Path,
+            help="what tests take: a JSON report, an earlier plan or a file of pytest-split "
+            "(default: "
+            "the reports themselves, else pytest's cache)",
+        ),
+        argument(
+            "--output",
+            metavar="FILE",
+            type=Path,
+            help="write the shards as JSON, for a matrix of jobs",
+        ),
+    ),
+    examples=("gpumem plan --runner T4:0.35 --runner H100:4.10 --minutes 10 report.json",),
+)

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.cli.columns import say
-from pytest_gpumem.echo import printable
+from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
+from pytest_gpumem.cli.history_figure import draw_history
+from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.text import shorten
 from pytest_gpumem.sizes import format_size
 
@@ -45,54 +48,62 @@ COLOURS = dict(
 )
 """Those of the HTML report."""
 
+HISTORY = "history"
+"""The kind of picture that is not of one report."""
+
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "plot",
-        help="draw a picture of a JSON report",
-        description="Draw what a run measured: a test's memory over time or by phase, or the peaks "
-        "of tests by category. Needs matplotlib: pip install 'pytest-gpumem[plot]'.",
-    )
-    parser.add_argument(
-        "report", metavar="REPORT", type=Path, help="what --gpumem-report json:PATH wrote"
-    )
-    parser.add_argument("--kind", choices=list(KINDS), default="composition", help="what to draw")
-    parser.add_argument(
-        "--test", metavar="TEXT", default="", help="of tests whose ids contain this (default: all)"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, required=True, help="FILE.png, .svg or .pdf"
-    )
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Draw the picture and return the exit code; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Draw the picture; raises ``ValueError`` for bad input."""
     output: Path = arguments.output
     if output.suffix.lower() not in FORMATS:
         raise ValueError(f"--output: {output} ends in none of {', '.join(FORMATS)}")
-    from pytest_gpumem.report.json_report import read_report
+    tests = _plot_history(arguments) if arguments.kind == HISTORY else _plot_report(arguments)
+    shown = ", ".join(map(str, arguments.reports)) or arguments.git
+    return Answer(
+        [f"{output}: {arguments.kind} of {shown}"],
+        lambda: {"output": str(output), "kind": arguments.kind, "tests": tests},
+    )
 
+
+def _plot_report(arguments: argparse.Namespace) -> list[str]:
+    """Draw one report; return the tests that are meant."""
+    if arguments.git or len(arguments.reports) != 1:
+        raise ValueError(
+            f"--kind {arguments.kind} is of one report; several, and --git, are for --kind history"
+        )
+    (report,) = arguments.reports
     records = [
         record
-        for record in read_report(arguments.report)
+        for record in read_report(report)
         if arguments.test in record.nodeid and record.measurement is not None
     ]
     if not records:
-        wanted = f" whose id contains {arguments.test!r}" if arguments.test else ""
-        raise ValueError(f"{arguments.report} holds no measured test{wanted}")
-    figure_of(records, arguments.kind, output)
-    say([f"{output}: {arguments.kind} of {arguments.report}"])
-    return 0
+        raise ValueError(f"{report} holds no measured test{_wanted(arguments.test)}")
+    kind = arguments.kind
+    drawn_to(arguments.output, lambda figure: KINDS[kind](figure, records))
+    return [record.nodeid for record in records]
 
 
-def figure_of(records: Sequence[TestRecord], kind: str, output: Path) -> None:
-    """Draw ``records``, all measured, as ``kind`` says into ``output``.
+def _plot_history(arguments: argparse.Namespace) -> list[str]:
+    """Draw how peaks went; return the tests that are meant."""
+    past = past_of(arguments)
+    trends = [trend for trend in past.trends(SMALL) if arguments.test in trend.nodeid]
+    if not trends:
+        raise ValueError(f"no report holds a measured test{_wanted(arguments.test)}")
+    drawn_to(arguments.output, lambda figure: draw_history(figure, past, trends, SMALL))
+    return [trend.nodeid for trend in trends]
 
-    Raises ``ValueError`` where they do not hold what is drawn, or matplotlib is not installed.
+
+def _wanted(part: str) -> str:
+    return f" whose id contains {quoted(part)}" if part else ""
+
+
+def drawn_to(output: Path, draw: Callable[[Figure], None]) -> None:
+    """Write to ``output`` what ``draw`` draws.
+
+    Raises ``ValueError`` where it cannot, or matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -105,7 +116,7 @@ def figure_of(records: Sequence[TestRecord], kind: str, output: Path) -> None:
     # Names of tests are no mathematics, whatever dollars are in them.
     with matplotlib.rc_context({"text.parse_math": False, "font.size": 9}):
         figure = Figure(figsize=(9, 4.5), layout="constrained")
-        KINDS[kind](figure, records)
+        draw(figure)
         output.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(output, dpi=150)
 
@@ -168,6 +179,8 @@ def _timeline(figure: Figure, records: Sequence[TestRecord]) -> None:
     axes.set_xlim(0, line["events"])
     axes.set_ylim(0, max(totals) * 1.2 or 1)
     axes.set_xlabel("events of the allocator")
+    axes.set_ylabel("allocated")
+    axes.spines[["top", "right"]].set_visible(False)
     _in_bytes(axes.yaxis, max(totals))
     figure.suptitle(f"{_name(record.nodeid)}{_said([record])}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -183,6 +196,9 @@ KINDS: dict[str, Callable[[Figure, Sequence[TestRecord]], None]] = {
 def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> None:
     """Draw a bar for each name, composition and peak (bytes); what is not composed is white."""
     labels = [_name(name) for name, _, _ in rows]
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("peak allocated")
+    axes.margins(y=0.01 if len(rows) > 1 else 0.5)
     places = range(len(rows))
     left = [0] * len(rows)
     for category in CATEGORIES:
@@ -197,7 +213,7 @@ def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> Non
             format_size(peak), (peak, place), xytext=(3, 0), textcoords="offset points", va="center"
         )
     axes.set_yticks(places, labels)
-    axes.set_xlim(0, max(peaks) * 1.25 or 1)
+    axes.set_xlim(0, max(peaks) * 1.18 or 1)
     _in_bytes(axes.xaxis, max(peaks))
     if any(left):
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -236,3 +252,41 @@ def _said(records: Sequence[TestRecord]) -> str:
         }
     )
     return f" [{', '.join(map(printable, gpus))}]"
+
+
+COMMAND = Command(
+    description="Draw what a run measured: a test's memory over time or by phase, or the peaks "
+    "of tests by category; or how peaks went over reports or commits. "
+    "Needs matplotlib: pip install 'pytest-gpumem[plot]'.",
+    run=run,
+    arguments=(
+        argument(
+            "reports",
+            metavar="REPORT",
+            nargs="*",
+            type=Path,
+            help="what --gpumem-report json:PATH wrote; for --kind history several, the oldest "
+            "first, or folders of them",
+        ),
+        argument("--kind", choices=[*KINDS, HISTORY], default="composition", help="what to draw"),
+        *PAST_IN_GIT,
+        argument(
+            "--test",
+            metavar="TEXT",
+            default="",
+            help="of tests whose ids contain this (default: all)",
+        ),
+        argument(
+            "-o",
+            "--output",
+            metavar="FILE",
+            type=Path,
+            required=True,
+            help="FILE.png, .svg or .pdf",
+        ),
+    ),
+    examples=(
+        "gpumem plot report.json -o peaks.png",
+        "gpumem plot reports/ --kind history --test test_step -o trend.svg",
+    ),
+)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, say, table, terminal_width
+from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.target import FunctionTarget, find_target
+from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -18,44 +19,22 @@ DOES_NOT_FIT = 1
 SHOWN_PHASES = 6
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "predict",
-        help="say what a function or test would need on models of GPU",
-        description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
-        "it fits. No GPU is needed. Exit code 1 where it does not fit one of them.",
-    )
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="module:function or path.py:function that takes no arguments, or a test id",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="MODEL",
-        action="append",
-        help="model of the catalogue, like A100-40GB; may be given several times (default: all)",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the table and return the exit code; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
     gpus = arguments.gpu or list(GPUS)
-    predictions = predictions_of(arguments.target, gpus)
-    if arguments.json:
-        rows = [prediction.to_dict() for prediction in predictions]
-        print(json.dumps({"target": arguments.target, "gpus": rows}, indent=2))
-    else:
-        say(lines(arguments.target, predictions, terminal_width()))
-    return 0 if all(prediction.fits for prediction in predictions) else DOES_NOT_FIT
+    predictions = predictions_of(arguments.target, gpus, arguments.progress)
+    return Answer(
+        lines(arguments.target, predictions, terminal_width()),
+        lambda: {"target": arguments.target, "gpus": [one.to_dict() for one in predictions]},
+        0 if all(one.fits for one in predictions) else DOES_NOT_FIT,
+    )
 
 
-def predictions_of(text: str, gpus: Sequence[str]) -> list[Prediction]:
+def predictions_of(
+    text: str, gpus: Sequence[str], progress: Progress = NOTHING_SHOWN
+) -> list[Prediction]:
     """Return what the target ``text`` needs on each of ``gpus``."""
     from pytest_gpumem.prediction.process import PredictionError
     from pytest_gpumem.prediction.simulated import predict, predict_test
@@ -67,7 +46,12 @@ def predictions_of(text: str, gpus: Sequence[str]) -> list[Prediction]:
     if not isinstance(target, FunctionTarget):
         return predict_test(target.nodeid, gpus)
     try:
-        return [predict(target.call, gpu) for gpu in gpus]
+        progress.expect(len(gpus))
+        predictions = []
+        for gpu in gpus:
+            predictions.append(predict(target.call, gpu))
+            progress.step()
+        return predictions
     except SimulationError as error:
         raise PredictionError(f"{text}: {error}") from error
     except (Exception, SystemExit) as error:
@@ -106,3 +90,28 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
         *(format_size(known[phase]) if phase in known else "" for phase in phases),
         fits,
     ]
+
+
+COMMAND = Command(
+    description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
+    "it fits. No GPU is needed. Exit code 1 where it does not fit one of them.",
+    run=run,
+    arguments=(
+        argument(
+            "target",
+            metavar="TARGET",
+            help="module:function or path.py:function that takes no arguments, or a test id",
+        ),
+        argument(
+            "--gpu",
+            metavar="MODEL",
+            action="append",
+            help="model of the catalogue, like A100-40GB; may be given several times (default: "
+            "all)",
+        ),
+    ),
+    examples=(
+        "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
+        'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',
+    ),
+)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import say
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.echo import MOST, printable, quoted
 from pytest_gpumem.sizes import SizeError, format_size, parse_size
 
@@ -27,49 +26,8 @@ DISAGREEMENT = 1
 UNKNOWN = "?"
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "replay",
-        help="replay a torch memory snapshot; with other allocator settings, or on another GPU",
-        description="Run the allocations and frees of a recorded torch memory snapshot through the "
-        "simulated caching allocator, and compare every address. With --alloc-conf or --gpu, say "
-        "what would have been instead. Exit code 1 where the replay differs from the recording, or "
-        "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
-    )
-    parser.add_argument(
-        "snapshot",
-        metavar="SNAPSHOT",
-        type=Path,
-        help="what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, bzip2)",
-    )
-    parser.add_argument(
-        "--alloc-conf",
-        metavar="CONF",
-        help="allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: expandable_segments:True",
-    )
-    parser.add_argument("--gpu", metavar="MODEL", help="GPU whose memory must suffice: A100-40GB")
-    parser.add_argument(
-        "--used-elsewhere",
-        metavar="SIZE",
-        default="0",
-        help="memory of the GPU outside the allocator, its CUDA context and other processes, like "
-        "500MiB (default: 0)",
-    )
-    parser.add_argument(
-        "--torch",
-        metavar="RELEASE",
-        help="torch release whose rules hold, like 2.6 (default: as the snapshot's form suggests)",
-    )
-    parser.add_argument(
-        "--html", metavar="PATH", type=Path, help="write a page of every event, opened offline, too"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print the replay and return the exit code; raises ``ValueError`` for bad input."""
+def run(arguments: argparse.Namespace) -> Answer:
+    """Replay; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.allocator.replay import replay
 
     elsewhere = _size(arguments.used_elsewhere)
@@ -86,11 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if watchers is not None:
         _write_page(arguments, result, watchers, elsewhere)
-    if arguments.json:
-        print(json.dumps(to_dict(result, arguments.snapshot), indent=2))
-    else:
-        say(lines(result, arguments.snapshot, elsewhere))
-    return 0 if result.exact and result.out_of_memory is None else DISAGREEMENT
+    return Answer(
+        lines(result, arguments.snapshot, elsewhere),
+        lambda: to_dict(result, arguments.snapshot),
+        0 if result.exact and result.out_of_memory is None else DISAGREEMENT,
+    )
 
 
 def _watchers(arguments: argparse.Namespace) -> Watchers | None:
@@ -301,3 +259,52 @@ def _size(text: str) -> int:
         return parse_size(text)
     except SizeError as error:
         raise ValueError(f"--used-elsewhere: {error}") from None
+
+
+COMMAND = Command(
+    description="Run the allocations and frees of a recorded torch memory snapshot through the "
+    "simulated caching allocator, and compare every address. With --alloc-conf or --gpu, say "
+    "what would have been instead. Exit code 1 where the replay differs from the recording, or "
+    "where what was asked for runs out of memory; 2 where the snapshot cannot be replayed.",
+    run=run,
+    arguments=(
+        argument(
+            "snapshot",
+            metavar="SNAPSHOT",
+            type=Path,
+            help="what torch.cuda.memory._dump_snapshot() wrote; may be compressed (xz, gzip, "
+            "bzip2)",
+        ),
+        argument(
+            "--alloc-conf",
+            metavar="CONF",
+            help="allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF: "
+            "expandable_segments:True",
+        ),
+        argument("--gpu", metavar="MODEL", help="GPU whose memory must suffice: A100-40GB"),
+        argument(
+            "--used-elsewhere",
+            metavar="SIZE",
+            default="0",
+            help="memory of the GPU outside the allocator, its CUDA context and other "
+            "processes, like "
+            "500MiB (default: 0)",
+        ),
+        argument(
+            "--torch",
+            metavar="RELEASE",
+            help="torch release whose rules hold, like 2.6 (default: as the snapshot's form "
+            "suggests)",
+        ),
+        argument(
+            "--html",
+            metavar="PATH",
+            type=Path,
+            help="write a page of every event, opened offline, too",
+        ),
+    ),
+    examples=(
+        "gpumem replay snapshot.pickle",
+        "gpumem replay snapshot.pickle --alloc-conf expandable_segments:True --gpu L4",
+    ),
+)

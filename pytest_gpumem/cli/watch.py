@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,33 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli import gpus
 from pytest_gpumem.cli.columns import terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.screen import watch
 from pytest_gpumem.echo import printable
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.sharing.watched import Run
-
-
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the subcommand."""
-    parser = commands.add_parser(
-        "watch",
-        help="a live view of the GPUs of this host and of the tests that pytest runs",
-        description="Show, again and again until Ctrl-C, each GPU's memory, utilisation and "
-        "processes, and for each running pytest the test that it runs and what the last one took. "
-        "A run is seen from the first test that begins after this.",
-    )
-    parser.add_argument(
-        "--every",
-        type=gpus._seconds,
-        default=1.0,
-        metavar="SECONDS",
-        help="time between two looks (default: 1)",
-    )
-    parser.add_argument("--once", action="store_true", help="look once, after that time, and end")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each look")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = default_folder()
 
     def text() -> list[str]:
-        return _look(folder, as_json=arguments.json)
+        return look(folder).texts(as_json=arguments.json)
 
     with suppress(KeyboardInterrupt), watching(folder):
         if arguments.once:
@@ -61,17 +40,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look(folder: Path, *, as_json: bool) -> list[str]:
+def look(folder: Path) -> Answer:
+    """Return what there is to say of the GPUs and of the runs that meet in ``folder`` now."""
     from pytest_gpumem.sharing.watched import runs
 
     devices, trouble = gpus.found()
     seen = runs(folder)
-    if as_json:
-        shown = {"devices": devices, "nvml": trouble, "runs": list(map(asdict, seen))}
-        return [json.dumps(shown)]
     width = terminal_width()
     found = lines(devices, trouble, seen, time.time(), width)
-    return [printable(line)[:width] for line in found]
+    return Answer(
+        (line[:width] for line in map(printable, found)),
+        lambda: {"devices": devices, "nvml": trouble, "runs": list(map(asdict, seen))},
+    )
 
 
 def lines(
@@ -95,3 +75,24 @@ def lines(
         if one.last is not None:
             peak = "" if one.last_peak is None else f"  peak {format_size(one.last_peak)}"
             yield f"  last  {one.last}{peak}"
+
+
+COMMAND = Command(
+    description="Show, again and again until Ctrl-C, each GPU's memory, utilisation and "
+    "processes, and for each running pytest the test that it runs and what the last one took. "
+    "A run is seen from the first test that begins after this.",
+    run=run,
+    arguments=(
+        argument(
+            "--every",
+            type=gpus._seconds,
+            default=1.0,
+            metavar="SECONDS",
+            help="time between two looks (default: 1)",
+        ),
+        argument("--once", action="store_true", help="look once, after that time, and end"),
+    ),
+    looks=True,
+    json="a line of JSON for each look; sizes in bytes",
+    examples=("gpumem watch --every 0.5",),
+)

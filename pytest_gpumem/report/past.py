@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from pytest_gpumem.baseline.content import BaselineError, parse
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.git import git, toplevel
+from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.trend import Point, Trend
@@ -37,7 +38,9 @@ class Past:
         return [Trend(*key, tuple(found), tolerance) for key, found in sorted(points.items())]
 
 
-def past_of_reports(paths: Sequence[Path], without: Path | None = None) -> Past:
+def past_of_reports(
+    paths: Sequence[Path], progress: Progress = NOTHING_SHOWN, *, without: Path | None = None
+) -> Past:
     """Return what JSON reports say, in the order given; those of a folder by their names.
 
     The report ``without`` is left out where a folder holds it.
@@ -45,18 +48,23 @@ def past_of_reports(paths: Sequence[Path], without: Path | None = None) -> Past:
     Raises ``ValueError`` with one sentence where one cannot be read or there is none.
     """
     past = Past()
-    for path in paths:
-        files = sorted(path.glob("*.json"), key=_natural) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(f"{path} holds no reports; give files of --gpumem-report json:PATH")
-        if path.is_dir() and without is not None:
-            files = [file for file in files if file.resolve() != without.resolve()]
-        for file in files:
-            past.moments.append((file.stem, "", peaks_of(read_report(file))))
+    files = [file for path in paths for file in _reports(path, without)]
+    progress.expect(len(files))
+    for file in files:
+        past.moments.append((file.stem, "", peaks_of(read_report(file))))
+        progress.step()
     return past
 
 
-def past_of_git(revisions: str, baselines: Path) -> Past:
+def _reports(path: Path, without: Path | None) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if found := sorted(path.glob("*.json"), key=_natural):
+        return [file for file in found if without is None or file.resolve() != without.resolve()]
+    raise ValueError(f"{path} holds no reports; give files of --gpumem-report json:PATH")
+
+
+def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SHOWN) -> Past:
     """Return what the folder ``baselines`` held at each commit of a range that changed it.
 
     ``revisions`` is anything ``git rev-list`` takes, such as ``v1.0..HEAD``; merged branches count
@@ -79,12 +87,15 @@ def past_of_git(revisions: str, baselines: Path) -> Past:
         f":(literal){inside}",
     ).decode(errors="replace")
     past, reader = Past(), _Reader(top, str(inside))
-    for position, line in enumerate(filter(None, listed.split("\n"))):
+    commits = list(filter(None, listed.split("\n")))
+    progress.expect(len(commits))
+    for position, line in enumerate(commits):
         ids, _, subject = line.partition("\0")
         commit, label, *parents = ids.split()
         if position == 0 and parents:
             past.moments.append((f"{label}~1", "", reader.peaks(parents[0], past.notes)))
         past.moments.append((label, subject, reader.peaks(commit, past.notes)))
+        progress.step()
     if not any(peaks for _, _, peaks in past.moments):
         raise ValueError(
             f"no commit of {quoted(revisions)} has baselines in {baselines}; give --baselines the "

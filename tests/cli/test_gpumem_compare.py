@@ -409,7 +409,8 @@ def test_a_damaged_baseline(refusal: Refusal, tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         ([], "gpumem: the following arguments are required: COMMAND; see gpumem --help"),
-        (["fly"], "gpumem: argument COMMAND: invalid choice: 'fly' (choose from "),
+        (["fly"], "gpumem: 'fly' is no command: there are bisect, compare, "),
+        (["comapre"], "gpumem: 'comapre' is no command: did you mean compare?; see gpumem --"),
         (["compare", "a"], "gpumem: the following arguments are required: B; see gpumem compare"),
         (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem --help"),
     ],

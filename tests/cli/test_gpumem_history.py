@@ -132,7 +132,7 @@ def test_a_folder_of_reports_by_number(gpumem: Gpumem, tmp_path: Path) -> None: 
     for number, peak in ((9, MIB), (10, 3 * MIB), (100, 2 * MIB)):
         report(tmp_path / "kept" / f"run-{number}.json", record("test_x", peak))
     _, lines = gpumem("history", "--json", "kept")
-    (test,) = json.loads(lines[0])["tests"]
+    (test,) = json.loads("\n".join(lines))["tests"]
     assert [point["label"] for point in test["points"]] == ["run-9", "run-10", "run-100"]
 
 
@@ -171,7 +171,7 @@ def test_a_range_begins_with_what_was_stored_before_it(
     commits.commit("begin", test_x=GIB)
     step = commits.commit("grow", test_x=2 * GIB)
     _, lines = gpumem("history", "--git", "HEAD~1..HEAD", "--json")
-    (test,) = json.loads(lines[0])["tests"]
+    (test,) = json.loads("\n".join(lines))["tests"]
     assert test["steps"] == [{"label": step, "subject": "grow", "bytes": GIB}]
 
 

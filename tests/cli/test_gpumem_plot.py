@@ -79,6 +79,49 @@ def test_what_cannot_be_drawn_is_said_in_one_sentence(
     assert not (tmp_path / "picture.svg").exists()
 
 
+def test_history_marks_steps_and_names_what_brought_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    # A step of 16 MiB, one back of 8 MiB, and two of 1 MiB, which are within 1% + 1MiB.
+    for number, peak in enumerate((64, 80, 72, 73, 74)):
+        write_report(
+            tmp_path / "reports" / f"run-{number}.json",
+            [record("test_a.py::test_$x$", measured(peak * MIB))]
+            + [record("test_b.py::test_y", measured(MIB))] * (number > 1),
+        )
+    picture = tmp_path / "history.svg"
+    assert main(["plot", str(tmp_path / "reports"), "--kind", "history", "-o", str(picture)]) == 0
+    said = texts(picture).splitlines()
+    for expected in (
+        *("test_a.py::test_$x$", "+16.0 MiB run-1", "-8.0 MiB run-2", "64.0 MiB", "80.0 MiB"),
+        "74.0 MiB, +10.0 MiB (+15.6 %) since the first",
+        *("test_b.py::test_y", "1.0 MiB, as at first", "grew within 1% + 1MiB", "run-4"),
+    ):
+        assert expected in said
+    assert "Peak over time [sim-A100-40GB-torch2.13]" in said
+
+
+def test_history_draws_what_changed_most_of_many_tests(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for number in range(2):
+        write_report(
+            tmp_path / "reports" / f"run-{number}.json",
+            [record(f"test_{i:02}", measured((64 + number * i) * MIB)) for i in range(12)],
+        )
+    picture = tmp_path / "history.svg"
+    assert main(["plot", str(tmp_path / "reports"), "--kind", "history", "-o", str(picture)]) == 0
+    said = texts(picture)
+    assert "the 8 of 12 tests that changed most" in said
+    assert "test_11" in said
+    assert "test_03" not in said
+
+
+def test_several_reports_are_for_history(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plot(tmp_path, "--git", "HEAD") == 2
+    assert "--kind composition is of one report" in capsys.readouterr().err
+
+
 def test_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot(tmp_path, name="picture.gif") == 2
     assert "picture.gif ends in none of .png, .svg, .pdf" in capsys.readouterr().err

@@ -297,5 +297,5 @@ def test_the_conftest_of_the_documentation_works(project: Project) -> None:
     )
     tests = project.report("-s")
     (site,) = tests["test_it.py::test_it"]["measurement"]["sites"]
-    assert (site["category"], site["site"]) == ("workspace", "test_it.py:8")
+    assert (site["category"], site["site"]) == ("temporaries", "test_it.py:8")
     assert (project.path / "peaks.jsonl").read_text() == f'["test_it.py::test_it", {MIB}]\n'

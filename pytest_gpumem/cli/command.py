@@ -1,0 +1,82 @@
+"""What a subcommand is: its arguments, and what it found for a person and for a program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument, as :meth:`argparse.ArgumentParser.add_argument` takes it."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """Return the argument of these names; a single ``%`` in its help stands for itself."""
+    if "help" in options:
+        options["help"] = options["help"].replace("%", "%%")
+    return Argument(names, options)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a subcommand found."""
+
+    lines: Iterable[str]
+    """What a person reads."""
+    data: Callable[[], Any]
+    """What ``--json`` prints instead: builtin types, sizes in bytes."""
+    code: int = 0
+
+    def texts(self, *, as_json: bool) -> list[str]:
+        """Return the lines to print, JSON as a single one: for what is shown again and again."""
+        return [json.dumps(self.data())] if as_json else list(self.lines)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand; its name and the line that says what it is for stand in the table."""
+
+    description: str
+    run: Callable[[argparse.Namespace], Answer | int]
+    """Raises ``ValueError`` with a sentence for bad input. An exit code alone says that everything
+    has been printed already, as ``arguments.json`` asks for. ``arguments.progress`` is told how far
+    it is."""
+    arguments: Sequence[Argument] = ()
+    examples: Sequence[str] = ()
+    """Command lines."""
+    json: str = "print everything as JSON, sizes in bytes"
+    """Help of ``--json``, which every subcommand has."""
+    looks: bool = False
+    """Whether it looks at what is now: it takes no time, or as long as it is watched."""
+
+    def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
+        """Let ``parser`` be that of this command, of that ``name``."""
+        parser.description = self.description
+        parser.epilog = example_lines(self.examples)
+        parser.formatter_class = ExamplesBelow
+        for each in self.arguments:
+            parser.add_argument(*each.names, **each.options)
+        parser.add_argument("--json", action="store_true", help=self.json)
+        parser.set_defaults(command=self, command_name=name)
+
+
+def example_lines(examples: Sequence[str]) -> str:
+    """Return what stands below a help's options."""
+    lines = "\n".join(f"  {example}" for example in examples)
+    return f"examples:\n{lines}" if examples else ""
+
+
+class ExamplesBelow(argparse.HelpFormatter):
+    """Formats help: wraps paragraphs; the lines of examples stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return text
+        return super()._fill_text(text, width, indent)

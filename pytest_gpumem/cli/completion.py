@@ -1,0 +1,36 @@
+"""``gpumem completion SHELL``: what makes the tab key complete ``gpumem`` there."""
+
+from __future__ import annotations
+
+import argparse
+
+from pytest_gpumem.cli.command import Answer, Command, argument
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the script; raises ``ValueError`` where argcomplete is not installed."""
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "shells complete by argcomplete, which is not installed: pip install argcomplete"
+        ) from error
+    script: str = shellcode(["gpumem"], shell=arguments.shell)
+    return Answer(
+        script.strip("\n").splitlines(),
+        lambda: {"shell": arguments.shell, "script": script},
+    )
+
+
+COMMAND = Command(
+    description="Print a script for a shell, which then completes subcommands, options, models of "
+    "GPUs and files of gpumem by the tab key.",
+    run=run,
+    arguments=(argument("shell", choices=SHELLS, help="the shell that is to complete"),),
+    examples=(
+        'eval "$(gpumem completion bash)"            in ~/.bashrc, and for zsh in ~/.zshrc',
+        "gpumem completion fish | source             in ~/.config/fish/config.fish",
+    ),
+)

@@ -1,0 +1,72 @@
+"""How far a command has come, on a terminal: after two seconds, and gone when it is done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+DELAY, INTERVAL = 2.0, 0.5
+"""Seconds before the bar is shown, and between two looks at the clock."""
+
+_TIME = "{desc}: {elapsed}"
+_SHARE = "{desc} |{bar:24}| {n} of {total}, {elapsed}"
+
+
+class Progress:
+    """The bar of a command; without one, where stderr is no terminal, nothing is shown."""
+
+    def __init__(self, bar: tqdm[None] | None = None) -> None:
+        self._bar = bar
+
+    def expect(self, total: int) -> None:
+        """There are so many things to do; before it is known, the time is shown alone."""
+        if self._bar is not None:
+            self._bar.total, self._bar.bar_format = total, _SHARE
+
+    def step(self) -> None:
+        """One of them is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def say(self, line: str, out: TextIO) -> None:
+        """Print ``line`` to ``out``, above the bar."""
+        if self._bar is not None:
+            self._bar.write(line, file=out)
+        else:
+            print(line, file=out, flush=True)
+
+
+NOTHING_SHOWN = Progress()
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Progress]:
+    """Show how far the command ``name`` is, which goes on inside."""
+    if not sys.stderr.isatty():
+        yield Progress()
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=name, delay=DELAY, leave=False, file=sys.stderr, bar_format=_TIME) as bar:
+        done = Event()
+        ticking = Thread(target=_tick, args=(bar, done), daemon=True)
+        ticking.start()
+        try:
+            yield Progress(bar)
+        finally:
+            done.set()
+            ticking.join()
+
+
+def _tick(bar: tqdm[None], done: Event) -> None:
+    """Let the time go on while nothing is done."""
+    wait = DELAY
+    while not done.wait(wait):
+        bar.refresh()
+        wait = INTERVAL

@@ -1,0 +1,289 @@
+"""What holds for every subcommand: its help, its JSON, and one sentence for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.cli import COMMANDS, INTERRUPTED, main
+from pytest_gpumem.report.json_report import write_report
+from tests.report.example_run import MIB, measured, record
+
+PROGRAM = (sys.executable, "-m", "pytest_gpumem.cli")
+
+Refusal = Callable[..., str]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of right and wrong files, which is the present one."""
+    monkeypatch.chdir(tmp_path)
+    write_report(tmp_path / "good.json", [record("test_a.py::test_x", measured(MIB))])
+    contents = {
+        "empty": b"",
+        "damaged.json": b'{"schema_version": 1, "tests": [',
+        "schema.json": b'{"schema_version": 1, "environment": null, "tests": [{}]}',
+        "newer.json": b'{"schema_version": 99}',
+        "list.json": b"[1, 2]",
+        "null.json": b"null",
+        "nan.json": b"NaN",
+        "deep.json": b"[" * 100_000,
+        "long.json": b"1" * 5_000,
+        "binary.json": bytes(range(256)),
+        "nul.json": b"\0" * 100,
+        "surrogate.json": b'{"schema_version": 1, "environment": null, "tests": ["\\ud800"]}',
+        "evil.pickle": b"cos\nsystem\n(S'touch evil'\ntR.",
+        "half.pickle": b"\x80\x04\x95",
+        "gzip.pickle": b"\x1f\x8b\x08garbage",
+        "xz.pickle": b"\xfd7zXZ\x00garbage",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    return tmp_path
+
+
+WRONG_FILES = (
+    *("missing.json", "", "empty", "damaged.json", "schema.json", "newer.json", "list.json"),
+    *("null.json", "nan.json", "deep.json", "long.json", "binary.json", "nul.json"),
+    *("surrogate.json", "evil.pickle", "half.pickle", "gzip.pickle", "xz.pickle"),
+    *("folder", "loop.json", "no\0name", "a" * 5_000, "/dev/null", "a\n\x1b[31mb.json"),
+)
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """Run the command; return the sentence with which it refuses what is given."""
+
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 2, arguments
+        out, err = capsys.readouterr()
+        assert out == "", arguments
+        (sentence,) = err.splitlines()
+        assert sentence.startswith("gpumem: "), arguments
+        assert len(sentence) < 2_100
+        assert sentence.isprintable(), arguments
+        assert "Traceback" not in sentence
+        return sentence
+
+    return run
+
+
+READERS = (
+    ("compare", "FILE", "good.json"),
+    ("compare", "good.json", "FILE"),
+    ("html", "FILE"),
+    ("markdown", "FILE"),
+    ("markdown", "good.json", "--against", "FILE"),
+    ("plot", "FILE", "-o", "x.png"),
+    ("history", "FILE"),
+    ("history", "good.json", "FILE"),
+    ("history", "--git", "HEAD", "--baselines", "FILE"),
+    ("move", "a.py::b", "a.py::c", "--baselines", "FILE"),
+    ("plan", "--runner", "T4:1", "good.json", "--durations", "FILE"),
+    ("replay", "FILE"),
+)
+
+
+@pytest.mark.parametrize("reader", READERS, ids=" ".join)
+def test_a_wrong_file_is_one_sentence(
+    reader: tuple[str, ...], place: Path, refusal: Refusal
+) -> None:
+    for file in WRONG_FILES:
+        refusal(*(file if word == "FILE" else word for word in reader))
+    assert not (place / "evil").exists()
+
+
+WRITERS = (
+    ("html", "good.json", "-o", "FILE"),
+    ("markdown", "good.json", "-o", "FILE"),
+    ("plan", "--runner", "T4:1", "good.json", "--output", "FILE"),
+)
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=" ".join)
+@pytest.mark.parametrize("file", ["folder", "good.json/x", "no\0name", "a" * 300])
+def test_a_file_that_cannot_be_written_is_one_sentence(
+    writer: tuple[str, ...], file: str, place: Path, refusal: Refusal
+) -> None:
+    refusal(*(file if word == "FILE" else word for word in writer))
+
+
+WRONG_NUMBERS = ("", "-1", "x", "nan", "1e400", "-5MiB", "5 XB", "%", "-1%", "\x1b[31m")
+TAKERS = (
+    ("compare", "good.json", "good.json", "--tolerance"),
+    ("history", "good.json", "--tolerance"),
+    ("history", "good.json", "--max-creep"),
+    ("replay", "half.pickle", "--gpu", "T4", "--used-elsewhere"),
+    ("replay", "half.pickle", "--torch"),
+    ("plan", "good.json", "--runner", "T4:1", "--minutes"),
+    ("plan", "good.json", "--runner", "T4:1", "--startup"),
+    ("layers", "net.py:step", "--depth"),
+    ("layers", "net.py:step", "--input"),
+    ("gpus", "--watch"),
+    ("watch", "--every"),
+    ("bisect", "test_a.py", "--good", "HEAD", "--tolerance"),
+)
+
+
+@pytest.mark.parametrize("taker", TAKERS, ids=" ".join)
+def test_a_wrong_number_is_one_sentence(
+    taker: tuple[str, ...], place: Path, refusal: Refusal
+) -> None:
+    for number in WRONG_NUMBERS:
+        refusal(*taker[:-1], f"{taker[-1]}={number}")
+
+
+@pytest.mark.parametrize("gpu", ["", "T5", "-1", "T4*0", "T4*x", "\x1b[31m", "T4:1"])
+def test_an_unknown_gpu_is_one_sentence(gpu: str, place: Path, refusal: Refusal) -> None:
+    (place / "snapshot.pickle").write_bytes(b"\x80\x04}\x94.")
+    refusal("replay", "snapshot.pickle", f"--gpu={gpu}")
+    refusal("plan", "good.json", f"--runner={gpu}:1:1")
+
+
+def test_arguments_that_do_not_exist_are_one_sentence(place: Path, refusal: Refusal) -> None:
+    for name in COMMANDS:
+        assert refusal(name, "--nope", "--json=1").startswith("gpumem: ")
+    assert refusal("--nope").endswith("see gpumem --help")
+    assert refusal().endswith("see gpumem --help")
+    assert "tcsh" in refusal("completion", "tcsh")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert f"examples:\n  {'eval' if name == 'completion' else f'gpumem {name} '}" in text
+    assert "%%" not in text
+
+
+def test_the_help_of_all_shows_what_each_is_for_by_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {name}" in text for name in COMMANDS)
+    examples = text.partition("examples:\n")[2].splitlines()
+    assert len(examples) >= 6
+    assert all(line.startswith("  gpumem ") for line in examples)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (["compare", "good.json", "good.json"], {"a", "b", "tests"}),
+        (["gpus"], {"devices", "nvml"}),
+        (["history", "good.json"], {"tests", "notes"}),
+        (["html", "good.json"], {"output", "tests", "bytes"}),
+        (["markdown", "good.json"], {"output", "markdown"}),
+        (["plan", "good.json", "--runner", "T4:1"], {"runners", "tests", "machines", "cost"}),
+        (["plot", "good.json", "-o", "x.svg"], {"output", "kind", "tests"}),
+        (["watch", "--once", "--every", "0.01"], {"devices", "nvml", "runs"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_json_is_all_that_is_printed(
+    arguments: list[str], keys: set[str], place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "plot" in arguments:
+        pytest.importorskip("matplotlib")
+    assert main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert keys <= json.loads(out).keys()
+    assert err == ""
+
+
+def test_compare_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_report(place / "more.json", [record("test_a.py::test_x", measured(3 * MIB))])
+    assert main(["compare", "good.json", "more.json", "--json"]) == 1
+    (test,) = json.loads(capsys.readouterr().out)["tests"]
+    assert test == {
+        "nodeid": "test_a.py::test_x",
+        "environment": "sim-A100-40GB-torch2.13",
+        "was": None,
+        "tolerance": None,
+        "numbers": [{"phase": "", "a": MIB, "b": 3 * MIB, "status": "regression"}],
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["compare", "--help"]], ids=" ".join
+)
+def test_a_reader_that_has_seen_enough_hears_no_complaint(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ran = subprocess.run(
+        [*PROGRAM, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert ran.stderr == ""
+
+
+def test_ctrl_c_is_one_word(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, time\ndef step():\n    pathlib.Path('begun').touch()\n    time.sleep(60)\n"
+    )
+    begun = tmp_path / "begun"
+    program = subprocess.Popen(
+        [*PROGRAM, "predict", "slow.py:step", "--gpu", "T4"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    program.send_signal(signal.SIGINT)
+    assert program.communicate(timeout=60) == ("", "gpumem: interrupted\n")
+    assert program.returncode == INTERRUPTED
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_by_what_is_printed(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("argcomplete")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "_ARGCOMPLETE" in script
+    assert "gpumem" in script
+
+
+def test_bash_is_told_subcommands_and_their_options(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    assert _completions("gpumem comp", tmp_path) == ["compare", "completion"]
+    assert _completions("gpumem compare --ac", tmp_path) == ["--across-environments "]
+    assert _completions("gpumem plot r.json --kind h", tmp_path) == ["history "]
+
+
+def _completions(line: str, folder: Path) -> list[str]:
+    """What argcomplete hands to bash, which reads it from the file descriptor 8."""
+    answer = folder / "answer"
+    subprocess.run(
+        ["bash", "-c", f"{' '.join(PROGRAM)} 8> {answer} 9> /dev/null"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_IFS": "\n",
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+        },
+        check=False,
+    )
+    return answer.read_text().split("\n")
