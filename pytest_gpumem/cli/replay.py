@@ -66,7 +66,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the replay and return the exit code; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.simulated.allocator.replay import replay
+    from pytest_gpumem.simulated.gpu.replay import replay
 
     elsewhere = _size(arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:

@@ -9,13 +9,13 @@ from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.simulated.allocator.trace import FREE
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 class SimulatedRecorder:
     """Blocks and events of the simulated GPUs; they are recorded in any case."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulatedMachine) -> None:
         self._gpus = simulation.gpus
 
     def positions(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ kernel_forward.h, kernel_backward.h and kernels/cutlassB.h, of torch 2.6 to 2.15
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +19,10 @@ from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _aten = torch.ops.aten
@@ -33,6 +33,7 @@ _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 
 
 def scaled_dot_product_attention(
+    gpu: GPU,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,7 +45,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
-    call = _Call(_gpu(), query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    call = _Call(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = call.kernel()
     mask = _as_bias(attn_mask, query)
     if kernel == FLASH:
@@ -69,29 +70,21 @@ def scaled_dot_product_attention(
     return _by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _gpu() -> SimulatedGPU:
-    from pytest_gpumem.simulated.simulation import active_simulation
-
-    simulation = active_simulation()
-    assert simulation is not None
-    return simulation.current
-
-
-COMPOSITES: dict[str, Callable[..., Any]] = {
-    "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
+COMPOSITES: dict[str, Composite] = {
+    "aten.scaled_dot_product_attention.default": OnDevice(scaled_dot_product_attention)
 }
 
 
-def usable_kernels(gpu: SimulatedGPU, *params: Any) -> set[str]:
+def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
     """Which of the fused kernels can run a call of these ``SDPAParams``, in their order."""
     call = _Call(gpu, *params)
     usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
     return {kernel for kernel, can_run in usable.items() if can_run()}
 
 
-def chosen_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
+def chosen_kernel(gpu: GPU, query: Tensor, key: Tensor, value: Tensor) -> str:
     """Which kernel runs a call without mask, dropout and anything else."""
-    return _Call(_gpu(), query, key, value, None, 0.0, False, False).kernel()
+    return _Call(gpu, query, key, value, None, 0.0, False, False).kernel()
 
 
 class _Call:
@@ -99,7 +92,7 @@ class _Call:
 
     def __init__(
         self,
-        gpu: SimulatedGPU,
+        gpu: GPU,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -295,7 +288,7 @@ def _by_products(
 
 
 def _flash_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     # out, logsumexp, ..., seed, offset, ...: the last two are CPU tensors up to 2.6.
     yield result[0]
@@ -306,14 +299,14 @@ def _flash_outputs(
 
 
 def _efficient_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     yield result[0]
     yield result[1]
 
 
 def _cudnn_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
     keeps = args[4] if len(args) > 4 else kwargs["compute_log_sumexp"]
@@ -326,9 +319,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _flash_forward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _flash_forward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     query, key = args[:2]
     dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
     batch, heads, length, size = query.shape
@@ -346,7 +337,7 @@ def _flash_forward(
         scratch.free()
 
 
-def _splits(gpu: SimulatedGPU, blocks: int, size: int, keys: int) -> int:
+def _splits(gpu: GPU, blocks: int, size: int, keys: int) -> int:
     """num_splits_heuristic: over how many blocks the keys are split."""
     processors = gpu.model.sm_count * 2
     block_keys = 256 if size <= 64 else 128 if size <= 128 else 64
@@ -367,7 +358,7 @@ def _is_contiguous_by_length(tensor: Tensor) -> bool:
     return tensor.transpose(1, 2).is_contiguous()
 
 
-def _copies_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _copies_by_length(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     copies = Scratch(gpu)
     for tensor in (args[0], args[4]):
         if not _is_contiguous_by_length(tensor):
@@ -375,9 +366,7 @@ def _copies_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str
     return copies
 
 
-def _flash_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _flash_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     query, key = args[1:3]
     batch, heads, length, size = query.shape
     rows = batch * heads * _round_up(length, 128)
@@ -400,7 +389,7 @@ _KEYS_AT_ONCE = 128
 
 
 def _efficient_forward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     query, value = args[0], args[2]
     if query.dtype in _HALVES and value.shape[-1] > _KEYS_AT_ONCE:
@@ -410,7 +399,7 @@ def _efficient_forward(
 
 
 def _efficient_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     gradient, query, key, value = args[:4]
     batch, heads, length, size = query.shape
@@ -454,7 +443,7 @@ def _efficient_backward(
     scratch.free()
 
 
-def _sum_groups(gpu: SimulatedGPU, tensor: Tensor, heads: int) -> None:
+def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
     """``at::sum_out`` of gradients per head of queries: one for each head of ``tensor``."""
     batch, own_heads, length, size = tensor.shape
     groups = heads // own_heads
@@ -464,7 +453,7 @@ def _sum_groups(gpu: SimulatedGPU, tensor: Tensor, heads: int) -> None:
 
 
 def _gradients_by_length(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the efficient kernel: up to 2.13 torch's shapes are those of equal heads."""
     query, key, value, bias = args[1:5]
@@ -481,14 +470,14 @@ def _gradients_by_length(
     return by_query, by_key, by_value, by_bias
 
 
-def _copy_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _copy_by_length(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     copy = Scratch(gpu)
     if not _is_contiguous_by_length(args[0]):
         copy.take(args[0].nbytes)
     return copy
 
 
-def _backward_blocks(gpu: SimulatedGPU, half: bool, size: int) -> tuple[int, int]:
+def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:
     """kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits the head and the GPU."""
     if size <= 64:
         return 64, 64
@@ -524,9 +513,7 @@ def _workspace(
     return pairs * _round_up(elements, 4) * 4
 
 
-def _safe_softmax(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _safe_softmax(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     scratch = Scratch(gpu)
     scratch.take(result.numel())
     scratch.take(result.numel() // max(result.shape[-1], 1))

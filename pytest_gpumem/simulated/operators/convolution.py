@@ -10,9 +10,9 @@ ConvolutionMM2d.cu, NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.checks.names import tensor_type
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
 """Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
@@ -66,6 +66,7 @@ class _Parameters:
 
 
 def convolution(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -78,7 +79,7 @@ def convolution(
 ) -> Tensor:
     """``aten::convolution`` (``_convolution``)."""
     call = _Call(
-        gpu_of(input),
+        gpu,
         _parameters(weight, stride, padding, dilation, transposed, output_padding, groups),
     )
     if weight.dim() > 3:
@@ -87,6 +88,7 @@ def convolution(
 
 
 def convolution_backward(
+    gpu: GPU,
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -101,7 +103,7 @@ def convolution_backward(
 ) -> _Gradients:
     """``aten::convolution_backward``."""
     call = _Call(
-        gpu_of(input),
+        gpu,
         _parameters(weight, stride, padding, dilation, transposed, output_padding, groups),
     )
     if weight.dim() > 3:
@@ -118,9 +120,9 @@ def convolution_backward(
     )
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
-    "aten.convolution.default": convolution,
-    "aten.convolution_backward.default": convolution_backward,
+IN_VIEW: dict[str, Composite] = {
+    "aten.convolution.default": OnDevice(convolution),
+    "aten.convolution_backward.default": OnDevice(convolution_backward),
 }
 
 
@@ -188,7 +190,7 @@ def _parameters(
 class _Call:
     """One convolution on one device."""
 
-    gpu: SimulatedGPU
+    gpu: GPU
     parameters: _Parameters
 
     # Which kernel.
