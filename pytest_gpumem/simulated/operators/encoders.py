@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.attention import EFFICIENT, FLASH, chosen_kernel
+from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, chosen_kernel
 
 _aten = torch.ops.aten
 

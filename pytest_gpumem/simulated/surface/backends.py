@@ -10,7 +10,7 @@ import torch.backends.cudnn
 
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.gpu.workspace_settings import STATIC_SIZE
-from pytest_gpumem.simulated.operators.attention import usable_kernels
+from pytest_gpumem.simulated.operators.attention_choice import usable_kernels
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
