@@ -33,7 +33,7 @@ from recordings import (
 )
 from single_numbers import Number, numbers
 
-from pytest_gpumem.simulated.allocator.replay import replay
+from pytest_gpumem.simulated.gpu.replay import replay
 
 SAMPLE = 300
 """Rows of the table of perceptrons that the page compares."""

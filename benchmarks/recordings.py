@@ -34,8 +34,8 @@ from producers import (
 )
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.allocator.replay import replay
 from pytest_gpumem.simulated.gpu.catalogue import find_gpu
+from pytest_gpumem.simulated.gpu.replay import replay
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUND_TRUTH = Path(os.environ.get("GPUMEM_GROUNDTRUTH", ROOT.parent / "shared" / "groundtruth"))

@@ -18,7 +18,7 @@ def _loaded_torch() -> None:
     import torch  # noqa: F401
 
     import pytest_gpumem.session.item
-    import pytest_gpumem.simulated.gpu.device  # noqa: F401
+    import pytest_gpumem.simulated.simulation  # noqa: F401
 
 
 @pytest.fixture

@@ -23,58 +23,6 @@ LAYERS = ("allocator", "common", "gpu", "machine", "operators", "execution", "su
 Arrow = tuple[str, str]
 """A module, and one that it imports."""
 
-EXCEPTIONS: frozenset[Arrow] = frozenset(
-    {
-        ("allocator.replay", "gpu.catalogue"),
-        ("execution.mode", "simulation"),
-        ("execution.mode", "surface.graphs"),
-        ("gpu.device", "machine.storages"),
-        ("gpu.device", "simulation"),
-        ("machine.pool_contents", "machine.values.known"),
-        ("machine.replayed_values", "machine.values.known"),
-        ("machine.values.assumptions", "simulation"),
-        ("machine.values.facts", "machine.values.known"),
-        ("machine.values.finite", "machine.values.known"),
-        ("machine.values.known", "simulation"),
-        ("operators.attention", "simulation"),
-        ("operators.described", "simulation"),
-        ("operators.rules", "simulation"),
-        ("operators.tables", "simulation"),
-        ("surface.autocast", "simulation"),
-        ("surface.backends", "simulation"),
-        ("surface.checkpoints", "simulation"),
-        ("surface.compile", "simulation"),
-        ("surface.cuda", "simulation"),
-        ("surface.devices", "simulation"),
-        ("surface.events", "simulation"),
-        ("surface.events", "surface.graphs"),
-        ("surface.events", "surface.streams"),
-        ("surface.factories", "simulation"),
-        ("surface.gradients", "simulation"),
-        ("surface.graphs", "simulation"),
-        ("surface.graphs", "surface.streams"),
-        ("surface.history", "simulation"),
-        ("surface.kernels", "simulation"),
-        ("surface.legacy", "simulation"),
-        ("surface.optimizers", "simulation"),
-        ("surface.pinned", "simulation"),
-        ("surface.plan", "simulation"),
-        ("surface.pool_states", "simulation"),
-        ("surface.pools", "simulation"),
-        ("surface.saved", "simulation"),
-        ("surface.script", "simulation"),
-        ("surface.sensors", "simulation"),
-        ("surface.several", "simulation"),
-        ("surface.storages", "simulation"),
-        ("surface.streams", "simulation"),
-        ("surface.tensors", "simulation"),
-        ("surface.threads", "simulation"),
-        ("surface.unsupported", "simulation"),
-        ("surface.wrappers", "simulation"),
-    }
-)
-"""Arrows that do not go by the rules yet: this list only gets shorter."""
-
 
 def module_of(path: Path) -> str:
     """Dotted name of a file, below the package: ``gpu.device``; a folder's own is ``gpu``."""
@@ -91,6 +39,7 @@ def imports_of(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "relative imports are not read here"
             # from a.b import c: c is a module of the folder a.b, or a name of the module a.b.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
@@ -130,22 +79,18 @@ def test_every_folder_is_a_layer_and_says_what_it_may_use() -> None:
 def test_imports_go_downward_only() -> None:
     upward = {(one, other) for one, other in arrows() if height(other) > height(one)}
 
-    assert upward - EXCEPTIONS == set()
+    assert upward == set()
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = TopologicalSorter[str]()
-    for module, imported in arrows() - EXCEPTIONS:
+    for module, imported in arrows():
         graph.add(module, imported)
 
     try:
         graph.prepare()
     except CycleError as error:
         pytest.fail(f"a circle: {' <- '.join(error.args[1])}", pytrace=False)
-
-
-def test_no_exception_outlives_its_arrow() -> None:
-    assert EXCEPTIONS - arrows() == set()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.simulated.allocator.recording import SnapshotError
-from pytest_gpumem.simulated.allocator.replay import replay
+from pytest_gpumem.simulated.gpu.replay import replay
 from pytest_gpumem.sizes import format_size
 
 REMEDIES = (

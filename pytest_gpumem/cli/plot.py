@@ -14,6 +14,7 @@ from pytest_gpumem.cli.history_figure import draw_history
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.text import shorten
+from pytest_gpumem.report.trend import SMALL
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:

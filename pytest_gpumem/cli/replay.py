@@ -28,7 +28,7 @@ UNKNOWN = "?"
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Replay; raises ``ValueError`` for bad input."""
-    from pytest_gpumem.simulated.allocator.replay import replay
+    from pytest_gpumem.simulated.gpu.replay import replay
 
     elsewhere = _size(arguments.used_elsewhere)
     if elsewhere and arguments.gpu is None:

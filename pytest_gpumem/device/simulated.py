@@ -20,10 +20,11 @@ from pytest_gpumem.sharing.placement import Spot, take_place
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.gpu.catalogue import Machine
-from pytest_gpumem.simulated.gpu.device import SetupLog, SimulatedGPU
+from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
 from pytest_gpumem.simulated.run import workspaces_of
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 
 class SimulatedDevice:

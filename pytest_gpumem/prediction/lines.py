@@ -29,8 +29,8 @@ from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 MEASURED = "cuda"
 """In the place of a model to be simulated: the CUDA device that there is."""

@@ -10,7 +10,7 @@ from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.simulated.allocator.trace import FREE
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 _SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
@@ -20,7 +20,7 @@ _SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_un
 class SimulatedRecorder:
     """Blocks and events of the simulated GPUs; they are recorded in any case."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: SimulatedMachine) -> None:
         self._gpus = simulation.gpus
 
     def positions(self) -> tuple[int, ...]:

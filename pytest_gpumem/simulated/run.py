@@ -13,7 +13,7 @@ from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel
-from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 
 class SimulatedRun:

@@ -176,7 +176,7 @@ def test_what_the_host_cannot_hold_is_skipped(project: Project) -> None:
 
 
 LITTLE_MEMORY = """
-    from pytest_gpumem.simulated.machine.values import known as values
+    from pytest_gpumem.simulated.machine.values import reading as values
 
     @pytest.fixture(autouse=True, scope="session")
     def little_memory():

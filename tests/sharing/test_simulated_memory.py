@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice, simulated_devices
-from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 GIB = 2**30
 OTHER = """

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pytest_gpumem.simulated.allocator.allocator import Allocator
 from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
@@ -40,9 +40,6 @@ from pytest_gpumem.simulated.allocator.replayed import (
 from pytest_gpumem.simulated.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.simulated.allocator.start import PENDING, starting_segments
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.catalogue import GpuModel
-
 _UNBOUNDED = 1 << 48
 """Device memory of a replay: what did not fit then is on record as events."""
 _ELSEWHERE = 1 << 50
@@ -53,10 +50,22 @@ Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
 """Of a device's run, whether it is the what-if; with its events and the segments at its start."""
 
 
+class Capacity(Protocol):
+    """A GPU, as far as a replay asks: what it is called, and its memory in bytes."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the result."""
+
+    @property
+    def total_memory(self) -> int:
+        """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+
+
 def replay(
     snapshot: Json | str | Path,
     alloc_conf: str | None = None,
-    gpu: str | None = None,
+    gpu: Capacity | None = None,
     *,
     version: Version | None = None,
     used_elsewhere: int = 0,
@@ -71,7 +80,7 @@ def replay(
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
         alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
-        gpu: a model of the catalogue, ``"A100-40GB"``, whose memory must suffice.
+        gpu: a model whose memory must suffice.
         version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
             made it, so by default one that writes such snapshots.
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
@@ -80,14 +89,13 @@ def replay(
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
         AllocatorError: the settings ask for something that is not simulated.
-        GpuError: ``gpu`` is not in the catalogue.
     """
     data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
     rules = release_of(data) if version is None else version
     question = _Question(
         recorded=AllocatorSettings.parse(recorded_conf(data), rules),
         tried=None if alloc_conf is None else AllocatorSettings.parse(alloc_conf, rules),
-        gpu=None if gpu is None else _model(gpu),
+        gpu=gpu,
         used_elsewhere=used_elsewhere,
     )
     final: dict[int, list[Json]] = {}
@@ -121,7 +129,7 @@ class _Question:
 
     recorded: AllocatorSettings
     tried: AllocatorSettings | None
-    gpu: GpuModel | None
+    gpu: Capacity | None
     used_elsewhere: int
 
     @property
@@ -136,12 +144,6 @@ class _Question:
     def follows(self) -> bool:
         """Whether the settings are the recorded ones, so that the recorded start holds."""
         return replace(self.settings, conf=self.recorded.conf) == self.recorded
-
-
-def _model(name: str) -> GpuModel:
-    from pytest_gpumem.simulated.gpu.catalogue import find_gpu
-
-    return find_gpu(name)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.storages import poison
-from pytest_gpumem.simulated.machine.values.known import Operator, covers
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.machine.values.views import covers
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.storages import Storages

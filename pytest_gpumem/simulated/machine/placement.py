@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.checks.devices import INDEXING, indices_elsewhere, two_devices
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
     from pytest_gpumem.simulated.machine.storages import Storages
 
+_D = TypeVar("_D", bound=Device)
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_unscale_")
@@ -24,7 +25,7 @@ SOURCE = "pytest_gpumem source"
 """In the metadata of an autograd node that copied to another GPU: the one it copied from."""
 
 
-class Placement:
+class Placement(Generic[_D]):
     """Follows the operators of a machine with several GPUs.
 
     An operator runs where its tensors are, as on real devices, whichever device is the current
@@ -32,12 +33,13 @@ class Placement:
     a formula of autograd) comes without it: it is put where the operator before it ran.
     """
 
-    def __init__(self, storages: Storages, gpus: Sequence[SimulatedGPU]) -> None:
+    def __init__(self, storages: Storages, gpus: Sequence[_D]) -> None:
         self._storages = storages
+        self._gpus = gpus
         self.latest = gpus[0]
         """Where the last operator ran."""
 
-    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SimulatedGPU:
+    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _D:
         """The GPU that the operator ``name`` runs on: that of its tensors.
 
         Raises torch's error for tensors of two GPUs.
@@ -52,7 +54,7 @@ class Placement:
             elif name not in _ANYWHERE:
                 raise RuntimeError(_two_devices(name, found, record.device))
         if found is not None:
-            self.latest = found
+            self.latest = self._gpus[found.index]
         return self.latest
 
     def following(self, handler: Handler) -> Handler:
@@ -69,14 +71,14 @@ class Placement:
         for tensor in tensors_in(values):
             record = self._storages.of(tensor)
             if record is not None:
-                self.latest = record.device
+                self.latest = self._gpus[record.device.index]
                 return
 
     def each(self, handler: Handler) -> Handler:
         """Run a ``_foreach_`` operator device by device, as CUDA's slow path does."""
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            positions: dict[SimulatedGPU | None, list[int]] = {}
+            positions: dict[Device | None, list[int]] = {}
             tensors = next(value for value in args if isinstance(value, (list, tuple)))
             for position, tensor in enumerate(tensors):
                 record = self._storages.of(tensor)
@@ -99,7 +101,7 @@ class Placement:
         return handle
 
 
-def return_gradient(moved: torch.Tensor, source: SimulatedGPU, position: int = 0) -> None:
+def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> None:
     """Let autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
 
     The formula does so by the options of the original, which say only ``meta`` here. ``position``
@@ -120,7 +122,7 @@ def return_gradient(moved: torch.Tensor, source: SimulatedGPU, position: int = 0
     node.register_hook(bring)
 
 
-def source_of_node() -> SimulatedGPU | None:
+def source_of_node() -> Device | None:
     """Where the autograd node that runs now brings its gradient; ``None`` if it is no copy."""
     if torch._C._current_graph_task_id() == -1:
         return None
@@ -133,7 +135,7 @@ def _metadata(node: Any) -> dict[str, Any]:
     return metadata
 
 
-def _two_devices(name: str, one: SimulatedGPU, other: SimulatedGPU) -> str:
+def _two_devices(name: str, one: Device, other: Device) -> str:
     devices = [str(one.torch_device), str(other.torch_device)]
     sentence = indices_elsewhere(devices[0]) if name in INDEXING else two_devices(devices)
     return f"{sentence} (at {user_line()})"

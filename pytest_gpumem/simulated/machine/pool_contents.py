@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -15,7 +16,8 @@ from pytest_gpumem.simulated.machine.storages import storage_key
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.allocator.blocks import PoolId
-    from pytest_gpumem.simulated.gpu.device import Memory
+    from pytest_gpumem.simulated.gpu.device import Device
+    from pytest_gpumem.simulated.gpu.memory import Memory
     from pytest_gpumem.simulated.machine.values.known import Values
 
 
@@ -127,6 +129,31 @@ class PoolContents:
         owner = self._owners[address]
         if owner.lives:
             self._values.forget(owner.key)
+
+
+class EveryPoolContents:
+    """What is known of the memory of graphs' pools, for as long as there is a graph."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
+
+    def of(self, gpu: Device, pool: PoolId) -> PoolContents:
+        """The contents of a GPU's pools, ``pool`` among them from now on."""
+        found = self._by_index.get(gpu.index)
+        if found is None or found.memory is not gpu.allocator:
+            found = PoolContents(self._values, gpu.allocator)
+            self._by_index[gpu.index] = found
+        found.pools.add(pool)
+        return found
+
+    def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
+        """All elements of what some pool has at ``address``; ``None`` where nobody knows."""
+        for contents in list(self._by_index.values()):
+            base = contents.behind(address, nbytes)
+            if base is not None:
+                return base
+        return None
 
 
 def _nbytes(base: torch.Tensor) -> int:

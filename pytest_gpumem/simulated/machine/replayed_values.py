@@ -17,10 +17,11 @@ from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.pool_contents import Place, PoolContents
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.machine.storages import storage_key
-from pytest_gpumem.simulated.machine.values.known import view_of
+from pytest_gpumem.simulated.machine.values.views import view_of
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.values.known import Operator, Values
+    from pytest_gpumem.simulated.machine.values.known import Values
+    from pytest_gpumem.simulated.machine.values.operator import Operator
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from pytest_gpumem.simulated.common.callsite import Provenance, provenance
 if TYPE_CHECKING:
     from threading import RLock
 
-    from pytest_gpumem.simulated.gpu.device import Memory, SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import Device
+    from pytest_gpumem.simulated.gpu.memory import Memory
 
 
 MOST_POISONED = 65_536
@@ -34,7 +35,7 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     key: int
     address: int
     nbytes: int
-    device: SimulatedGPU
+    device: Device
     allocator: Memory
     """Where ``address`` lies: not the device's present allocator once that has been renewed."""
 
@@ -145,7 +146,7 @@ class Storages:
         """Let ``tensor``, a CPU tensor, have values again."""
         self.on_host.pop(tensor.untyped_storage()._cdata, None)
 
-    def adopt(self, tensor: torch.Tensor, device: SimulatedGPU) -> None:
+    def adopt(self, tensor: torch.Tensor, device: Device) -> None:
         """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
         try:
             storage = tensor.untyped_storage()
@@ -168,7 +169,7 @@ class Storages:
         self.by_key[key] = record
 
     def refer(
-        self, storage: torch.UntypedStorage, address: int, device: SimulatedGPU
+        self, storage: torch.UntypedStorage, address: int, device: Device
     ) -> SimulatedStorage:
         """Let ``storage`` stand for memory at ``address`` that is not its own to free."""
         record = SimulatedStorage(storage, self._died)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.simulated.gpu.device import Memory, SimulatedGPU
+from pytest_gpumem.simulated.gpu.memory import Memory
+from pytest_gpumem.simulated.machine.machine import GPU
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpu.workspaces import Workspaces
 
 
-class SharedGPU(SimulatedGPU):
+class SharedGPU(GPU):
     """A GPU with a memory for strangers; others pay for the question who asks only meanwhile."""
 
     strangers: Collection[int]
     """The threads that are."""
     beside: tuple[Memory, Workspaces]
     """What they have."""
+    alone: type[GPU]
+    """What the GPU is without them."""
 
     # Properties take precedence over the instance's attributes.
 
@@ -49,13 +52,23 @@ class SharedGPU(SimulatedGPU):
         vars(self)["workspaces"] = workspaces
 
 
-def keep_apart(gpu: SimulatedGPU, strangers: Collection[int]) -> None:
+_KINDS: dict[type[GPU], type[SharedGPU]] = {}
+"""By what a GPU is alone: what it is while there are strangers."""
+
+
+def _shared_kind(kind: type[GPU]) -> type[SharedGPU]:
+    if kind not in _KINDS:
+        _KINDS[kind] = type(f"Shared{kind.__name__}", (SharedGPU, kind), {"alone": kind})
+    return _KINDS[kind]
+
+
+def keep_apart(gpu: GPU, strangers: Collection[int]) -> None:
     """Give ``strangers`` a memory of their own on ``gpu`` for as long as there are any."""
     shared: Any = gpu
     if not strangers:
-        shared.__class__ = SimulatedGPU
+        shared.__class__ = getattr(gpu, "alone", type(gpu))
     elif not isinstance(gpu, SharedGPU):
         memory = gpu.memory_beside()
         shared.beside = memory, gpu.workspaces_in(memory)
         shared.strangers = strangers
-        shared.__class__ = SharedGPU
+        shared.__class__ = _shared_kind(type(gpu))

@@ -7,21 +7,19 @@ silu_backward has a kernel on ``meta`` as well and needs no entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from pytest_gpumem.simulated.operators.rules import current_gpu
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
 
 
-def mish_backward(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def mish_backward(gpu: GPU, grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """``aten::mish_backward``: the product has the shape, type and strides of its output."""
     result = torch.mul(grad_output, input)
     kernel = torch.ops.aten.mish_backward
-    current_gpu().simulation.values.assign(result, kernel, grad_output, input)
+    gpu.simulation.values.assign(result, kernel, grad_output, input)
     return result
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {"aten.mish_backward.default": mish_backward}
+COMPOSITES: dict[str, Composite] = {"aten.mish_backward.default": OnDevice(mish_backward)}
 """By overload."""

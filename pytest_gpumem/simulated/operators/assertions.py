@@ -13,10 +13,10 @@ import torch
 from pytest_gpumem.simulated.operators.rules import Rule
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 
-def _check(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     condition = args[0]
     if condition.numel() != 1:
         many = "more than one value" if condition.numel() else "no values"

@@ -1,16 +1,15 @@
-"""scaled_dot_product_attention: which kernel CUDA takes, and what that kernel allocates.
+"""scaled_dot_product_attention: what the kernel allocates that CUDA takes.
 
 Source: aten/src/ATen/native/transformers/attention.cpp (scaled_dot_product_attention and the math
-road), cuda/sdp_utils.cpp and sdp_utils_cpp.h (the choice), cuda/attention.cu,
-attention_backward.cu,
-cuda/flash_attn/flash_api.cpp (mha_fwd, mha_bwd, set_params_splitkv), cuda/mem_eff_attention/
-kernel_forward.h, kernel_backward.h and kernels/cutlassB.h, of torch 2.6 to 2.15.
+road), cuda/attention.cu, attention_backward.cu, cuda/flash_attn/flash_api.cpp (mha_fwd, mha_bwd,
+set_params_splitkv), cuda/mem_eff_attention/kernel_forward.h, kernel_backward.h and
+kernels/cutlassB.h, of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +18,23 @@ from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.attention_choice import (
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    HALVES,
+    AttentionCall,
+)
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 _aten = torch.ops.aten
-
-MATH, FLASH, EFFICIENT, CUDNN = "math", "flash", "efficient", "cudnn"
-_NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
-"""torch.nn.attention.SDPBackend values (math, flash, efficient, cuDNN)."""
 
 
 def scaled_dot_product_attention(
+    gpu: GPU,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -44,7 +46,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
-    call = _Call(_gpu(), query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = call.kernel()
     mask = _as_bias(attn_mask, query)
     if kernel == FLASH:
@@ -69,167 +71,9 @@ def scaled_dot_product_attention(
     return _by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _gpu() -> SimulatedGPU:
-    from pytest_gpumem.simulated.simulation import active_simulation
-
-    simulation = active_simulation()
-    assert simulation is not None
-    return simulation.current
-
-
-COMPOSITES: dict[str, Callable[..., Any]] = {
-    "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
+COMPOSITES: dict[str, Composite] = {
+    "aten.scaled_dot_product_attention.default": OnDevice(scaled_dot_product_attention)
 }
-
-
-def usable_kernels(gpu: SimulatedGPU, *params: Any) -> set[str]:
-    """Which of the fused kernels can run a call of these ``SDPAParams``, in their order."""
-    call = _Call(gpu, *params)
-    usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
-    return {kernel for kernel, can_run in usable.items() if can_run()}
-
-
-def chosen_kernel(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Which kernel runs a call without mask, dropout and anything else."""
-    return _Call(_gpu(), query, key, value, None, 0.0, False, False).kernel()
-
-
-class _Call:
-    """One call: sdp_params and the checks on them."""
-
-    def __init__(
-        self,
-        gpu: SimulatedGPU,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        dropout: float,
-        causal: bool,
-        gqa: bool,
-    ) -> None:
-        self.gpu = gpu
-        self.query, self.key, self.value, self.mask = query, key, value, mask
-        self.dropout, self.causal, self.gqa = dropout, causal, gqa
-        self.capability = gpu.model.compute_capability
-        self.grad_mode = torch.is_grad_enabled()
-        self.trains = self.grad_mode and any(t.requires_grad for t in (query, key, value))
-
-    def kernel(self) -> str:
-        """The first kernel in torch's order of priority that can run this call."""
-        usable = {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn, MATH: _math}
-        for kernel in self._priority():
-            if usable[kernel]():
-                return kernel
-        raise RuntimeError("No available kernel. Aborting execution.")
-
-    def _priority(self) -> list[str]:
-        order = [_NAMES[n] for n in torch._C._get_sdp_priority_order() if n in _NAMES]
-        # check_prefer_cudnn_attention: needs cuDNN 9.15.1, which the wheels have since 2.11.
-        if order[:1] == [FLASH] and self.gpu.version >= (2, 11) and self.capability[0] in (9, 10):
-            order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
-        return order
-
-    def _fits(self, *, grouped: bool = True, kv_heads_may_differ: bool = False) -> bool:
-        # check_batch_size_and_num_heads_dense; ``grouped``: whether a kernel takes fewer heads of
-        # keys than of queries.
-        q, k, v = self.query, self.key, self.value
-        if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
-            return False
-        if not q.shape[-2] or not k.shape[-2]:
-            return False
-        if self.gqa and grouped:
-            divides = not q.shape[1] % k.shape[1] and not q.shape[1] % v.shape[1]
-            return divides and (kv_heads_may_differ or k.shape[1] == v.shape[1])
-        # One head for all queries needs no enable_gqa since 2.14.
-        one_for_all = grouped and self.gpu.version >= (2, 14) and k.shape[1] == v.shape[1] == 1
-        return one_for_all or q.shape[1] == k.shape[1] == v.shape[1]
-
-    def _last_stride_is_one(self, ignore_single: bool) -> bool:
-        return (ignore_single and self.query.shape[-1] == 1) or all(
-            t.stride(-1) == 1 for t in (self.query, self.key, self.value)
-        )
-
-    def _same_dtype(self, dtypes: Iterable[torch.dtype]) -> bool:
-        dtype = self.query.dtype
-        return dtype == self.key.dtype == self.value.dtype and dtype in dtypes
-
-    def _low_precision(self) -> bool:
-        return self._same_dtype(_HALVES if self.capability >= (8, 0) else {torch.float16})
-
-    def _flash(self) -> bool:
-        size = self.query.shape[-1]
-        return (
-            torch.backends.cuda.flash_sdp_enabled()
-            and self.mask is None
-            and self._fits()
-            and size == self.key.shape[-1] == self.value.shape[-1]
-            and size <= 256
-            and self.capability >= (8, 0)
-            and self._trainable_head(size)
-            and not (self.causal and self.query.shape[-2] != self.key.shape[-2])
-            and self._low_precision()
-            and self._last_stride_is_one(True)
-        )
-
-    def _trainable_head(self, size: int) -> bool:
-        consumer = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
-        if not consumer or not any(t.requires_grad for t in (self.query, self.key, self.value)):
-            return True
-        return size <= 192 or (not self.dropout and size > 224)
-
-    def _efficient(self) -> bool:
-        size, value_size = self.query.shape[-1], self.value.shape[-1]
-        half = self.query.dtype in _HALVES
-        alignment = 4 if self.capability >= (8, 0) else 1
-        if self.capability >= (8, 0) or (self.capability >= (7, 0) and half):
-            alignment = max(alignment, 8 if half else 4)
-        dtypes = {torch.float16, torch.float32}
-        if self.capability >= (8, 0):
-            dtypes.add(torch.bfloat16)
-        return (
-            torch.backends.cuda.mem_efficient_sdp_enabled()
-            and self._fits(grouped=self.gpu.version >= (2, 14))
-            and size == self.key.shape[-1]
-            and size > 0
-            and value_size > 0
-            and not size % alignment
-            and not value_size % alignment
-            and self._last_stride_is_one(False)
-            and self._same_dtype(dtypes)
-        )
-
-    def _cudnn(self) -> bool:
-        size, value_size = self.query.shape[-1], self.value.shape[-1]
-        mask = self.mask
-        return (
-            torch.backends.cuda.cudnn_sdp_enabled()
-            and self._fits(kv_heads_may_differ=True)
-            and self._low_precision()
-            and self.capability >= (8, 0)
-            and not torch.are_deterministic_algorithms_enabled()
-            and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
-            and self.dropout * 16 == math.floor(self.dropout * 16)
-            and self._cudnn_head(size, value_size)
-            and not size % 8
-            and not value_size % 8
-            and self.key.shape[-2] != 1
-            and not (self.dropout and self.query.shape[-2] == 1)
-            and self._last_stride_is_one(True)
-        )
-
-    def _cudnn_head(self, size: int, value_size: int) -> bool:
-        if max(size, value_size) <= 128:
-            return True
-        if self.gpu.version < (2, 15) or self.capability[0] not in (9, 10):
-            return False
-        if any(t.requires_grad for t in (self.query, self.key, self.value)):
-            return (size, value_size) in {(192, 128), (256, 256)}
-        return max(size, value_size) <= 256
-
-
-def _math() -> bool:
-    return bool(torch.backends.cuda.math_sdp_enabled())
 
 
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
@@ -270,7 +114,7 @@ def _by_products(
 ) -> Tensor:
     """_scaled_dot_product_attention_math, with the mask added in place."""
     dtype = query.dtype
-    if dtype in _HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query.shape[-1])))
     scaled = query * factor
@@ -295,7 +139,7 @@ def _by_products(
 
 
 def _flash_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     # out, logsumexp, ..., seed, offset, ...: the last two are CPU tensors up to 2.6.
     yield result[0]
@@ -306,14 +150,14 @@ def _flash_outputs(
 
 
 def _efficient_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     yield result[0]
     yield result[1]
 
 
 def _cudnn_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
     keeps = args[4] if len(args) > 4 else kwargs["compute_log_sumexp"]
@@ -326,9 +170,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _flash_forward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _flash_forward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     query, key = args[:2]
     dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
     batch, heads, length, size = query.shape
@@ -346,7 +188,7 @@ def _flash_forward(
         scratch.free()
 
 
-def _splits(gpu: SimulatedGPU, blocks: int, size: int, keys: int) -> int:
+def _splits(gpu: GPU, blocks: int, size: int, keys: int) -> int:
     """num_splits_heuristic: over how many blocks the keys are split."""
     processors = gpu.model.sm_count * 2
     block_keys = 256 if size <= 64 else 128 if size <= 128 else 64
@@ -367,7 +209,7 @@ def _is_contiguous_by_length(tensor: Tensor) -> bool:
     return tensor.transpose(1, 2).is_contiguous()
 
 
-def _copies_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _copies_by_length(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     copies = Scratch(gpu)
     for tensor in (args[0], args[4]):
         if not _is_contiguous_by_length(tensor):
@@ -375,9 +217,7 @@ def _copies_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str
     return copies
 
 
-def _flash_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _flash_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     query, key = args[1:3]
     batch, heads, length, size = query.shape
     rows = batch * heads * _round_up(length, 128)
@@ -400,22 +240,22 @@ _KEYS_AT_ONCE = 128
 
 
 def _efficient_forward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     query, value = args[0], args[2]
-    if query.dtype in _HALVES and value.shape[-1] > _KEYS_AT_ONCE:
+    if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
         scratch = Scratch(gpu)
         scratch.take(result[0].numel() * 4)
         scratch.free()
 
 
 def _efficient_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     gradient, query, key, value = args[:4]
     batch, heads, length, size = query.shape
     rows = batch * heads * length
-    half = query.dtype in _HALVES
+    half = query.dtype in HALVES
     block, keys_block = _backward_blocks(gpu, half, max(size, value.shape[-1]))
     in_registers = half and max(size, value.shape[-1]) <= block
     scratch = Scratch(gpu)
@@ -454,7 +294,7 @@ def _efficient_backward(
     scratch.free()
 
 
-def _sum_groups(gpu: SimulatedGPU, tensor: Tensor, heads: int) -> None:
+def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
     """``at::sum_out`` of gradients per head of queries: one for each head of ``tensor``."""
     batch, own_heads, length, size = tensor.shape
     groups = heads // own_heads
@@ -464,7 +304,7 @@ def _sum_groups(gpu: SimulatedGPU, tensor: Tensor, heads: int) -> None:
 
 
 def _gradients_by_length(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the efficient kernel: up to 2.13 torch's shapes are those of equal heads."""
     query, key, value, bias = args[1:5]
@@ -481,14 +321,14 @@ def _gradients_by_length(
     return by_query, by_key, by_value, by_bias
 
 
-def _copy_by_length(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _copy_by_length(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     copy = Scratch(gpu)
     if not _is_contiguous_by_length(args[0]):
         copy.take(args[0].nbytes)
     return copy
 
 
-def _backward_blocks(gpu: SimulatedGPU, half: bool, size: int) -> tuple[int, int]:
+def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:
     """kBlockSizeI, kBlockSizeJ of the first kernel of cutlassB.h that fits the head and the GPU."""
     if size <= 64:
         return 64, 64
@@ -524,9 +364,7 @@ def _workspace(
     return pairs * _round_up(elements, 4) * 4
 
 
-def _safe_softmax(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _safe_softmax(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     scratch = Scratch(gpu)
     scratch.take(result.numel())
     scratch.take(result.numel() // max(result.shape[-1], 1))

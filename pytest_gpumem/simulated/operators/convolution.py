@@ -1,71 +1,44 @@
-"""Convolution: which kernel ATen takes on CUDA, and what it allocates, in order.
+"""Convolution: what the kernel allocates that ATen takes on CUDA, in order.
 
-Source: aten/src/ATen/native/Convolution.cpp (_select_conv_backend, ConvParams, _convolution,
-convolution_backward), ConvUtils.h (cudnn_conv_suggest_memory_format), native/cudnn/ConvShared.cpp
-and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu, DepthwiseConv3d.cu,
-ConvolutionMM2d.cu, NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu and 3d.cu, of torch
-2.6 to 2.15. cuDNN's workspace comes from :mod:`cudnn`.
+Source: aten/src/ATen/native/Convolution.cpp (_convolution, convolution_backward),
+native/cudnn/ConvShared.cpp and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu,
+DepthwiseConv3d.cu, ConvolutionMM2d.cu, NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu
+and 3d.cu, of torch 2.6 to 2.15. cuDNN's workspace comes from :mod:`cudnn`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.checks.names import tensor_type
 from pytest_gpumem.simulated.operators import cudnn
+from pytest_gpumem.simulated.operators.convolution_choice import (
+    CONTIGUOUS,
+    CUDNN,
+    DEPTHWISE,
+    SLOW,
+    Choice,
+    Parameters,
+    common_format,
+    parameters_of,
+)
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
-CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
-"""Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
-
-_INT_MAX = 2**31 - 1
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-_BROKEN_VOLUMES = frozenset({(2, 9), (2, 10)})
-"""Releases with a cuDNN from 9.8 to 9.14, which they do not use for 3-d convolutions of halves."""
-_CONTIGUOUS = torch.contiguous_format
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-@dataclass(frozen=True)
-class _Parameters:
-    """ConvParams, of a convolution with at least two spatial dims."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
-
-    @property
-    def dilated(self) -> bool:
-        return any(step != 1 for step in self.dilation)
-
-    def output_shape(self, input: Sequence[int], weight: Sequence[int]) -> tuple[int, ...]:
-        """conv_output_size, or conv_input_size where transposed."""
-        spatial = []
-        for at, size in enumerate(input[2:]):
-            reach = self.dilation[at] * (weight[at + 2] - 1)
-            if self.transposed:
-                full = (size - 1) * self.stride[at] - 2 * self.padding[at] + reach + 1
-                spatial.append(full + self.output_padding[at])
-            else:
-                spatial.append((size + 2 * self.padding[at] - reach - 1) // self.stride[at] + 1)
-        channels = weight[1] * self.groups if self.transposed else weight[0]
-        return (input[0], channels, *spatial)
-
-
 def convolution(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -78,8 +51,8 @@ def convolution(
 ) -> Tensor:
     """``aten::convolution`` (``_convolution``)."""
     call = _Call(
-        gpu_of(input),
-        _parameters(weight, stride, padding, dilation, transposed, output_padding, groups),
+        gpu,
+        parameters_of(weight, stride, padding, dilation, transposed, output_padding, groups),
     )
     if weight.dim() > 3:
         return call.forward(input, weight, bias)
@@ -87,6 +60,7 @@ def convolution(
 
 
 def convolution_backward(
+    gpu: GPU,
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -101,8 +75,8 @@ def convolution_backward(
 ) -> _Gradients:
     """``aten::convolution_backward``."""
     call = _Call(
-        gpu_of(input),
-        _parameters(weight, stride, padding, dilation, transposed, output_padding, groups),
+        gpu,
+        parameters_of(weight, stride, padding, dilation, transposed, output_padding, groups),
     )
     if weight.dim() > 3:
         return call.backward(grad_output, input, weight, output_mask)
@@ -118,13 +92,13 @@ def convolution_backward(
     )
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
-    "aten.convolution.default": convolution,
-    "aten.convolution_backward.default": convolution_backward,
+IN_VIEW: dict[str, Composite] = {
+    "aten.convolution.default": OnDevice(convolution),
+    "aten.convolution_backward.default": OnDevice(convolution_backward),
 }
 
 
-def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: _Parameters) -> None:
+def _check(input: Tensor, weight: Tensor, bias: Tensor | None, parameters: Parameters) -> None:
     """check_input_same_type_as_parameters and check_shape_forward, in their words."""
     for tensor, name in ((weight, "weight"), (bias, "bias")):
         if tensor is not None and (tensor.dtype != input.dtype or tensor.device != input.device):
@@ -158,113 +132,9 @@ def _as_image(tensor: Tensor) -> Tensor:
     return tensor.unsqueeze(2)
 
 
-def _parameters(
-    weight: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> _Parameters:
-    """expand_param_if_needed and view1d_as_2d."""
-    dims = weight.dim() - 2
-
-    def expanded(values: Sequence[int], of_row: int) -> tuple[int, ...]:
-        full = tuple(values) * dims if len(values) == 1 else tuple(values)
-        return (of_row, *full) if dims == 1 else full
-
-    return _Parameters(
-        expanded(stride, 1),
-        expanded(padding, 0),
-        expanded(dilation, 1),
-        transposed,
-        expanded(output_padding, 0),
-        groups,
-    )
-
-
 @dataclass(frozen=True)
-class _Call:
+class _Call(Choice):
     """One convolution on one device."""
-
-    gpu: SimulatedGPU
-    parameters: _Parameters
-
-    # Which kernel.
-
-    def kernel(self, input: Tensor, weight: Tensor) -> str:
-        """_select_conv_backend for CUDA tensors."""
-        parameters = self.parameters
-        if not input.shape[0] or not input.shape[1]:
-            return EMPTY
-        depthwise = (
-            not parameters.transposed
-            and input.shape[1] == parameters.groups > 1
-            and not weight.shape[0] % input.shape[1]
-        )
-        if depthwise:
-            return CUDNN if self._cudnn_depthwise(input, weight) else DEPTHWISE
-        return CUDNN if self._cudnn(input, weight) else SLOW
-
-    def _cudnn(self, input: Tensor, weight: Tensor) -> bool:
-        parameters = self.parameters
-        if not torch.backends.cudnn.enabled:
-            return False
-        if torch.bfloat16 in (input.dtype, weight.dtype) and not self._ampere:
-            return False
-        if (
-            self.gpu.version in _BROKEN_VOLUMES
-            and input.dtype in _HALVES
-            and weight.dim() == 5
-            and set(weight.shape[2:]) != {1}
-            and _format(input, weight) is _CONTIGUOUS
-        ):
-            return False
-        # cuDNN 9.3, in the wheels of 2.7 and later, indexes with 64 bits.
-        if self.gpu.version < (2, 7) and self._exceeds_int(input, weight):
-            return False
-        if (
-            self.gpu.version < (2, 9)
-            and torch.backends.cudnn.deterministic
-            and parameters.dilated
-            and _format(input, weight) is _CONTIGUOUS
-        ):
-            return False
-        padding_is_big = any(
-            pad >= step
-            for pad, step in zip(parameters.output_padding, parameters.stride, strict=True)
-        )
-        return not padding_is_big
-
-    def _cudnn_depthwise(self, input: Tensor, weight: Tensor) -> bool:
-        parameters = self.parameters
-        if not torch.backends.cudnn.enabled:
-            return False
-        if _format(input, weight) is not _CONTIGUOUS:
-            return self._cudnn(input, weight)
-        stride = parameters.stride
-        return (
-            input.dtype == weight.dtype == torch.float16
-            and input.dim() == 4
-            and not parameters.dilated
-            and (stride[0] == stride[1] or input.shape[2] == 1)
-            and input.shape[1] >= 32
-            and self.gpu.model.compute_capability >= (7, 0)
-            and self._cudnn(input, weight)
-            and _suits_cudnn_depthwise(tuple(input.shape), stride[1], tuple(weight.shape[2:]))
-        )
-
-    def _exceeds_int(self, input: Tensor, weight: Tensor) -> bool:
-        # needs_64bit_indexing_no_split
-        if input.numel() // input.shape[0] > _INT_MAX:
-            return True
-        output = self.parameters.output_shape(input.shape, weight.shape)
-        return math.prod(output[1:]) > _INT_MAX
-
-    @property
-    def _ampere(self) -> bool:
-        return self.gpu.model.compute_capability >= (8, 0)
 
     # Forward.
 
@@ -275,7 +145,7 @@ class _Call:
         shape = self.parameters.output_shape(input.shape, weight.shape)
         if kernel == CUDNN:
             output = self._cudnn_forward(
-                input.contiguous(memory_format=_format(input, weight)), weight, shape
+                input.contiguous(memory_format=common_format(input, weight)), weight, shape
             )
             if bias is not None:
                 output.add_(bias.view(1, -1, *[1] * (input.dim() - 2)))
@@ -293,7 +163,7 @@ class _Call:
 
     def _toward_output(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
         """cudnn_convolution, and the input's gradient where transposed."""
-        memory_format = _format(input, weight)
+        memory_format = common_format(input, weight)
         output = _empty(shape, input, memory_format)
         if output.numel():
             kept = [
@@ -306,7 +176,7 @@ class _Call:
 
     def _toward_input(self, grad_output: Tensor, weight: Tensor, shape: Sequence[int]) -> Tensor:
         """cudnn_convolution_backward_input, and the output where transposed."""
-        memory_format = _format(grad_output, weight)
+        memory_format = common_format(grad_output, weight)
         grad_input = _empty(shape, grad_output, memory_format)
         kept = [
             weight.contiguous(memory_format=memory_format),
@@ -318,7 +188,7 @@ class _Call:
 
     def _toward_weight(self, grad_output: Tensor, input: Tensor, shape: Sequence[int]) -> Tensor:
         """cudnn_convolution_backward_weight."""
-        memory_format = _format(input, grad_output)
+        memory_format = common_format(input, grad_output)
         kept = [
             grad_output.contiguous(memory_format=memory_format),
             input.contiguous(memory_format=memory_format),
@@ -354,7 +224,7 @@ class _Call:
             weight.nbytes,
             output.nbytes,
             input.element_size(),
-            memory_format is not _CONTIGUOUS,
+            memory_format is not CONTIGUOUS,
             self._on_tensor_cores(input.dtype),
             self.gpu.model.compute_capability,
         )
@@ -371,7 +241,7 @@ class _Call:
 
     def _on_tensor_cores(self, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:
-            return self._ampere and bool(torch.backends.cudnn.allow_tf32)
+            return self.ampere and bool(torch.backends.cudnn.allow_tf32)
         return dtype.itemsize == 2 and self.gpu.model.compute_capability >= (7, 0)
 
     def _slow_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -421,7 +291,7 @@ class _Call:
         if kernel == CUDNN:
             kept = input
             if mask[1]:
-                kept = input.contiguous(memory_format=_format(input, weight))
+                kept = input.contiguous(memory_format=common_format(input, weight))
             grad_input, grad_weight = self._cudnn_backward(grad_output, kept, weight, mask)
             del kept
         elif kernel == DEPTHWISE:
@@ -486,14 +356,6 @@ class _Call:
         )
 
 
-def _format(one: Tensor, other: Tensor) -> torch.memory_format:
-    """cudnn_conv_suggest_memory_format: channels last if either operand is."""
-    if torch.float64 in (one.dtype, other.dtype):
-        return _CONTIGUOUS
-    found = suggested_format(one)
-    return found if found is not _CONTIGUOUS else suggested_format(other)
-
-
 def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format) -> Tensor:
     return torch.empty(
         tuple(shape), dtype=like.dtype, device=like.device, memory_format=memory_format
@@ -543,19 +405,3 @@ def _depthwise_backward_3d(
         input.contiguous()
     del kept
     return grad_input, grad_weight
-
-
-def _suits_cudnn_depthwise(input: tuple[int, ...], stride: int, kernel: tuple[int, ...]) -> bool:
-    """check_cudnn_depthwise_workload_with_filter: where cuDNN's half kernel is the faster one."""
-    batch, channels, height, width = input
-    if height == 1 and stride == 1:
-        return True
-    if kernel[0] != kernel[1] or kernel[1] not in (1, 3, 5) or width < 7:
-        return False
-    if stride != 2:
-        return stride == 1
-    if kernel[1] == 1:
-        if batch == 1:
-            return width <= 28
-        return batch <= 16 and channels >= 128 and width <= 7
-    return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)

@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.operators import cub, reductions
 from pytest_gpumem.simulated.operators.rules import Before, Placed, Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _INDEX_BYTES = 8
 _Flags = tuple[int, int]
@@ -41,7 +41,7 @@ def _looking(flags: _Flags) -> Before:
     """What happens before the results are there: sorting, and numbering the distinct values."""
     consecutive = flags == _OF_CONSECUTIVE
 
-    def before(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+    def before(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
         tensor = args[0]
         if _goes_along_dim(args, kwargs, flags) or not tensor.numel():
             return None
@@ -61,7 +61,7 @@ def _looking(flags: _Flags) -> Before:
     return before
 
 
-def _sort(gpu: SimulatedGPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> None:
+def _sort(gpu: GPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> None:
     count, size = tensor.numel(), tensor.element_size()
     scratch.take(count * size)
     indices = scratch.take(count * _INDEX_BYTES) if inverse else 0
@@ -80,7 +80,7 @@ def _sort(gpu: SimulatedGPU, scratch: Scratch, tensor: torch.Tensor, inverse: bo
     scratch.drop(indices)
 
 
-def _number(gpu: SimulatedGPU, scratch: Scratch, count: int, number_bytes: int) -> None:
+def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
     # The inverse is there already; it comes to stay where this leaves room.
     inverse = scratch.take(count * _INDEX_BYTES)
     numbers = scratch.take(count * number_bytes)
@@ -94,7 +94,7 @@ def _with_room(flags: _Flags) -> Placed:
     """The results, which CUDA makes as large as the input and then shortens in place."""
 
     def placed(
-        gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Iterator[torch.Tensor]:
         values, inverse, *counts = result
         yield inverse
@@ -117,9 +117,7 @@ def _make_room(tensor: torch.Tensor, elements: int) -> None:
     tensor.untyped_storage().resize_(elements * tensor.element_size())
 
 
-def _selecting(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _selecting(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     count = args[0].numel()
     scratch = Scratch(gpu)
     scratch.take(_INDEX_BYTES)
@@ -129,7 +127,7 @@ def _selecting(
 
 
 def _selected(flags: _Flags) -> Rule:
-    def after(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         is_truth = args[0].dtype == torch.bool and flags != _OF_CONSECUTIVE
         if args[0].numel() and not is_truth and not _goes_along_dim(args, kwargs, flags):
             _selecting(gpu, args, kwargs, out)
@@ -141,14 +139,14 @@ _OF_UNIQUE = (2, 3)
 _OF_CONSECUTIVE = (1, 2)
 
 
-def _extreme(gpu: SimulatedGPU, tensor: torch.Tensor) -> None:
+def _extreme(gpu: GPU, tensor: torch.Tensor) -> None:
     scratch = Scratch(gpu)
     scratch.take(tensor.element_size())
     reductions.reduce_tensor(gpu, tensor, None, reductions.VALUES, tensor.dtype)
     scratch.free()
 
 
-def _bins(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _bins(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     tensor = args[0]
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     scratch = Scratch(gpu)
@@ -160,7 +158,7 @@ def _bins(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
     return scratch
 
 
-def _range(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _range(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     low, high = (
         args[at] if len(args) > at else kwargs.get(name, 0) for at, name in ((2, "min"), (3, "max"))
     )

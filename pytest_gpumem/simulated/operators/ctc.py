@@ -16,7 +16,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _LONG_BYTES = 8
@@ -65,7 +65,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _lengths(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _lengths(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     # The lengths of targets and of inputs, and where each target begins.
     scratch = Scratch(gpu)
     for _ in range(3):
@@ -74,7 +74,7 @@ def _lengths(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     yield from reversed(result)
 

@@ -7,17 +7,20 @@ cudnn_convolution_relu, cudnn_convolution_add_relu) and native/Convolution.cpp (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.convolution import convolution
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
 
 _Sizes = Sequence[int]
 
 
 def _forward(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor,
     padding: _Sizes,
@@ -26,10 +29,11 @@ def _forward(
     groups: int,
     *_: bool,
 ) -> Tensor:
-    return convolution(input, weight, None, stride, padding, dilation, False, (0,), groups)
+    return convolution(gpu, input, weight, None, stride, padding, dilation, False, (0,), groups)
 
 
 def _transposed(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor,
     padding: _Sizes,
@@ -39,10 +43,13 @@ def _transposed(
     groups: int,
     *_: bool,
 ) -> Tensor:
-    return convolution(input, weight, None, stride, padding, dilation, True, output_padding, groups)
+    return convolution(
+        gpu, input, weight, None, stride, padding, dilation, True, output_padding, groups
+    )
 
 
 def _relu(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -51,10 +58,11 @@ def _relu(
     dilation: _Sizes,
     groups: int,
 ) -> Tensor:
-    return convolution(input, weight, None, stride, padding, dilation, False, (0,), groups)
+    return convolution(gpu, input, weight, None, stride, padding, dilation, False, (0,), groups)
 
 
 def _add_relu(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor,
     z: Tensor,
@@ -65,19 +73,19 @@ def _add_relu(
     dilation: _Sizes,
     groups: int,
 ) -> Tensor:
-    return convolution(input, weight, None, stride, padding, dilation, False, (0,), groups)
+    return convolution(gpu, input, weight, None, stride, padding, dilation, False, (0,), groups)
 
 
-def _any(*args: Any) -> Tensor:
+def _any(gpu: GPU, *args: Any) -> Tensor:
     """Without the four switches at the end: those of torch's context hold."""
-    return convolution(*args[:9])
+    return convolution(gpu, *args[:9])
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
-    "aten.cudnn_convolution.default": _forward,
-    "aten.cudnn_convolution_transpose.default": _transposed,
-    "aten.cudnn_convolution_relu.default": _relu,
-    "aten.cudnn_convolution_add_relu.default": _add_relu,
-    "aten._convolution.default": _any,
+IN_VIEW: dict[str, Composite] = {
+    "aten.cudnn_convolution.default": OnDevice(_forward),
+    "aten.cudnn_convolution_transpose.default": OnDevice(_transposed),
+    "aten.cudnn_convolution_relu.default": OnDevice(_relu),
+    "aten.cudnn_convolution_add_relu.default": OnDevice(_add_relu),
+    "aten._convolution.default": OnDevice(_any),
 }
 """By overload."""

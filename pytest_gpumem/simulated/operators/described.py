@@ -14,6 +14,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 Description = Callable[..., Any]
+Wrote = Callable[..., None]
 _D = TypeVar("_D", bound=Description)
 
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
@@ -60,7 +61,7 @@ class Descriptions:
         self.kernels: dict[Any, Description] = {}
         """By the Python function that a Triton kernel was made from."""
         self._functions: dict[tuple[Any, str], _Replaced] = {}
-        self._open: ExitStack | None = None
+        self._open: tuple[ExitStack, Wrote] | None = None
 
     def of(self, name: str, overload: str) -> Description | None:
         """The description of the operator ``name``, a qualified one."""
@@ -76,15 +77,19 @@ class Descriptions:
         if before is None:
             self._functions[owner, name] = replaced
             if self._open is not None:
-                self._open.enter_context(replaced.applied())
+                stack, wrote = self._open
+                stack.enter_context(replaced.applied(wrote))
 
     @contextmanager
-    def served(self) -> Iterator[None]:
-        """Put every description in the place of its function."""
+    def served(self, wrote: Wrote) -> Iterator[None]:
+        """Put every description in the place of its function.
+
+        ``wrote`` is told of what a kernel was given and has made.
+        """
         with ExitStack() as stack:
             for replaced in self._functions.values():
-                stack.enter_context(replaced.applied())
-            self._open = stack
+                stack.enter_context(replaced.applied(wrote))
+            self._open = stack, wrote
             try:
                 yield
             finally:
@@ -101,7 +106,7 @@ class _Replaced:
     description: Description
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self, wrote: Wrote) -> Iterator[None]:
         """Call the description instead, whatever name the function was imported under."""
         function = self.function
         if isinstance(function, FunctionType):
@@ -114,24 +119,24 @@ class _Replaced:
                 function.__closure__,
             )
             real.__kwdefaults__ = function.__kwdefaults__
-            function.__code__ = _calling(self._chosen(real), code)
+            function.__code__ = _calling(self._chosen(real, wrote), code)
             try:
                 yield
             finally:
                 function.__code__ = code
         else:
-            setattr(self.owner, self.name, self._chosen(getattr(self.owner, self.name)))
+            setattr(self.owner, self.name, self._chosen(getattr(self.owner, self.name), wrote))
             try:
                 yield
             finally:
                 setattr(self.owner, self.name, function)
 
-    def _chosen(self, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _chosen(self, real: Callable[..., Any], wrote: Wrote) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if not on_gpu(args, options):
                 return real(*args, **options)
             result = self.description(*args, **options)
-            kernel_writes(args, options, result)
+            wrote(args, options, result)
             return result
 
         return call
@@ -155,22 +160,6 @@ def tensors_in(value: Any) -> Iterator[Any]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
-
-
-def kernel_writes(*values: Any) -> None:
-    """Forget what is known of tensors that a kernel was given, or made.
-
-    Nobody says which it writes to, and a description knows shapes alone.
-    """
-    from pytest_gpumem.simulated.simulation import active_simulation
-
-    simulation = active_simulation()
-    if simulation is None:
-        return
-    for tensor in tensors_in(values):
-        record = simulation.storages.of(tensor)
-        if record is not None:
-            simulation.values.forget(record.key)
 
 
 def checked_outputs(schema: Any, outputs: Any) -> Any:

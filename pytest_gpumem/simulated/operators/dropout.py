@@ -14,7 +14,7 @@ import torch
 from pytest_gpumem.simulated.operators.rules import Rule
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -30,7 +30,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}
 
 
 def _outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[torch.Tensor, ...]:
     """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
     output, mask = out

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 INDICES_WITHOUT_SORT = 3072
 """Up to here one kernel adds the rows up in place."""
@@ -43,9 +43,7 @@ def _by_frequency(args: tuple[Any, ...], kwargs: dict[str, Any], at: int) -> boo
 # embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
-def _before_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _before_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     gradient, indices, rows, padding = args[:4]
     scratch = Scratch(gpu)
     for tensor in (indices, gradient):
@@ -58,7 +56,7 @@ def _before_backward(
 
 
 def _after_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> None:
     indices = args[1]
     if indices.numel() > INDICES_WITHOUT_SORT or _by_frequency(args, kwargs, 4):
@@ -66,7 +64,7 @@ def _after_backward(
 
 
 def _sort(
-    gpu: SimulatedGPU,
+    gpu: GPU,
     scratch: Scratch,
     indices: torch.Tensor,
     rows: int,
@@ -89,9 +87,7 @@ def _sort(
             scratch.drop(scratch.take(cub.sum_by_key_bytes(count, element, capability)))
 
 
-def _sum_rows(
-    gpu: SimulatedGPU, indices: torch.Tensor, result: torch.Tensor, may_be_atomic: bool
-) -> None:
+def _sum_rows(gpu: GPU, indices: torch.Tensor, result: torch.Tensor, may_be_atomic: bool) -> None:
     """embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
     count, element = indices.numel(), indices.element_size()
     rows, width = result.shape
@@ -119,7 +115,7 @@ def _sum_rows(
     scratch.free()
 
 
-def _is_atomic(gpu: SimulatedGPU, segments: int, partial_sums: int, width: int) -> bool:
+def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
     lanes = -(-width // 32) * 32
     blocks = -(-segments * lanes // min(lanes, _LARGEST_BLOCK))
     return (
@@ -139,9 +135,7 @@ def _adds_bags(args: tuple[Any, ...]) -> bool:
     return bool(indices.numel()) and mode != _MAX and not is_sparse
 
 
-def _before_bag_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _before_bag_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     gradient, indices = args[:2]
     rows, by_frequency = args[6:8]
     scratch = Scratch(gpu)
@@ -154,22 +148,20 @@ def _before_bag_backward(
 
 
 def _after_bag_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> None:
     if _adds_bags(args):
         _sum_rows(gpu, args[1], result, may_be_atomic=False)
 
 
 def _bag_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[torch.Tensor]:
     output, bag_of_index, bag_sizes, highest = result
     yield from (bag_sizes, bag_of_index, output, highest)
 
 
-def _renorm(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
+def _renorm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
     indices = args[1]
     count, nbytes = indices.numel(), indices.nbytes
     if not count:

@@ -16,19 +16,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pytest_gpumem.simulated.operators.attention import EFFICIENT, FLASH, chosen_kernel
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, chosen_kernel
 
 _aten = torch.ops.aten
 
 
-def takes_fused_kernel(tokens: Tensor, heads: int) -> bool:
+def takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
     """Whether self-attention of ``tokens`` (batch, length, width) without a mask is followed."""
     if tokens.dim() != 3 or not tokens.numel() or tokens.shape[-1] // heads % 8:
         return False
     if not tokens.is_contiguous():
         return False
     by_head = _by_head(tokens, heads)
-    return chosen_kernel(by_head, by_head, by_head) in (FLASH, EFFICIENT)
+    return chosen_kernel(gpu, by_head, by_head, by_head) in (FLASH, EFFICIENT)
 
 
 def _by_head(tokens: Tensor, heads: int) -> Tensor:

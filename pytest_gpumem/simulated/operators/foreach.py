@@ -22,7 +22,7 @@ from pytest_gpumem.simulated.operators.reductions import sum_of_all
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 CHUNK = 65_536
 """Elements one block reduces."""
@@ -51,31 +51,27 @@ def _norm_is_one_launch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _partial_results(gpu: SimulatedGPU, tensors: Sequence[torch.Tensor], itemsize: int) -> Scratch:
+def _partial_results(gpu: GPU, tensors: Sequence[torch.Tensor], itemsize: int) -> Scratch:
     chunks = max(-(-tensor.numel() // CHUNK) for tensor in tensors)
     partial = Scratch(gpu)
     partial.take(len(tensors) * chunks * itemsize)
     return partial
 
 
-def _before_norm(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _before_norm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     if not args[0] or not _norm_is_one_launch(args, kwargs):
         return None
     dtype = (args[2] if len(args) > 2 else kwargs.get("dtype")) or args[0][0].dtype
     return _partial_results(gpu, args[0], 4 if dtype in _HALVES else dtype.itemsize)
 
 
-def _after_norm(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _after_norm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     if not _norm_is_one_launch(args, kwargs):
         for tensor in args[0]:
             sum_of_all(gpu, tensor)
 
 
-def _before_max(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _before_max(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     if not args[0] or not _is_one_launch(args[0]):
         return None
     return _partial_results(gpu, args[0], args[0][0].element_size())

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_gpumem.simulated.common.raw import META
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, current_gpu
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _empty_strided = torch.empty_strided
 _DTYPES = {
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
             return 0 if self.offs is None else self.offs.shape[0]
         return self.b.shape[0] if self.a.dim() == 2 else self.a.shape[0]
 
-    def is_fast(self, gpu: SimulatedGPU) -> bool:
+    def is_fast(self, gpu: GPU) -> bool:
         """Whether one kernel of CUTLASS multiplies all groups."""
         half = all(t.dtype is torch.bfloat16 for t in (self.a, self.b))
         wanted = self.out_dtype in (None, torch.bfloat16)
@@ -76,9 +76,9 @@ def _check(condition: bool, sentence: str) -> None:
         raise RuntimeError(sentence)
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _shapes(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     call = _Call.of(args, kwargs)
-    _validate(call, current_gpu())
+    _validate(call, gpu)
     a, b, offs = call.a, call.b, call.offs
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
@@ -101,7 +101,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     return _empty_strided(size, stride, dtype=dtype, device=META)
 
 
-def _validate(call: _Call, gpu: SimulatedGPU) -> None:
+def _validate(call: _Call, gpu: GPU) -> None:
     a, b = call.a, call.b
     if gpu.version < (2, 9):
         _check(
@@ -155,7 +155,7 @@ def _check_strides(matrix: torch.Tensor) -> None:
     _check(leading % step == 0, "strides should be multiple of 16 bytes")
 
 
-def _grouped(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _grouped(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     call = _Call.of(args, kwargs)
     if call.is_fast(gpu):
         _fast(gpu, call.groups)
@@ -166,7 +166,7 @@ def _grouped(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], r
         gpu.workspaces.gemm(gpu.stream)
 
 
-def _fast(gpu: SimulatedGPU, groups: int) -> None:
+def _fast(gpu: GPU, groups: int) -> None:
     """Pointers, strides and sizes of all groups; then CUTLASS's own, a map of each matrix by SM."""
     pointers = (groups + 1) // 2 * 2 * 3 * 8
     scratch = Scratch(gpu)
@@ -176,9 +176,7 @@ def _fast(gpu: SimulatedGPU, groups: int) -> None:
     scratch.free()
 
 
-def _scaled_grouped_device(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _scaled_grouped_device(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     major = gpu.model.compute_capability[0]
     if major == 9 or (major == 10 and gpu.version >= (2, 9)):
         return
@@ -189,7 +187,7 @@ def _scaled_grouped_device(
     )
 
 
-def _scaled_device(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _scaled_device(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if gpu.model.compute_capability >= (8, 9):
         return
     raise _refusal(gpu)(
@@ -198,19 +196,17 @@ def _scaled_device(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, A
     )
 
 
-def _refusal(gpu: SimulatedGPU) -> type[Exception]:
+def _refusal(gpu: GPU) -> type[Exception]:
     return ValueError if gpu.version >= (2, 10) else RuntimeError
 
 
-def _scaled_grouped(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _scaled_grouped(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     a, b = args[:2]
     offs = kwargs.get("offs", args[4] if len(args) > 4 else None)
     _fast(gpu, _Call(a, b, offs if isinstance(offs, torch.Tensor) else None, None, None).groups)
 
 
-def _scaled(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _scaled(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     if result.numel():
         gpu.workspaces.gemm_lt(gpu.stream)
 

@@ -18,20 +18,20 @@ from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
     from pytest_gpumem.simulated.machine.storages import Storages
 
 _INDEX_BYTES = 8
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
-def _converted(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _converted(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     scratch = Scratch(gpu)
     _convert(gpu, scratch, _given(gpu, args[1]))
     return scratch
 
 
-def _convert(gpu: SimulatedGPU, scratch: Scratch, given: list[torch.Tensor]) -> None:
+def _convert(gpu: GPU, scratch: Scratch, given: list[torch.Tensor]) -> None:
     """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
         return
@@ -44,7 +44,7 @@ def _convert(gpu: SimulatedGPU, scratch: Scratch, given: list[torch.Tensor]) -> 
             scratch.take(count * _INDEX_BYTES)
 
 
-def _given(gpu: SimulatedGPU, indices: list[torch.Tensor | None]) -> list[torch.Tensor]:
+def _given(gpu: GPU, indices: list[torch.Tensor | None]) -> list[torch.Tensor]:
     given = [index for index in indices if index is not None]
     for index in given:
         # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
@@ -57,9 +57,7 @@ def _on_cpu(index: torch.Tensor) -> bool:
     return not raw.is_meta(index)
 
 
-def _before_index_put(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _before_index_put(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     indices, values = args[1:3]
     if is_masked_fill(gpu.simulation.storages, args, kwargs):
         return None
@@ -90,9 +88,7 @@ def _is_sorted(values: torch.Tensor, accumulate: bool) -> bool:
     return accumulate or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1)
 
 
-def _index_put(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None
-) -> None:
+def _index_put(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:
     tensor, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     given = _given(gpu, indices)
@@ -110,7 +106,7 @@ class _Sorted:
 
     def __init__(
         self,
-        gpu: SimulatedGPU,
+        gpu: GPU,
         tensor: torch.Tensor,
         indices: list[torch.Tensor | None],
         given: list[torch.Tensor],
@@ -158,7 +154,7 @@ class _Sorted:
                 first = scaled
         return first
 
-    def _sort(self, gpu: SimulatedGPU, count: int, keys: int) -> None:
+    def _sort(self, gpu: GPU, count: int, keys: int) -> None:
         scratch = self._scratch
         for _ in ("sorted", "original", "range"):
             scratch.take(count * _INDEX_BYTES)
@@ -170,7 +166,7 @@ class _Sorted:
         scratch.drop(storage)
 
 
-def _where(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _where(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     storages = gpu.simulation.storages
     scratch = Scratch(gpu)
     tensors = args[1:]
@@ -186,16 +182,14 @@ def _where(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return scratch
 
 
-def _power(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
+def _power(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
     base = args[0]
     if not isinstance(base, torch.Tensor) and base != 1:
         # The base becomes a tensor of its own type: 64-bit, or complex.
         passing(gpu, 16 if isinstance(base, complex) else 8)
 
 
-def _count_set(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _count_set(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     tensor, model = args[0], gpu.model
     scratch = Scratch(gpu)
     if not tensor.is_contiguous():
@@ -208,7 +202,7 @@ def _count_set(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _place_set(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> None:
     tensor = args[0]
     if tensor.dim() and tensor.numel():

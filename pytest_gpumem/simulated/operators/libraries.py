@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _DIMS_AT_ONCE = 3
 """Dimensions that cuFFT transforms in one call."""
@@ -23,42 +23,40 @@ def _is_one_call(dims: list[int]) -> bool:
     return len(dims) <= _DIMS_AT_ONCE and dims[:2] != [0, 1]
 
 
-def _unknown(gpu: SimulatedGPU, library: str, operator: str) -> None:
+def _unknown(gpu: GPU, library: str, operator: str) -> None:
     gpu.simulation.note(
         f"{library}'s workspace for {operator} is not known and left out: "
         f"the peak can be higher on a GPU"
     )
 
 
-def _complex(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _complex(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     _unknown(gpu, "cuFFT", "fft")
     if len(args[1]) > _DIMS_AT_ONCE:
         # The calls go to and fro between two results.
         _passing(gpu, result)
 
 
-def _to_complex(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _to_complex(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     _unknown(gpu, "cuFFT", "rfft")
     if not _is_one_call(list(args[1])) and len(args[1]) > 1:
         _passing(gpu, result)
 
 
-def _to_real(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _to_real(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     # The library overwrites its input.
     _unknown(gpu, "cuFFT", "irfft")
     _passing(gpu, args[0])
 
 
-def _passing(gpu: SimulatedGPU, tensor: Any) -> None:
+def _passing(gpu: GPU, tensor: Any) -> None:
     scratch = Scratch(gpu)
     scratch.take(tensor.nbytes)
     scratch.free()
 
 
 def _solved_by_library(operator: str) -> Rule:
-    def after(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         _unknown(gpu, "cuSOLVER", operator)
 
     return Rule(after=after)

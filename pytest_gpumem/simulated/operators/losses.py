@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _MEAN = 1
 """at::Reduction::Mean."""
@@ -65,7 +65,7 @@ def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], at: int) -> int:
     return int(args[at] if len(args) > at else kwargs.get("reduction", 1))
 
 
-def _reduce_all(gpu: SimulatedGPU, elements: int, dtype: torch.dtype) -> None:
+def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
     reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS, dtype)
 
 
@@ -77,15 +77,13 @@ def _into_result(at: int) -> Rule:
     """The result is as large as the input; the values are in a temporary of that size."""
 
     def placed(
-        gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+        gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> Iterator[Tensor]:
         if _reduction(args, kwargs, at):
             result.untyped_storage().resize_(_elements(args) * result.element_size())
         yield result
 
-    def after(
-        gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         if _reduction(args, kwargs, at):
             elements = _elements(args)
             scratch = Scratch(gpu)
@@ -100,14 +98,12 @@ def _in_result(at: int) -> Rule:
     """The values are in the result, which shrinks to their mean or sum."""
 
     def placed(
-        gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+        gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> Iterator[Tensor]:
         result.untyped_storage().resize_(_elements(args) * result.element_size())
         yield result
 
-    def after(
-        gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         if _reduction(args, kwargs, at):
             scratch = Scratch(gpu)
             scratch.take(result.element_size())
@@ -117,9 +113,7 @@ def _in_result(at: int) -> Rule:
     return Rule(placed=placed, after=after)
 
 
-def _huber_values(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _huber_values(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     if not _reduction(args, kwargs, 2):
         return None
     scratch = Scratch(gpu)
@@ -127,23 +121,19 @@ def _huber_values(
     return scratch
 
 
-def _huber(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-) -> None:
+def _huber(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
     if _reduction(args, kwargs, 2):
         _reduce_all(gpu, args[0].numel(), result.dtype)
 
 
 def _weight_first(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     yield from (result[1], result[0])
 
 
 def _margin_of_rows(at: int) -> Rule:
-    def after(
-        gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         scores = args[0]
         if scores.dim() == 2 and _reduction(args, kwargs, at):
             passing(gpu, scores.shape[0] * scores.element_size())
@@ -152,7 +142,7 @@ def _margin_of_rows(at: int) -> Rule:
 
 
 def _log_sigmoid_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     # The buffer is empty on CUDA.
     yield result[0]

@@ -15,23 +15,23 @@ import torch
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-def _mm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _mm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     _product(gpu, args[0], args[1], result)
 
 
-def _addmm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _addmm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     bias, mat1, mat2 = args[:3]
     beta = kwargs.get("beta", 1)
     _product(gpu, mat1, mat2, result, _bias_in_epilogue(gpu, bias, mat1, mat2, beta, result))
 
 
 def _product(
-    gpu: SimulatedGPU,
+    gpu: GPU,
     mat1: torch.Tensor,
     mat2: torch.Tensor,
     result: torch.Tensor,
@@ -64,17 +64,15 @@ def _readable(matrix: torch.Tensor) -> bool:
     )
 
 
-def _bmm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _bmm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     _batched(gpu, args[0], args[1], result)
 
 
-def _baddbmm(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _baddbmm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     _batched(gpu, args[1], args[2], result)
 
 
-def _batched(
-    gpu: SimulatedGPU, batch1: torch.Tensor, batch2: torch.Tensor, result: torch.Tensor
-) -> None:
+def _batched(gpu: GPU, batch1: torch.Tensor, batch2: torch.Tensor, result: torch.Tensor) -> None:
     if not result.numel() or not batch1.numel():
         return
     _, down, across = result.stride()
@@ -104,7 +102,7 @@ def _batch_readable(matrix: torch.Tensor, fast: int, leading: int, along: int, o
 
 
 def _bias_in_epilogue(
-    gpu: SimulatedGPU,
+    gpu: GPU,
     bias: torch.Tensor,
     mat1: torch.Tensor,
     mat2: torch.Tensor,
@@ -124,12 +122,12 @@ def _bias_in_epilogue(
     )
 
 
-def _mv(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _mv(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     if result.numel() and all(t.numel() for t in args if isinstance(t, torch.Tensor)):
         gpu.workspaces.gemm(gpu.stream)
 
 
-def _dot(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _dot(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     if args[0].numel() > 1:
         gpu.workspaces.gemm(gpu.stream)
 

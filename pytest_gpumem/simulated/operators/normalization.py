@@ -11,7 +11,7 @@ norm of contiguous tensors; of channels-last training it does, in sizes that onl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, current_gpu, passing
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _INDEXABLE = 2**31 - 1
@@ -32,6 +32,7 @@ _LARGEST_BATCH = {True: 880_801, False: 65_535}
 
 
 def batch_norm(
+    gpu: GPU,
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -55,7 +56,7 @@ def batch_norm(
         and (running_mean is not None or training)
         and input.dim() >= 3
         and input.shape[0] <= _LARGEST_BATCH[training]
-        and (input.numel() < _INDEXABLE or current_gpu().version < (2, 14))
+        and (input.numel() < _INDEXABLE or gpu.version < (2, 14))
     ):
         kept = [
             input.contiguous(memory_format=suggested_format(input)),
@@ -78,6 +79,7 @@ _batch_norm = torch.ops.aten.batch_norm.default.decompose
 
 
 def rms_norm(
+    gpu: GPU,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -86,12 +88,12 @@ def rms_norm(
     """``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
     if (
         input.is_cuda
-        and current_gpu().version >= (2, 9)
+        and gpu.version >= (2, 9)
         and suggested_format(input) is torch.contiguous_format
         and not input.is_complex()
         and (weight is None or weight.dtype == input.dtype)
     ):
-        return _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+        return _FusedRmsNorm.apply(gpu, input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
     return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 
 
@@ -104,6 +106,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        gpu: GPU,
         input: Tensor,
         normalized_shape: list[int],
         weight: Tensor | None,
@@ -119,29 +122,27 @@ class _FusedRmsNorm(torch.autograd.Function):
         ctx.save_for_backward(input, weight, rstd)
         ctx.rows = math.prod(input.shape[:rows])
         ctx.settings = normalized_shape, eps
-        values = current_gpu().simulation.values
-        values.assign(output, torch.rms_norm, input, normalized_shape, weight, eps)
+        ctx.gpu = gpu
+        gpu.simulation.values.assign(output, torch.rms_norm, input, normalized_shape, weight, eps)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, _ = ctx.saved_tensors
         kept = [input.contiguous(), None if weight is None else weight.contiguous()]
         grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[1]:
             grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[3]:
             grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
         copied = gradients[0].contiguous()
-        if grad_weight is not None and _sums_by_blocks(
-            current_gpu(), ctx.rows, grad_weight.numel()
-        ):
+        if grad_weight is not None and _sums_by_blocks(ctx.gpu, ctx.rows, grad_weight.numel()):
             blocks = _blocks(ctx.rows, grad_weight.numel())
             partial = grad_weight.new_empty((blocks, grad_weight.numel()))
             grad_weight = partial.sum(0).view(grad_weight.shape)
             del partial
         del copied, kept
-        current_gpu().simulation.values.assign(
+        ctx.gpu.simulation.values.assign(
             (grad_input, grad_weight),
             real_kernels.rms_norm_backward,
             gradients[0],
@@ -149,12 +150,12 @@ class _FusedRmsNorm(torch.autograd.Function):
             weight,
             *ctx.settings,
         )
-        return grad_input, None, grad_weight, None
+        return None, grad_input, None, grad_weight, None
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {
-    "aten.batch_norm.default": batch_norm,
-    "aten.rms_norm.default": rms_norm,
+COMPOSITES: dict[str, Composite] = {
+    "aten.batch_norm.default": OnDevice(batch_norm),
+    "aten.rms_norm.default": OnDevice(rms_norm),
 }
 
 
@@ -218,7 +219,7 @@ def _power_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
 
 
-def stage(gpu: SimulatedGPU, input: Tensor, values: int) -> None:
+def stage(gpu: GPU, input: Tensor, values: int) -> None:
     """Partial results of ``values`` numbers per channel, and the semaphores of their blocks."""
     channels = input.shape[1]
     columns, rows = _staging(channels, input.numel() // channels)
@@ -227,7 +228,7 @@ def stage(gpu: SimulatedGPU, input: Tensor, values: int) -> None:
 
 
 def _batch_norm_forward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     input, weight, bias = args[:3]
     training = _argument(args, kwargs, 5, "training")
@@ -243,7 +244,7 @@ def _batch_norm_forward(
 
 
 def _batch_norm_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     gradient, input = args[:2]
     training, mask = args[7], args[9]
@@ -291,7 +292,7 @@ _MANY_ROWS = 64 * 1024
 _LARGEST_GRID = 64 * 1024 // 2
 
 
-def _sums_by_blocks(gpu: SimulatedGPU, rows: int, columns: int) -> bool:
+def _sums_by_blocks(gpu: GPU, rows: int, columns: int) -> bool:
     """LaunchGammaBetaBackwardCUDAKernel, since 2.8: many short rows are summed in two passes."""
     return (
         gpu.version >= (2, 8) and rows > _MANY_ROWS and columns // _WARP < gpu.model.sm_count // 2
@@ -303,7 +304,7 @@ def _blocks(rows: int, columns: int) -> int:
 
 
 def _contiguous_copies(
-    gpu: SimulatedGPU, tensors: Sequence[Tensor | None], scratch: Scratch | None = None
+    gpu: GPU, tensors: Sequence[Tensor | None], scratch: Scratch | None = None
 ) -> Scratch | None:
     """Copies of those of ``tensors`` that are not contiguous."""
     for tensor in tensors:
@@ -313,20 +314,18 @@ def _contiguous_copies(
     return scratch
 
 
-def _layer_norm_before(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _layer_norm_before(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     return _contiguous_copies(gpu, (args[0], *args[2:4]))
 
 
 def _layer_norm_backward_before(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Scratch | None:
     return _contiguous_copies(gpu, (args[1], *args[5:7]))
 
 
 def _layer_norm_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     gradient, input, normalized_shape = args[:3]
     adopt = gpu.simulation.storages.adopt
@@ -356,7 +355,7 @@ def _layer_norm_backward(
 
 
 def _layer_norm_gradient(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     gradient, input, normalized_shape = args[:3]
     columns = math.prod(normalized_shape)
@@ -371,9 +370,7 @@ _FLOAT_STATISTICS: tuple[int, int] = (2, 14)
 """Since this release group norm of halves computes its statistics in float32 first."""
 
 
-def _group_norm(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _group_norm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     input, weight, bias, batch, channels, pixels, groups = args[:7]
     scratch = Scratch(gpu)
     accumulated = _accumulated_bytes(input)
@@ -387,7 +384,7 @@ def _group_norm(
 
 
 def _group_norm_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     input, weight, batch, channels, pixels, groups = args[1], *args[4:9]
     if not batch:

@@ -20,7 +20,7 @@ import torch
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 Dims = tuple[int, ...]
 
@@ -227,7 +227,7 @@ MOMENTS = Accumulator(lambda dtype: 32 if dtype == torch.float64 else 16, in_out
 
 
 def reduce(
-    gpu: SimulatedGPU,
+    gpu: GPU,
     shape: Dims,
     strides: Dims,
     dtype: torch.dtype,
@@ -270,7 +270,7 @@ def reduce(
 _NOTHING = (None,)
 
 
-def sum_of_all(gpu: SimulatedGPU, tensor: torch.Tensor) -> None:
+def sum_of_all(gpu: GPU, tensor: torch.Tensor) -> None:
     """Allocate and free what reducing all of ``tensor`` to one number, as a norm does, takes."""
     dtype = tensor.dtype
     reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, None, _NORMS, dtype)
@@ -283,7 +283,7 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _over(accumulator: Accumulator, at: int = 1) -> Rule:
     """A rule for an operator that reads its input as it is; its dims are argument ``at``."""
 
-    def after(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         dims = args[at] if len(args) > at else kwargs.get("dim")
         first = out if isinstance(out, torch.Tensor) else out[0]
         reduce_tensor(gpu, args[0], dims, accumulator, first.dtype)
@@ -292,7 +292,7 @@ def _over(accumulator: Accumulator, at: int = 1) -> Rule:
 
 
 def reduce_tensor(
-    gpu: SimulatedGPU,
+    gpu: GPU,
     tensor: torch.Tensor,
     dims: Sequence[int] | int | None,
     accumulator: Accumulator,
@@ -303,7 +303,7 @@ def reduce_tensor(
     reduce(gpu, shape, strides, tensor.dtype, dims, accumulator, result)
 
 
-def _sum(gpu: SimulatedGPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
+def _sum(gpu: GPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
     """A sum: other than from 16 bits to 32, the input is first converted to the result's type."""
     if tensor.dtype == result or (tensor.dtype in _HALVES and result == torch.float32):
         reduce_tensor(gpu, tensor, dims, SUMS, result)
@@ -311,20 +311,18 @@ def _sum(gpu: SimulatedGPU, tensor: torch.Tensor, dims: Any, result: torch.dtype
         _converted_sum(gpu, tensor, dims, result)
 
 
-def _converted_sum(gpu: SimulatedGPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
+def _converted_sum(gpu: GPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
     scratch = Scratch(gpu)
     scratch.take(tensor.numel() * result.itemsize)
     reduce(gpu, tuple(tensor.shape), tensor.stride(), result, dims, SUMS, result)
     scratch.free()
 
 
-def _summed(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
+def _summed(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
     _sum(gpu, args[0], _dims(args, kwargs), result.dtype)
 
 
-def _highest(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _highest(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     dims = _dims(args, kwargs)
     if not isinstance(dims, torch.Tensor):
         accumulator = VALUES if dims is None else VALUE_AND_INDEX
@@ -332,7 +330,7 @@ def _highest(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def _position(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> None:
     tensor, dim = args[0], _dims(args, kwargs)
     if dim is not None:
@@ -345,16 +343,14 @@ def _position(
     scratch.free()
 
 
-def _truth_values(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _truth_values(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
     # count_nonzero is (self != 0).sum(dim).
     scratch = Scratch(gpu)
     scratch.take(args[0].numel())
     return scratch
 
 
-def _count(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
+def _count(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
     _converted_sum(gpu, args[0], _dims(args, kwargs), result.dtype)
 
 

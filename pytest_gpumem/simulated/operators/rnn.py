@@ -19,10 +19,10 @@ from torch.backends.cudnn import rnn as cudnn_rnn
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import cudnn
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, gpu_of
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _LSTM = 2
@@ -174,7 +174,7 @@ def _run(
     return (output, hy, cy) if name == "lstm" else (output, hy)
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {
+COMPOSITES: dict[str, Composite] = {
     f"aten.{name}.{overload}": make(name, getattr(getattr(_aten, name), overload))
     for name in _MODES
     for overload, make in (("input", _padded), ("data", _packed))
@@ -200,6 +200,7 @@ def _lstm_cell(
 
 
 def _gru_cell(
+    gpu: GPU,
     input: Tensor,
     hx: Tensor,
     w_ih: Tensor,
@@ -210,7 +211,7 @@ def _gru_cell(
     if not input.is_cuda:
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
     gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
-    return _FusedGruCell.apply(*gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
+    return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _FusedGruCell(torch.autograd.Function):
@@ -219,6 +220,7 @@ class _FusedGruCell(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        gpu: GPU,
         input_gates: Tensor,
         hidden_gates: Tensor,
         hx: Tensor,
@@ -230,8 +232,8 @@ class _FusedGruCell(torch.autograd.Function):
         ctx.biases = (input_bias is not None, hidden_bias is not None)
         output = torch.empty_like(hx, memory_format=torch.contiguous_format)
         gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
-        values = gpu_of(hx).simulation.values
-        values.assign((output, workspace), real_kernels.gru_cell, *gates)
+        ctx.gpu = gpu
+        gpu.simulation.values.assign((output, workspace), real_kernels.gru_cell, *gates)
         return output
 
     @staticmethod
@@ -241,7 +243,7 @@ class _FusedGruCell(torch.autograd.Function):
         grad_input_gates = workspace.new_empty((batch, 3 * size))
         grad_hidden_gates = workspace.new_empty((batch, 3 * size))
         grad_hx = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
-        gpu_of(workspace).simulation.values.assign(
+        ctx.gpu.simulation.values.assign(
             (grad_input_gates, grad_hidden_gates, grad_hx),
             real_kernels.gru_cell_backward,
             gradients[0],
@@ -253,17 +255,17 @@ class _FusedGruCell(torch.autograd.Function):
                 (grad_input_gates, grad_hidden_gates), ctx.biases, strict=True
             )
         ]
-        return grad_input_gates, grad_hidden_gates, grad_hx, *grad_biases
+        return None, grad_input_gates, grad_hidden_gates, grad_hx, *grad_biases
 
 
 COMPOSITES |= {
     "aten.lstm_cell.default": _lstm_cell,
-    "aten.gru_cell.default": _gru_cell,
+    "aten.gru_cell.default": OnDevice(_gru_cell),
 }
 
 
 def _fused_lstm_outputs(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterator[Tensor]:
     hidden, cell, workspace = result
     yield from (workspace, hidden, cell)
@@ -276,6 +278,7 @@ RULES = {"aten::_thnn_fused_lstm_cell": Rule(placed=_fused_lstm_outputs)}
 
 
 def _forward(
+    gpu: GPU,
     input: Tensor,
     weight: list[Tensor],
     weight_stride0: int,
@@ -303,10 +306,9 @@ def _forward(
     if buffer is None:
         buffer = input.new_empty(_buffer_elements(weight, weight_stride0))
     call = _recurrent(mode, hidden_size, num_layers, bidirectional, batch_sizes, copied, buffer)
-    workspace = _workspace(input, call)
+    workspace = _workspace(gpu, call)
     reserve = input.new_empty(cudnn.reserve_bytes(call) if train else 0, dtype=torch.uint8)
     if train:
-        gpu = gpu_of(input)
         nbytes = gpu.allocator.block(
             gpu.simulation.storages.by_key[reserve.untyped_storage()._cdata].address
         )
@@ -339,13 +341,14 @@ def _recurrent(
     )
 
 
-def _workspace(input: Tensor, call: cudnn.Recurrent) -> Scratch:
-    scratch = Scratch(gpu_of(input))
+def _workspace(gpu: GPU, call: cudnn.Recurrent) -> Scratch:
+    scratch = Scratch(gpu)
     scratch.estimate(cudnn.recurrent_workspace_bytes(call), "cuDNN", call.name)
     return scratch
 
 
 def _backward(
+    gpu: GPU,
     input: Tensor,
     weight: list[Tensor],
     weight_stride0: int,
@@ -387,18 +390,18 @@ def _backward(
     kept += [state.contiguous() for state in states]
     dhx = torch.empty_like(hx)
     dcx = None if cx is None else torch.empty_like(cx)
-    _workspace(input, call).free()
+    _workspace(gpu, call).free()
     del kept
     grads: list[Tensor] = []
     if output_mask[3]:
         copied = by_time.contiguous()
         grads = _views(torch.zeros_like(weight_buf), weight)
-        _workspace(input, call).free()
+        _workspace(gpu, call).free()
         del copied
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
-    "aten._cudnn_rnn.default": _forward,
-    "aten._cudnn_rnn_backward.default": _backward,
+IN_VIEW: dict[str, Composite] = {
+    "aten._cudnn_rnn.default": OnDevice(_forward),
+    "aten._cudnn_rnn_backward.default": OnDevice(_backward),
 }

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 
-def _rolled_so_far(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _rolled_so_far(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     """What the last of the dims is rolled from: the roll of those before it, or a copy."""
     tensor = args[0]
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())

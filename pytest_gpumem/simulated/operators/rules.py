@@ -11,13 +11,14 @@ from pytest_gpumem.simulated.common.callsite import provenance
 if TYPE_CHECKING:
     import torch
 
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import Device
+    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
-Before = Callable[["SimulatedGPU", tuple[Any, ...], dict[str, Any]], "Scratch | None"]
+Before = Callable[["GPU", tuple[Any, ...], dict[str, Any]], "Scratch | None"]
 """May return what stays allocated until the operator ends."""
-After = Callable[["SimulatedGPU", tuple[Any, ...], dict[str, Any], Any], None]
-ShapesOf = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-Placed = Callable[["SimulatedGPU", tuple[Any, ...], dict[str, Any], Any], "Iterable[torch.Tensor]"]
+After = Callable[["GPU", tuple[Any, ...], dict[str, Any], Any], None]
+ShapesOf = Callable[["GPU", tuple[Any, ...], dict[str, Any]], Any]
+Placed = Callable[["GPU", tuple[Any, ...], dict[str, Any], Any], "Iterable[torch.Tensor]"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Rule:
 class Scratch:
     """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does."""
 
-    def __init__(self, gpu: SimulatedGPU) -> None:
+    def __init__(self, gpu: Device) -> None:
         self._gpu = gpu
         self._addresses: list[int] = []
         self._estimated: dict[int, int] = {}
@@ -81,24 +82,32 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-def current_gpu() -> SimulatedGPU:
-    """The current CUDA device of the active simulation."""
-    # The simulation installs these rules: it cannot be imported before them.
-    from pytest_gpumem.simulated.simulation import active_simulation
+class OnDevice:
+    """A composite operator that is handed the GPU it runs on, before its own arguments."""
 
-    simulation = active_simulation()
-    assert simulation is not None
-    return simulation.current
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def on(self, machine: SimulatedMachine) -> Callable[..., Any]:
+        """The operator on ``machine``: on the GPU of its first tensor, else on the current one."""
+        function = self._function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(machine.device_of(args, kwargs), *args, **kwargs)
+
+        return call
 
 
-def gpu_of(tensor: torch.Tensor) -> SimulatedGPU:
-    """The device that holds ``tensor``."""
-    gpu = current_gpu()
-    record = gpu.simulation.storages.of(tensor) if len(gpu.simulation.gpus) > 1 else None
-    return gpu if record is None else record.device
+Composite = Callable[..., Any] | OnDevice
+"""What an operator is made of, in Python."""
 
 
-def passing(gpu: SimulatedGPU, *sizes: int) -> None:
+def on_machine(composite: Composite, machine: SimulatedMachine) -> Callable[..., Any]:
+    """``composite`` as it is called on ``machine``."""
+    return composite.on(machine) if isinstance(composite, OnDevice) else composite
+
+
+def passing(gpu: Device, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
     scratch = Scratch(gpu)
     for nbytes in sizes:

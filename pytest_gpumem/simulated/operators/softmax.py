@@ -15,26 +15,22 @@ from torch._prims_common import compute_elementwise_output_strides, make_contigu
 from pytest_gpumem.simulated.operators.rules import Rule, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def _copies(*tensors: Tensor) -> list[int]:
     return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
 
 
-def _forward(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _forward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     passing(gpu, *_copies(args[0]))
 
 
-def _log_backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _log_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     passing(gpu, *_copies(*args[:2]))
 
 
-def _backward(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     gradient, output = args[:2]
     product = gradient.nbytes
     copied = [] if _is_product_contiguous(gradient, output) else [product]

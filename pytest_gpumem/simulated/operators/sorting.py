@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _INDEX_BYTES = 8
 _SORTED_IN_SHARED_MEMORY = 4096
@@ -48,7 +48,7 @@ def _argument(
     return args[at] if len(args) > at else kwargs.get(name, default)
 
 
-def _sort(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _sort(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     tensor = args[0]
     # sort(self, dim, descending), sort.stable(self, *, stable, dim, descending).
     sort_slices(
@@ -56,9 +56,7 @@ def _sort(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     )
 
 
-def sort_slices(
-    gpu: SimulatedGPU, tensor: torch.Tensor, dim: int, result_strides: Sequence[int]
-) -> None:
+def sort_slices(gpu: GPU, tensor: torch.Tensor, dim: int, result_strides: Sequence[int]) -> None:
     """Allocate and free what sorting ``tensor`` along ``dim`` into given results takes."""
     if not tensor.dim() or not tensor.numel():
         return
@@ -78,7 +76,7 @@ def sort_slices(
     scratch.free()
 
 
-def sort_row(gpu: SimulatedGPU, elements: int, element_bytes: int) -> None:
+def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
     """Allocate and free what sorting a contiguous row into given results takes."""
     if elements <= _SORTED_IN_SHARED_MEMORY:
         passing(gpu, elements * _INDEX_BYTES)
@@ -99,14 +97,14 @@ def _with_last(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _sort_contiguous(gpu: SimulatedGPU, elements: int, length: int, element_bytes: int) -> None:
+def _sort_contiguous(gpu: GPU, elements: int, length: int, element_bytes: int) -> None:
     # CUB counts in 32 bits: more elements are sorted in batches of whole slices.
     batch = min(elements, (2**31 - 1) // length * length)
     for first in range(0, elements, batch):
         _sort_batch(gpu, min(batch, elements - first), length, element_bytes)
 
 
-def _sort_batch(gpu: SimulatedGPU, elements: int, length: int, element_bytes: int) -> None:
+def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> None:
     model = gpu.model
     sms, capability = model.sm_count, model.compute_capability
     slices = elements // length
@@ -153,7 +151,7 @@ def _many_blocks(slices: int, length: int) -> bool:
     return length >= (800 if slices <= 4000 else 400)
 
 
-def _topk(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _topk(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     tensor, k = args[:2]
     dim = _dim(tensor, _argument(args, kwargs, 2, "dim", -1))
     is_sorted = _argument(args, kwargs, 4, "sorted", True)
@@ -176,7 +174,7 @@ def _topk(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
         scratch.drop(order)
 
 
-def _topk_of_many_blocks(gpu: SimulatedGPU, slices: int, length: int, element_bytes: int) -> None:
+def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int) -> None:
     model = gpu.model
     blocks_per_sm = _REGISTERS_PER_SM // (_TOPK_REGISTERS * _TOPK_THREADS)
     threads = model.sm_count * blocks_per_sm * _TOPK_THREADS
@@ -202,15 +200,13 @@ def _topk_of_many_blocks(gpu: SimulatedGPU, slices: int, length: int, element_by
 # Median, mode, k-th value.
 
 
-def _contiguous_input(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
+def _contiguous_input(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     scratch = Scratch(gpu)
     _contiguous(scratch, args[0])
     return scratch
 
 
-def _median(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _median(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     if len(args) > 1 or kwargs:
         return _contiguous_input(gpu, args, kwargs)
     scratch = _sorted_values(gpu, args[0])
@@ -218,7 +214,7 @@ def _median(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return scratch
 
 
-def _nanmedian(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _nanmedian(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
     if len(args) > 1 or kwargs:
         return _contiguous_input(gpu, args, kwargs)
     elements = args[0].numel()
@@ -234,7 +230,7 @@ def _nanmedian(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any])
     return scratch
 
 
-def _sorted_values(gpu: SimulatedGPU, tensor: torch.Tensor) -> Scratch:
+def _sorted_values(gpu: GPU, tensor: torch.Tensor) -> Scratch:
     """The values of ``tensor.flatten().sort()``, held."""
     scratch = Scratch(gpu)
     flat = 0 if tensor.is_contiguous() else scratch.take(tensor.nbytes)
@@ -246,7 +242,7 @@ def _sorted_values(gpu: SimulatedGPU, tensor: torch.Tensor) -> Scratch:
     return scratch
 
 
-def _mode(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _mode(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     tensor = args[0]
     dim = _dim(tensor, _argument(args, kwargs, 1, "dim", -1))
     length = tensor.shape[dim] if tensor.dim() else 1
@@ -262,7 +258,7 @@ def _mode(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 # Prefix sums.
 
 
-def _scan(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _scan(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     tensor, dim = args[0], _dim(args[0], args[1])
     if not tensor.dim() or not tensor.numel():
         return
@@ -278,7 +274,7 @@ def _scan(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     scratch.free()
 
 
-def _scan_one_row(gpu: SimulatedGPU, scratch: Scratch, elements: int, result: torch.Tensor) -> None:
+def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: torch.Tensor) -> None:
     size = result.element_size()
     for first in range(0, elements, cub.LARGEST_SCAN):
         carried = scratch.take(size) if first else 0
@@ -288,7 +284,7 @@ def _scan_one_row(gpu: SimulatedGPU, scratch: Scratch, elements: int, result: to
 
 
 def _scan_with_indices(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     passing(gpu, *([] if args[0].is_contiguous() else [args[0].nbytes]))
 
@@ -296,9 +292,7 @@ def _scan_with_indices(
 # Permutations and samples.
 
 
-def _randperm(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
+def _randperm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     count = args[0]
     if not count:
         return
@@ -318,7 +312,7 @@ def _randperm(
 
 
 def _multinomial(
-    gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> None:
     weights, samples = args[:2]
     is_replaced = _argument(args, kwargs, 2, "replacement", False)
@@ -345,7 +339,7 @@ def _multinomial(
     scratch.free()
 
 
-def _check_weights(gpu: SimulatedGPU, scratch: Scratch, weights: torch.Tensor, rows: int) -> None:
+def _check_weights(gpu: GPU, scratch: Scratch, weights: torch.Tensor, rows: int) -> None:
     """What the sanity checks keep: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
     scratch.take(size)
@@ -367,7 +361,7 @@ def _check_weights(gpu: SimulatedGPU, scratch: Scratch, weights: torch.Tensor, r
 
 
 def _reduce_rows(
-    gpu: SimulatedGPU, tensor: torch.Tensor, dim: int | None, what: reductions.Accumulator
+    gpu: GPU, tensor: torch.Tensor, dim: int | None, what: reductions.Accumulator
 ) -> None:
     dtype = tensor.dtype
     reductions.reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, dim, what, dtype)

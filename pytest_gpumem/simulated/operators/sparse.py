@@ -22,12 +22,12 @@ from torch import Tensor
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.machine.storages import storage_key
-from pytest_gpumem.simulated.machine.values.known import Operator
+from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import cub
-from pytest_gpumem.simulated.operators.rules import Scratch, gpu_of
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Scratch, on_machine
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -75,14 +75,14 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
     return _become(target, copied)
 
 
-def _flattened(tensor: Tensor, *, clone: bool) -> Tensor:
+def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:
     """One index for each element, by ``flatten_indices``."""
     indices = tensor._indices()
     dims = indices.shape[0]
     if dims == 1:
         only = indices.squeeze(0)
         return only.clone(memory_format=torch.contiguous_format) if clone else only
-    values = gpu_of(indices).simulation.values
+    values = gpu.simulation.values
     flat = torch.arange(indices.shape[1], device=indices.device)
     known = values.known(indices)
     values.forget(storage_key(flat))
@@ -99,14 +99,13 @@ def _flat(indices: Tensor, sizes: torch.Size) -> Tensor:
         return flat
 
 
-def _coalesce(tensor: Tensor) -> Tensor:
+def _coalesce(gpu: GPU, tensor: Tensor) -> Tensor:
     count, dims = tensor._nnz(), tensor.sparse_dim()
     if count < 2:
         return _clone(tensor)._coalesced_(True)
-    gpu = gpu_of(tensor)
     simulation = gpu.simulation
     values = tensor._values()
-    flat = _flattened(tensor, clone=True)
+    flat = _flattened(gpu, tensor, clone=True)
     origins, offsets = (flat.new_empty(count) for _ in range(2))
     known = simulation.values.known(flat)
     if known is None:
@@ -131,7 +130,7 @@ def _coalesce(tensor: Tensor) -> Tensor:
     return _made(indices, summed, tensor, coalesced=True)
 
 
-def _sort(gpu: SimulatedGPU, count: int) -> None:
+def _sort(gpu: GPU, count: int) -> None:
     """Thrust's temporary memory, of a merge sort of pairs and of finding the first of each key."""
     partitions = (1 + -(-count // _MERGE_SORT_TILE)) * 4
     of_sort = cub.alias_temporaries(partitions, count * 8, count * 8, 0)
@@ -142,11 +141,11 @@ def _sort(gpu: SimulatedGPU, count: int) -> None:
         scratch.free()
 
 
-def _add(left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
+def _add(gpu: GPU, left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
     dtype = torch.result_type(left, right)
     if not is_sparse(left):
         result = left.new_empty(left.shape, dtype=dtype).copy_(left)
-        return _scatter(result, right, alpha)
+        return _scatter(gpu, result, right, alpha)
     if not is_sparse(right):
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
     if not right._nnz():
@@ -160,16 +159,16 @@ def _add(left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
     values = torch.cat([left._values().to(dtype), added], 0)
     result = _made(indices, values, left, coalesced=False)
     del indices, values, added
-    return _coalesce(result) if result._nnz() > left.numel() else result
+    return _coalesce(gpu, result) if result._nnz() > left.numel() else result
 
 
-def _add_(left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
+def _add_(gpu: GPU, left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
     if is_sparse(left):
-        return _become(left, _add(left, right, alpha=alpha))
-    return _scatter(left, right, alpha)
+        return _become(left, _add(gpu, left, right, alpha=alpha))
+    return _scatter(gpu, left, right, alpha)
 
 
-def _scatter(dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
+def _scatter(gpu: GPU, dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
     """Add ``sparse`` to ``dense``, in place."""
     if dense.shape != sparse.shape:
         raise RuntimeError(
@@ -182,14 +181,14 @@ def _scatter(dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
     values = sparse._values().to(dense.dtype)
     dims = sparse.sparse_dim()
     if not sparse.is_coalesced():
-        flat = _flattened(sparse, clone=False)
+        flat = _flattened(gpu, sparse, clone=False)
         rows, columns = math.prod(dense.shape[:dims]), math.prod(dense.shape[dims:])
         dense.view(rows, columns).index_add_(
             0, flat, values.reshape(sparse._nnz(), columns), alpha=alpha
         )
         return dense
     # One kernel, which takes no memory.
-    known = gpu_of(dense).simulation.values
+    known = gpu.simulation.values
     places, contents = known.known(sparse._indices()), known.known(values)
     with torch._C._DisableTorchDispatch():
         if places is None or contents is None:
@@ -200,11 +199,13 @@ def _scatter(dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
     return dense
 
 
-def _to_dense(tensor: Tensor, dtype: Any = None, masked_grad: bool | None = None) -> Tensor:
+def _to_dense(
+    gpu: GPU, tensor: Tensor, dtype: Any = None, masked_grad: bool | None = None
+) -> Tensor:
     if dtype is not None:
         raise RuntimeError("dtype argument is not supported by sparse_to_dense")
     dense = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._values().device)
-    return _scatter(dense, tensor, 1)
+    return _scatter(gpu, dense, tensor, 1)
 
 
 def _to_sparse(tensor: Tensor, sparse_dim: int | None = None, **layout: Any) -> Tensor:
@@ -288,11 +289,11 @@ def _refused(name: str) -> Callable[..., Tensor]:
     return refuse
 
 
-PARTS: dict[str, Callable[..., Tensor]] = {
-    "aten.add.Tensor": _add,
-    "aten.add_.Tensor": _add_,
+PARTS: dict[str, Composite] = {
+    "aten.add.Tensor": OnDevice(_add),
+    "aten.add_.Tensor": OnDevice(_add_),
     "aten.clone.default": _clone,
-    "aten._coalesce.default": _coalesce,
+    "aten._coalesce.default": OnDevice(_coalesce),
     "aten.div.Tensor": _div,
     "aten.div_.Tensor": _in_place(_div),
     "aten.mul.Tensor": _mul,
@@ -300,7 +301,7 @@ PARTS: dict[str, Callable[..., Tensor]] = {
     "aten.neg.default": _neg,
     "aten.sparse_mask.default": _sparse_mask,
     "aten.sum.default": _sum,
-    "aten._to_dense.default": _to_dense,
+    "aten._to_dense.default": OnDevice(_to_dense),
     "aten._to_sparse.default": _to_sparse,
     "aten._to_sparse.sparse_dim": _to_sparse,
     # meta has kernels for these, which count no elements.
@@ -311,8 +312,10 @@ PARTS: dict[str, Callable[..., Tensor]] = {
 """By overload, where an argument is sparse, or the result is."""
 
 
-def parts_of(name: str, args: tuple[Any, ...]) -> Callable[..., Tensor] | None:
+def parts_of(
+    machine: SimulatedMachine, name: str, args: tuple[Any, ...]
+) -> Callable[..., Tensor] | None:
     """What stands for an operator whose arguments are sparse; ``None`` for all others."""
     if any(map(is_sparse, args)) or name.startswith("aten._to_sparse"):
-        return PARTS[name]
+        return on_machine(PARTS[name], machine)
     return None

@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _IN_ITS_FORMAT = {
     # Operator: the arguments it reads in the memory format of the argument that says the format.
@@ -52,7 +52,7 @@ _CONTIGUOUS = {
 
 
 def _copies(operands: tuple[int, ...], formatted: int | None) -> Rule:
-    def after(gpu: SimulatedGPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         wanted = torch.contiguous_format if formatted is None else suggested_format(args[formatted])
         scratch = None
         for at in operands:

@@ -7,33 +7,33 @@ batch_norm_update_stats_cuda and their templates), torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.normalization import (
     accumulated,
     reads_channels_last,
     stage,
 )
-from pytest_gpumem.simulated.operators.rules import gpu_of
+from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
 
 _MOMENTS, _SUMS = 4, 2
 """Partial results that a block keeps of each channel."""
 
 
-def _statistics(input: Tensor) -> tuple[Tensor, Tensor]:
+def _statistics(gpu: GPU, input: Tensor) -> tuple[Tensor, Tensor]:
     size, dtype = input.shape[1], accumulated(input)
     made = input.new_empty(size, dtype=dtype), input.new_empty(size, dtype=dtype)
-    _reduce(input, _MOMENTS)
+    _reduce(gpu, input, _MOMENTS)
     return made
 
 
-def _reduce(input: Tensor, values: int) -> None:
+def _reduce(gpu: GPU, input: Tensor, values: int) -> None:
     if reads_channels_last(input):
-        stage(gpu_of(input), input, values)
+        stage(gpu, input, values)
     else:
         _by_channel(input)
 
@@ -42,14 +42,18 @@ def _by_channel(input: Tensor) -> Tensor:
     return input.reshape(input.shape[0], input.shape[1], -1)
 
 
-def _stats(input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _statistics(input)
+def _stats(gpu: GPU, input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _statistics(gpu, input)
 
 
 def _update_stats(
-    input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+    gpu: GPU,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
 ) -> tuple[Tensor, Tensor]:
-    return _statistics(input)
+    return _statistics(gpu, input)
 
 
 def _elemt(
@@ -90,6 +94,7 @@ def _gather_with_counts(
 
 
 def _backward_reduce(
+    gpu: GPU,
     grad_out: Tensor,
     input: Tensor,
     mean: Tensor,
@@ -102,7 +107,7 @@ def _backward_reduce(
     if reads_channels_last(grad_out) and reads_channels_last(input):
         sums = torch.empty_like(mean), torch.empty_like(mean)
         gradients = [_for_weight(wanted, mean, weight) for wanted in (weight_g, bias_g)]
-        stage(gpu_of(input), input, _SUMS)
+        stage(gpu, input, _SUMS)
         return *(sums if input_g else (None, None)), *gradients
     kept = _by_channel(input), _by_channel(grad_out)
     sum_dy = torch.empty_like(mean) if input_g else None
@@ -128,13 +133,13 @@ def _backward_elemt(grad_out: Tensor, input: Tensor, *_: Any) -> Tensor:
     return grad_input
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
-    "aten.batch_norm_stats.default": _stats,
-    "aten.batch_norm_update_stats.default": _update_stats,
+IN_VIEW: dict[str, Composite] = {
+    "aten.batch_norm_stats.default": OnDevice(_stats),
+    "aten.batch_norm_update_stats.default": OnDevice(_update_stats),
     "aten.batch_norm_elemt.default": _elemt,
     "aten.batch_norm_gather_stats.default": _gather,
     "aten.batch_norm_gather_stats_with_counts.default": _gather_with_counts,
-    "aten.batch_norm_backward_reduce.default": _backward_reduce,
+    "aten.batch_norm_backward_reduce.default": OnDevice(_backward_reduce),
     "aten.batch_norm_backward_elemt.default": _backward_elemt,
 }
 """By overload."""

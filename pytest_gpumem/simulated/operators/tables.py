@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,25 +39,11 @@ from pytest_gpumem.simulated.operators import (
     sync_batch_norm,
     whole,
 )
-from pytest_gpumem.simulated.operators.engine import IN_PLACE, InPlace, in_formula
-from pytest_gpumem.simulated.operators.indexing import is_masked_fill
-from pytest_gpumem.simulated.operators.rules import Rule, ShapesOf
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, on_machine
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.simulation import Simulation
-
-__all__ = [
-    "COMPOSITES",
-    "IN_PLACE",
-    "IN_VIEW",
-    "RULES",
-    "InPlace",
-    "Rule",
-    "ShapesOf",
-    "in_formula",
-    "installed",
-    "is_masked_fill",
-]
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+    from pytest_gpumem.simulated.operators.autocast import CastCache
 
 RULES: dict[str, Rule] = {
     **assertions.RULES,
@@ -82,7 +68,7 @@ RULES: dict[str, Rule] = {
 }
 """By operator name: hidden allocations."""
 
-COMPOSITES: dict[str, Callable[..., Any]] = {
+COMPOSITES: dict[str, Composite] = {
     **activations.COMPOSITES,
     **attention.COMPOSITES,
     **ctc.COMPOSITES,
@@ -94,7 +80,7 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 }
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
+IN_VIEW: dict[str, Composite] = {
     **convolution.IN_VIEW,
     **ctc.IN_VIEW,
     **cudnn_convolution.IN_VIEW,
@@ -109,7 +95,7 @@ IN_VIEW: dict[str, Callable[..., Any]] = {
 
 
 @contextmanager
-def installed(simulation: Simulation) -> Iterator[None]:
+def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     """Route composite operators of meta tensors the way CUDA goes, above autograd."""
     library = torch.library.Library("aten", "IMPL")
     patches = Patches()
@@ -118,14 +104,14 @@ def installed(simulation: Simulation) -> Iterator[None]:
     try:
         for name, implementation in COMPOSITES.items():
             operator = name.removeprefix("aten.").removesuffix(".default")
-            library.impl(operator, implementation, "AutogradMeta")
+            library.impl(operator, on_machine(implementation, machine), "AutogradMeta")
         for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
         for name, kernel in shapes_only.WRONG.items():
             if _overload(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
-        with simulation.autocast.reachable(), slices.made(simulation.current.version):
+        with casts.reachable(), slices.made(machine.current.version):
             yield
     finally:
         patches.undo()

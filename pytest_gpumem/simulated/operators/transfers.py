@@ -18,10 +18,10 @@ from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.gpu.device import Device
 
 
-def stage_upload(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """The temporary of ``target.copy_(source)`` from the host.
 
     The host converts what it sends, unless the copy does not block.
@@ -37,7 +37,7 @@ def stage_upload(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocking
     _take_and_free(gpu, target.numel() * sent.element_size())
 
 
-def stage_download(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """The temporaries of ``target.copy_(source)`` to the host."""
     if source.layout is not torch.strided:
         return
@@ -46,7 +46,7 @@ def stage_download(gpu: SimulatedGPU, target: Tensor, source: Tensor, non_blocki
     )
 
 
-def stage_move(gpu: SimulatedGPU, source: Tensor, options: dict[str, Any]) -> None:
+def stage_move(gpu: Device, source: Tensor, options: dict[str, Any]) -> None:
     """The temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
     wanted = options.get("memory_format") or torch.preserve_format
     if wanted is torch.preserve_format:
@@ -64,7 +64,7 @@ def stage_move(gpu: SimulatedGPU, source: Tensor, options: dict[str, Any]) -> No
 
 
 def _download(
-    gpu: SimulatedGPU,
+    gpu: Device,
     source: Tensor,
     dtype: torch.dtype,
     shape: torch.Size,
@@ -86,7 +86,7 @@ def _download(
     scratch.free()
 
 
-def _take_and_free(gpu: SimulatedGPU, nbytes: int) -> None:
+def _take_and_free(gpu: Device, nbytes: int) -> None:
     scratch = Scratch(gpu)
     scratch.take(nbytes)
     scratch.free()

@@ -8,12 +8,11 @@ import torch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.operators.autocast import CastCache
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(cache: CastCache, patches: Patches) -> None:
     """Notice autocast for CUDA, and drop its cached casts when torch drops its own."""
-    cache = simulation.autocast
     set_enabled = torch.set_autocast_enabled
     set_gpu_enabled = getattr(torch, "set_autocast_gpu_enabled", None)
     clear = torch.clear_autocast_cache

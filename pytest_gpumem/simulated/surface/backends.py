@@ -10,11 +10,11 @@ import torch.backends.cudnn
 
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.gpu.workspace_settings import STATIC_SIZE
-from pytest_gpumem.simulated.operators.attention import usable_kernels
+from pytest_gpumem.simulated.operators.attention_choice import usable_kernels
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _CUDNN_VERSIONS = (
     ((2, 11), 91501),
@@ -25,9 +25,9 @@ _CUDNN_VERSIONS = (
 .github/scripts/generate_binary_build_matrix.py of the releases)."""
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Answer as a CUDA build on this GPU would."""
-    version = simulation.gpus[0].version
+    version = machine.gpus[0].version
     cudnn = next(number for since, number in _CUDNN_VERSIONS if version >= since)
     patches.plan(torch._C, "_has_cudnn", True)
     patches.plan(torch.backends.cudnn, "is_available", lambda: True)
@@ -39,7 +39,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         "_can_use_mem_efficient_attention": "efficient",
         "_can_use_cudnn_attention": "cudnn",
     }.items():
-        patches.plan(torch._C, name, _asking(simulation, kernel))
+        patches.plan(torch._C, name, _asking(machine, kernel))
     linalg = _Preferred(torch._C._get_linalg_preferred_backend())
     patches.plan(torch._C, "_get_linalg_preferred_backend", linalg.get)
     patches.plan(torch._C, "_set_linalg_preferred_backend", linalg.set)
@@ -52,7 +52,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     patches.plan(torch.backends.cuda, "cufft_plan_cache", _PlanCaches())
     if version >= STATIC_SIZE:
         for name, library in {"Cublas": "cublas", "CublasLt": "cublaslt"}.items():
-            sizes = _WorkspaceSize(simulation, library)
+            sizes = _WorkspaceSize(machine, library)
             patches.plan(torch._C, f"_cuda_get{name}WorkspaceSize", sizes.get)
             patches.plan(torch._C, f"_cuda_set{name}WorkspaceSize", sizes.set)
             patches.plan(torch._C, f"_cuda_reset{name}WorkspaceSize", sizes.reset)
@@ -65,12 +65,12 @@ class _WorkspaceSize:
     before the environment for all devices of the process.
     """
 
-    def __init__(self, simulation: Simulation, library: str) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine, library: str) -> None:
+        self._machine = machine
         self._library = library
 
     def get(self) -> int:
-        settings = self._simulation.current.workspaces.settings
+        settings = self._machine.current.workspaces.settings
         return settings.cublas_bytes if self._library == "cublas" else settings.lt_bytes
 
     def set(self, size: int) -> None:
@@ -78,18 +78,18 @@ class _WorkspaceSize:
             raise TypeError(
                 f"a workspace of {quoted(size)} bytes: the size is an int that is not negative"
             )
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.workspaces.settings.chosen[self._library] = size
 
     def reset(self) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.workspaces.settings.chosen.pop(self._library, None)
 
 
-def _asking(simulation: Simulation, kernel: str) -> Any:
+def _asking(machine: SimulatedMachine, kernel: str) -> Any:
     def can_use(params: Any, debug: bool = False) -> bool:
         return kernel in usable_kernels(
-            simulation.current,
+            machine.current,
             params.query,
             params.key,
             params.value,

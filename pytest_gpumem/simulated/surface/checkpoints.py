@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -21,7 +22,22 @@ from pytest_gpumem.simulated.common.callsite import user_line
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+
+_machine: SimulatedMachine | None = None
+"""The one that files are loaded on: pickle calls by name, and hands over only what it has read."""
+
+
+@contextmanager
+def loading_on(machine: SimulatedMachine) -> Iterator[None]:
+    """Let tensors of unknown values that are loaded inside be on ``machine``."""
+    global _machine
+    before, _machine = _machine, machine
+    try:
+        yield
+    finally:
+        _machine = before
 
 
 class SavedStorage:
@@ -51,10 +67,7 @@ def restore_unknown(
     requires_grad: bool,
 ) -> Tensor:
     """Make a tensor of unknown values; raises ``RuntimeError`` outside a simulation."""
-    from pytest_gpumem.simulated.simulation import active_simulation
-
-    simulation = active_simulation()
-    if simulation is None:
+    if _machine is None:
         raise RuntimeError(
             "this file was saved on a simulated GPU, which had no values to save; save it inside "
             "simulate(..., real_values=True) or on a GPU"
@@ -62,7 +75,7 @@ def restore_unknown(
     device = torch.device(_destination(storage.location))
     if storage.memory is None:
         if device.type == "cpu":
-            storages = simulation.storages
+            storages = _machine.storages
             storage.memory = storages.unknown_on_host((storage.nbytes,), (1,), torch.uint8)
         else:
             storage.memory = torch.empty(storage.nbytes, dtype=torch.uint8, device=device)
@@ -75,9 +88,9 @@ def restore_unknown(
 torch.serialization.add_safe_globals([saved_storage, restore_unknown])
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace how tensors of unknown values are pickled and copied."""
-    saving = _Saving(simulation)
+    saving = _Saving(machine)
     # A plain function binds to the tensor; a bound method would not.
     patches.plan(Tensor, "_reduce_ex_internal", lambda tensor, proto: saving.reduce(tensor, proto))
     patches.plan(Tensor, "__copy__", lambda tensor: saving.copy(tensor))
@@ -110,8 +123,8 @@ def _reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Saving:
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
         self._reduce: Callable[..., Any] = Tensor._reduce_ex_internal
         self._saved: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         """By key: what stands for a storage, for as long as a pickler holds on to it."""
@@ -119,7 +132,7 @@ class _Saving:
     def reduce(self, tensor: Tensor, proto: int) -> Any:
         if not self._is_unknown(tensor):
             return self._reduce(tensor, proto)
-        self._simulation.note(
+        self._machine.note(
             f"torch.save or pickle at {user_line()} wrote the shapes of tensors and no values: "
             f"what it wrote can be loaded in a simulation only"
         )
@@ -139,12 +152,12 @@ class _Saving:
         return copied
 
     def _is_unknown(self, tensor: Tensor) -> bool:
-        storages = self._simulation.storages
+        storages = self._machine.storages
         if storages.is_on_host(tensor):
             return True
-        if not raw.is_meta(tensor) or self._simulation.execution.inside_here:
+        if not raw.is_meta(tensor) or self._machine.execution.inside_here:
             return False
-        return storages.of(tensor) is not None and self._simulation.values.of(tensor) is None
+        return storages.of(tensor) is not None and self._machine.values.of(tensor) is None
 
 
 def _destination(location: str) -> str:

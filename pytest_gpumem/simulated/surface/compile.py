@@ -16,10 +16,10 @@ from pytest_gpumem.simulated.operators.encoders import takes_fused_kernel
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Keep out what is not followed: ``torch.compile``, some fast paths of transformer encoders."""
 
     original = torch.compile
@@ -27,9 +27,9 @@ def plan(simulation: Simulation, patches: Patches) -> None:
     is_wrapped = hasattr(original, "__wrapped__")
 
     def compile(model: Any = None, **options: Any) -> Any:
-        if not simulation.is_active:  # called by a wrapper that a library has put around it
+        if not machine.is_active:  # called by a wrapper that a library has put around it
             return original(model, **options)
-        simulation.note(
+        machine.note(
             f"torch.compile at {user_line()} runs eagerly on a simulated GPU: compiled code "
             f"allocates less"
         )
@@ -47,10 +47,10 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         asking = sys._getframe(1).f_locals
         if not isinstance(asking.get("self"), torch.nn.Module) or not _is_on_gpu(asking):
             return True
-        if _is_followed(asking):
+        if _is_followed(machine.current, asking):
             return True
         if not torch.is_grad_enabled():
-            simulation.note(
+            machine.note(
                 "nn.TransformerEncoderLayer and nn.MultiheadAttention take their fast path on a "
                 "GPU without gradients, with kernels of its own for masks and weights; it is "
                 "simulated operator by operator"
@@ -69,7 +69,7 @@ def _is_on_gpu(asking: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in asking.values())
 
 
-def _is_followed(asking: dict[str, Any]) -> bool:
+def _is_followed(gpu: GPU, asking: dict[str, Any]) -> bool:
     """Whether the fast path that the ``forward`` of these local variables asks for is followed.
 
     Source: torch/nn/modules/transformer.py and activation.py of torch 2.6 to 2.15: a layer, its
@@ -80,11 +80,11 @@ def _is_followed(asking: dict[str, Any]) -> bool:
     if any(asking.get(name) is not None for name in masks):
         return False
     if isinstance(module, torch.nn.TransformerEncoderLayer):
-        return takes_fused_kernel(asking["src"], module.self_attn.num_heads)
+        return takes_fused_kernel(gpu, asking["src"], module.self_attn.num_heads)
     if isinstance(module, torch.nn.MultiheadAttention):
         same = asking["query"] is asking["key"] is asking["value"]
         wanted = same and not asking["need_weights"]
-        return wanted and takes_fused_kernel(asking["query"], module.num_heads)
+        return wanted and takes_fused_kernel(gpu, asking["query"], module.num_heads)
     return isinstance(module, torch.nn.TransformerEncoder)
 
 

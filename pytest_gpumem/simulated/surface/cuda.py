@@ -13,8 +13,7 @@ from pytest_gpumem.simulated.surface.properties import DeviceProperties
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
 
 CUDA_OF_CPU_BUILDS = "12.6"
@@ -27,9 +26,9 @@ FLATTENS_POOL_IDS = "2.13"
 _PRIVATE = "reserved_bytes_by_private_pools"
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace ``torch._C._cuda_*`` and the state that ``torch.cuda`` keeps."""
-    api = _Api(simulation)
+    api = _Api(machine)
     for name in dir(api):
         # A CPU build has no _cuda_* at all; of _accelerator_* each release has its own.
         if name.startswith("_cuda_") or (
@@ -42,7 +41,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
             if name.startswith("_cuda_") and hasattr(api, name):
                 patches.plan(module, name, getattr(api, name))
     cuda = torch.cuda
-    count = len(simulation.gpus)
+    count = len(machine.gpus)
     generator = generator_type(torch.Generator)
     state: dict[str, Any] = {
         "_initialized": True,
@@ -90,32 +89,32 @@ def _yes() -> bool:
 class _Api:
     """The functions of ``torch._C`` that ``torch.cuda`` calls, for simulated devices."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
 
-    def _gpu(self, device: Any = None) -> SimulatedGPU:
+    def _gpu(self, device: Any = None) -> GPU:
         index = device.index if isinstance(device, torch.device) else device
-        return self._simulation.device(index)
+        return self._machine.device(index)
 
     # Devices.
 
     def _cuda_init(self) -> None: ...
 
     def _cuda_isInBadFork(self) -> bool:
-        return self._simulation.execution.in_child
+        return self._machine.execution.in_child
 
     def _cuda_getDeviceCount(self) -> int:
-        return len(self._simulation.gpus)
+        return len(self._machine.gpus)
 
     def _cuda_getDevice(self) -> int:
-        return self._simulation.current_index
+        return self._machine.current_index
 
     def _cuda_setDevice(self, index: int) -> None:
-        self._simulation.device(index)
-        self._simulation.current_index = index
+        self._machine.device(index)
+        self._machine.current_index = index
 
     def _cuda_exchangeDevice(self, index: int) -> int:
-        before = self._simulation.current_index
+        before = self._machine.current_index
         if index >= 0:
             self._cuda_setDevice(index)
         return before
@@ -155,7 +154,7 @@ class _Api:
 
     def _index(self, device: Any) -> int:
         index = device if isinstance(device, int) else torch.device(device).index
-        return self._simulation.device(index).index
+        return self._machine.device(index).index
 
     # The caching allocator.
 
@@ -178,10 +177,10 @@ class _Api:
 
         torch has none either unless history is recorded; ``_snapshot()`` shows them.
         """
-        pool = chosen_pool(self._simulation, mempool_id)
+        pool = chosen_pool(self._machine, mempool_id)
         return [
             segment
-            for gpu in self._simulation.gpus
+            for gpu in self._machine.gpus
             for segment in gpu.allocator.segments(pool, frames=False)
         ]
 
@@ -195,25 +194,25 @@ class _Api:
         return "native"
 
     def _cuda_cudaCachingAllocator_raw_alloc(self, size: int, stream: int) -> int:
-        return self._simulation.current.allocator.malloc(size, stream)
+        return self._machine.current.allocator.malloc(size, stream)
 
     def _cuda_cudaCachingAllocator_raw_delete(self, address: int) -> None:
-        self._simulation.current.allocator.free(address)
+        self._machine.current.allocator.free(address)
 
     # Library workspaces.
 
     def _cuda_clearCublasWorkspaces(self) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.workspaces.clear()
 
     def _cuda_resetCublasWorkspaceSize(self) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.workspaces.reset_sizes()
 
     _cuda_resetCublasLtWorkspaceSize = _cuda_resetCublasWorkspaceSize
 
     def _cuda_getCurrentBlasHandle(self) -> int:
-        gpu = self._simulation.current
+        gpu = self._machine.current
         gpu.workspaces.handle(gpu.stream)
         return 1
 
@@ -226,13 +225,13 @@ class _Api:
         return torch.device("cuda")
 
     def _accelerator_getDeviceIndex(self) -> int:
-        return self._simulation.current_index
+        return self._machine.current_index
 
     def _accelerator_setDeviceIndex(self, index: int) -> None:
         self._cuda_setDevice(index)
 
     def _accelerator_deviceCount(self) -> int:
-        return len(self._simulation.gpus)
+        return len(self._machine.gpus)
 
     def _accelerator_exchangeDevice(self, index: int) -> int:
         return self._cuda_exchangeDevice(index)

@@ -8,12 +8,12 @@ import torch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _Device: Any = torch.device
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Stand in for ``torch.device``, which is a type that cannot be changed or inherited from."""
     patches.plan(torch, "device", device)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey
-from pytest_gpumem.simulated.surface.streams import cuda_error
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
-    from pytest_gpumem.simulated.surface.graphs import Capture
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.captures import Capture
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.streams import cuda_error
 
 _TorchEvent = torch.Event
 
@@ -23,7 +21,7 @@ class SimulatedEvent:
     ``torch.Event`` for a CUDA device and ``torch.cuda.Event`` are kinds of it.
     """
 
-    _simulation: ClassVar[Simulation]
+    _machine: ClassVar[SimulatedMachine]
 
     def __init__(
         self,
@@ -54,7 +52,7 @@ class SimulatedEvent:
 
     def record(self, stream: Any = None) -> None:
         """Record the event."""
-        streams = self._simulation.streams
+        streams = self._machine.streams
         key = self._key(stream)
         if self._device not in (None, key[0]):
             raise RuntimeError(
@@ -68,7 +66,7 @@ class SimulatedEvent:
 
     def query(self) -> bool:
         """Whether the event is complete; the host then knows."""
-        if not self._simulation.streams.clock.is_over(self.moment):
+        if not self._machine.streams.clock.is_over(self.moment):
             return False
         self.synchronize()
         return True
@@ -76,11 +74,11 @@ class SimulatedEvent:
     def wait(self, stream: Any = None) -> None:
         """Let later work of a stream come after the event."""
         if self._is_recorded:
-            self._simulation.streams.waits(self._key(stream), self)
+            self._machine.streams.waits(self._key(stream), self)
 
     def synchronize(self) -> None:
         """Wait for the event."""
-        streams = self._simulation.streams
+        streams = self._machine.streams
         if self.capture is not None and self.capture.under_way:
             self.capture.valid = False
             raise cuda_error("operation not permitted when stream is capturing")
@@ -93,15 +91,15 @@ class SimulatedEvent:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if not self._simulation.streams.clock.is_over(max(self.moment, end_event.moment)):
+        if not self._machine.streams.clock.is_over(max(self.moment, end_event.moment)):
             raise cuda_error("device not ready")
         return (end_event.moment - self.moment) * 1000
 
     def _key(self, stream: Any) -> StreamKey:
         if stream is not None:
             return stream.device_index, stream.stream_id
-        index = self._simulation.current_index
-        return index, self._simulation.streams.current(index)
+        index = self._machine.current_index
+        return index, self._machine.streams.current(index)
 
 
 class _AnyEvent(SimulatedEvent):
@@ -117,7 +115,7 @@ class _AnyEvent(SimulatedEvent):
 
     def __repr__(self) -> str:
         # torch/csrc/Event.cpp (THPEvent_repr)
-        index = self._simulation.current_index if self._device is None else self._device
+        index = self._machine.current_index if self._device is None else self._device
         timing = int(self._times)
         return (
             f"torch.Event device_type=cuda, device_index={index}, event_flag={timing}, "
@@ -148,12 +146,13 @@ class _CudaEvent(SimulatedEvent):
         return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
-    """Replace the event classes wherever torch names them."""
-    bound = {"_simulation": simulation, "__module__": "torch"}
+def planned(machine: SimulatedMachine, patches: Patches) -> type[SimulatedEvent]:
+    """Replace the event classes wherever torch names them; return ``torch.cuda.Event``."""
+    bound = {"_machine": machine, "__module__": "torch"}
     generic = type("Event", (_AnyEvent,), bound)
     bound = {"__module__": "torch.cuda"}
-    event = simulation.event_type = type("Event", (_CudaEvent, generic), bound)
+    event = type("Event", (_CudaEvent, generic), bound)
     for module in (torch.cuda, torch.cuda.streams):
         patches.plan(module, "Event", event)
     patches.plan(torch, "Event", generic)
+    return event

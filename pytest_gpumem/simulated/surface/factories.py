@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.surface.sequences import numbers_in
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _FACTORIES = (
     "arange",
@@ -58,23 +58,23 @@ _FACTORIES = (
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Watch for ``device="meta"``, which otherwise stands for CUDA inside a simulation."""
     _device_constructors()  # torch caches this set of functions: it must hold the real ones.
     for name in _FACTORIES:
         factory = _UNSEEN.get(name, _as_it_is)(getattr(torch, name))
-        patches.plan(torch, name, _watching(simulation, factory, getattr(torch, name)))
+        patches.plan(torch, name, _watching(machine, factory, getattr(torch, name)))
     for name in ("fftfreq", "rfftfreq"):
         factory = getattr(torch.fft, name)
-        patches.plan(torch.fft, name, _watching(simulation, factory, factory))
+        patches.plan(torch.fft, name, _watching(machine, factory, factory))
     sparse = torch.sparse_coo_tensor
-    patches.plan(torch, "sparse_coo_tensor", _watching(simulation, _sparse(sparse), sparse))
+    patches.plan(torch, "sparse_coo_tensor", _watching(machine, _sparse(sparse), sparse))
     for name in _NEW:
-        patches.plan(torch.Tensor, name, _new(simulation, getattr(torch.Tensor, name)))
+        patches.plan(torch.Tensor, name, _new(machine, getattr(torch.Tensor, name)))
     for module in (torch.jit._builtins, torch.jit._recursive):
         patches.plan(module, "_find_builtin", _finding(torch.jit._builtins._find_builtin))
-    as_tensor = _as_tensor(simulation, torch.as_tensor)
-    through = _context(simulation, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
+    as_tensor = _as_tensor(machine, torch.as_tensor)
+    through = _context(machine, DeviceContext.__torch_function__, torch.as_tensor, as_tensor)
     patches.plan(DeviceContext, "__torch_function__", through)
     patches.plan(torch, "as_tensor", as_tensor)
     patches.plan(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
@@ -110,12 +110,12 @@ def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def _new(simulation: Simulation, method: Callable[..., Any]) -> Callable[..., Any]:
+def _new(machine: SimulatedMachine, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = _numbered(kwargs["device"])
-            if _is_meta(kwargs["device"]) and not simulation.execution.inside_here:
-                return asked_for_meta(simulation, method, (tensor, *args), kwargs)
+            if _is_meta(kwargs["device"]) and not machine.execution.inside_here:
+                return asked_for_meta(machine, method, (tensor, *args), kwargs)
         return method(tensor, *args, **kwargs)
 
     return call
@@ -237,7 +237,7 @@ def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 
 
 def _watching(
-    simulation: Simulation, factory: Callable[..., Any], replaced: Callable[..., Any]
+    machine: SimulatedMachine, factory: Callable[..., Any], replaced: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(replaced)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -246,15 +246,15 @@ def _watching(
         if kwargs.get("generator") is not None:
             _check_generator(kwargs["generator"], args, kwargs)
         # Meta kernels written in Python make their outputs on meta too.
-        if _is_meta(kwargs.get("device")) and not simulation.execution.inside_here:
-            return asked_for_meta(simulation, factory, args, kwargs)
+        if _is_meta(kwargs.get("device")) and not machine.execution.inside_here:
+            return asked_for_meta(machine, factory, args, kwargs)
         return factory(*args, **kwargs)
 
     return call
 
 
 def _context(
-    simulation: Simulation,
+    machine: SimulatedMachine,
     torch_function: Callable[..., Any],
     real_as_tensor: Callable[..., Any],
     as_tensor: Callable[..., Any],
@@ -273,26 +273,24 @@ def _context(
             and not (kwargs or {}).get("device")
             and func in _device_constructors()
         ):
-            return asked_for_meta(
-                simulation, torch_function, (context, func, types, args, kwargs), {}
-            )
+            return asked_for_meta(machine, torch_function, (context, func, types, args, kwargs), {})
         return torch_function(context, func, types, args, kwargs)
 
     return call
 
 
 def asked_for_meta(
-    simulation: Simulation,
+    machine: SimulatedMachine,
     factory: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Call ``factory``, whose ``meta`` tensors are what they say and hold no CUDA memory."""
-    with simulation.making(META):
+    with machine.making(META):
         return factory(*args, **kwargs)
 
 
-def _as_tensor(simulation: Simulation, as_tensor: Callable[..., Any]) -> Callable[..., Any]:
+def _as_tensor(machine: SimulatedMachine, as_tensor: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(as_tensor)
     def call(*args: Any, **kwargs: Any) -> Any:
         # In C++ as_tensor copies to the device out of sight of any dispatch mode.
@@ -302,7 +300,7 @@ def _as_tensor(simulation: Simulation, as_tensor: Callable[..., Any]) -> Callabl
         if numbers is not None:
             args, kwargs = numbers[:1], {**_without_data(kwargs), "dtype": numbers[1]}
         if _is_meta(device):
-            return asked_for_meta(simulation, as_tensor, args, kwargs)
+            return asked_for_meta(machine, as_tensor, args, kwargs)
         if not _is_cuda(device):
             return as_tensor(*args, **kwargs)
         data, dtype = args[0] if args else kwargs["data"], kwargs.get("dtype")

@@ -9,12 +9,12 @@ import torch.overrides
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _grad: Any = vars(torch._C.TensorBase)["grad"]
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Check where an assigned gradient is, in torch's words.
 
     Source: torch/csrc/autograd/python_variable.cpp (THPVariable_set_grad), torch 2.6 to 2.15.

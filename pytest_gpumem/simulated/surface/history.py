@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.allocator.snapshot import frames_of
 from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
-from pytest_gpumem.simulated.surface.streams import plan_functions
+from pytest_gpumem.simulated.surface.functions import plan_functions
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _CONTEXTS = {
     None: Contexts.NEVER,
@@ -30,8 +30,8 @@ class _Api:
     ``skip_actions`` is the last one since 2.10.
     """
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
 
     def _cuda_record_memory_history(
         self,
@@ -83,18 +83,18 @@ class _Api:
         self._record(recording, clear_history)
 
     def _cuda_isHistoryEnabled(self) -> bool:
-        recording = self._simulation.current.allocator.trace.recording
+        recording = self._machine.current.allocator.trace.recording
         return recording is None or recording.on
 
     def _cuda_allocationTraceback(self, data_ptr: int) -> list[dict[str, Any]] | None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             context = gpu.allocator.live_contexts().get(data_ptr)
             if context is not None:
                 return frames_of(context, gpu.allocator.trace) or None
         return None
 
     def _record(self, recording: Recording, clear: bool) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.allocator.record_history(recording, clear=clear)
 
 
@@ -103,6 +103,6 @@ def _check(given: str | None, accepted: tuple[str, ...], complaint: str) -> None
         raise RuntimeError(complaint)
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the functions below ``torch.cuda.memory``."""
-    plan_functions(_Api(simulation), patches)
+    plan_functions(_Api(machine), patches)

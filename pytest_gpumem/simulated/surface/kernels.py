@@ -21,13 +21,12 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.operators.described import (
     DESCRIPTIONS,
     base_function,
-    kernel_writes,
     path_of,
     tensors_in,
 )
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _TRITON = (
     ("triton.runtime.jit", "JITFunction"),
@@ -42,7 +41,7 @@ _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
 (torch/csrc/utils/pybind.h, PYBIND11_TYPE_CASTER of at::Tensor)."""
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Stand in the way of Triton's launches."""
     if not _is_installed("triton"):
         return
@@ -51,7 +50,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
             kind = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):  # another release of Triton
             continue
-        patches.plan(kind, "run", _run())
+        patches.plan(kind, "run", _run(machine))
 
 
 def _is_installed(package: str) -> bool:
@@ -61,7 +60,7 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _run() -> Callable[..., Any]:
+def _run(machine: SimulatedMachine) -> Callable[..., Any]:
     def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **options: Any) -> Any:
         function = base_function(kernel)
         description = DESCRIPTIONS.kernels.get(function)
@@ -70,7 +69,7 @@ def _run() -> Callable[..., Any]:
         if description is None:
             _refuse(path_of(function), "a Triton kernel")
         result = description(*args, **options)
-        kernel_writes(args, options, result)
+        machine.kernel_wrote(args, options, result)
         return result
 
     return run

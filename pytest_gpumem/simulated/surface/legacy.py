@@ -12,7 +12,7 @@ from pytest_gpumem.simulated.surface.factories import asked_for_meta
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 DTYPE_NAMES = {
     torch.float32: "FloatTensor",
@@ -28,13 +28,13 @@ DTYPE_NAMES = {
 }
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Make the types of CUDA tensors usable on a build without CUDA."""
     for dtype, name in DTYPE_NAMES.items():
         kind = _CudaType(name, (), {"dtype": dtype, "__module__": "torch.cuda"})
         patches.plan(torch.cuda, name, kind)
     for name, made in (("new", _new), ("new_tensor", new_tensor)):
-        method = _on_gpu(simulation, made, getattr(torch.Tensor, name))
+        method = _on_gpu(machine, made, getattr(torch.Tensor, name))
         patches.plan(torch.Tensor, name, method)
     set_type = torch.set_default_tensor_type
     patches.plan(torch, "set_default_tensor_type", _setting_default(set_type))
@@ -73,12 +73,12 @@ def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Ten
 
 
 def _on_gpu(
-    simulation: Simulation, made: Callable[..., Any], on_cpu: Callable[..., Any]
+    machine: SimulatedMachine, made: Callable[..., Any], on_cpu: Callable[..., Any]
 ) -> Callable[..., Any]:
     def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         device = options.get("device")
         if tensor.is_meta and device is None:
-            return asked_for_meta(simulation, on_cpu, (tensor, *args), options)
+            return asked_for_meta(machine, on_cpu, (tensor, *args), options)
         elsewhere = tensor.is_cuda if device is None else tensor.is_cuda or not _is_on_cpu(device)
         return (made if elsewhere else on_cpu)(tensor, *args, **options)
 

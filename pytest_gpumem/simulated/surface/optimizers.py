@@ -9,14 +9,14 @@ import torch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _Lists = list[list[torch.Tensor | None]]
 _Key = tuple[torch.device, torch.dtype]
 _Group = tuple[list[list[torch.Tensor | None]], list[int]]
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Group tensors by the device they report: C++ would see ``meta``."""
     group = torch._C._group_tensors_by_device_and_dtype
 

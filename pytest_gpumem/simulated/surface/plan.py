@@ -11,7 +11,6 @@ from pytest_gpumem.simulated.surface import (
     compile,
     cuda,
     devices,
-    events,
     factories,
     gradients,
     graphs,
@@ -34,11 +33,12 @@ from pytest_gpumem.simulated.surface import (
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+    from pytest_gpumem.simulated.operators.autocast import CastCache
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
-    """List every replacement that ``simulation`` needs."""
+def plan(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
+    """List every replacement that ``machine`` needs, and autocast's ``casts``."""
     for part in (
         tensors,
         gradients,
@@ -47,14 +47,12 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         optimizers,
         several,
         streams,
-        events,
         graphs,
         pools,
         pool_states,
         history,
         saved,
         checkpoints,
-        autocast,
         compile,
         kernels,
         backends,
@@ -66,4 +64,5 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         unsupported,
         wrappers,
     ):
-        part.plan(simulation, patches)
+        part.plan(machine, patches)
+    autocast.plan(casts, patches)

@@ -18,16 +18,16 @@ from pytest_gpumem.simulated.machine.storages import NOBODYS
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 class _Surface:
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
 
     def get(self, device: int, pool: PoolId) -> PoolState:
         try:
-            return self._simulation.device(device).allocator.pool_state((pool[0], pool[1]))
+            return self._machine.device(device).allocator.pool_state((pool[0], pool[1]))
         except AllocatorError as error:
             raise RuntimeError(str(error)) from None
 
@@ -39,7 +39,7 @@ class _Surface:
         storages_to_own: Sequence[int] = (),
     ) -> None:
         """Both lists are of the addresses of storages (``_cdata``)."""
-        memory = self._simulation.device(device).allocator
+        memory = self._machine.device(device).allocator
         try:
             freed, live = memory.set_pool_state(state)
         except AllocatorError as error:
@@ -48,7 +48,7 @@ class _Surface:
             raise RuntimeError(
                 "Any stale tensors which are being manually freed must be passed to set checkpoint"
             )
-        records = self._simulation.storages.by_key
+        records = self._machine.storages.by_key
         for key in stale_storages:
             if key in records and records[key].address in freed:
                 records[key].allocator = NOBODYS
@@ -59,11 +59,11 @@ class _Surface:
     def storage(self, pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
         """A storage at ``pointer``, which frees nothing."""
         storage = torch.UntypedStorage(nbytes, device="meta")
-        gpu = self._simulation.device(torch.device(device).index)
-        record = self._simulation.storages.refer(storage, pointer, gpu)
-        left = self._simulation.pool_contents.behind(pointer, nbytes)
+        gpu = self._machine.device(torch.device(device).index)
+        record = self._machine.storages.refer(storage, pointer, gpu)
+        left = self._machine.pool_contents.behind(pointer, nbytes)
         if left is not None:
-            self._simulation.values.put(record.key, left)
+            self._machine.values.put(record.key, left)
         return storage
 
     def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
@@ -72,9 +72,9 @@ class _Surface:
         return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the functions of ``torch._C``."""
-    surface = _Surface(simulation)
+    surface = _Surface(machine)
     for name, function in {
         "_cuda_getCheckpointState": surface.get,
         "_cuda_setCheckpointPoolState": surface.set,

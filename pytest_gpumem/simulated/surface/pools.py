@@ -15,12 +15,13 @@ from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.surface.streams import plan_functions
+from pytest_gpumem.simulated.surface.functions import plan_functions
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.gpu.device import Memory
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.gpu.memory import Memory
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+    from pytest_gpumem.simulated.machine.pools import Pool
 
 THREAD_POOLS = (2, 8)
 """From this release on ``use_mem_pool`` routes only the thread that opened it."""
@@ -31,18 +32,18 @@ OPTIONS_SINCE = {"use_on_oom": (2, 8), "no_split": (2, 10)}
 class SimulatedMemPool:
     """``torch.cuda.MemPool`` of a simulated GPU."""
 
-    _simulation: ClassVar[Simulation]
+    _machine: ClassVar[SimulatedMachine]
 
     def __init__(
         self, allocator: Any = None, use_on_oom: bool = False, no_split: bool = False, **_: Any
     ) -> None:
         if allocator is not None:
             raise _needs_a_driver("torch.cuda.MemPool with an allocator of its own")
-        gpu = self._simulation.current
+        gpu = self._machine.current
         for option, given in (("use_on_oom", use_on_oom), ("no_split", no_split)):
             if given and gpu.version < OPTIONS_SINCE[option]:
                 raise TypeError(f"MemPool.__init__() got an unexpected keyword argument '{option}'")
-        self.id: PoolId = self._simulation.pool_ids.of_user()
+        self.id: PoolId = self._machine.pool_ids.of_user()
         self.allocator = None
         self.device = gpu.index
         self._memory: Memory = gpu.allocator
@@ -64,12 +65,6 @@ class SimulatedMemPool:
             memory.empty_cache(self.id)
 
 
-class ActivePool(threading.local):
-    """The pool of the innermost :class:`SimulatedMemPoolContext` of each thread."""
-
-    pool: SimulatedMemPool | None = None
-
-
 class SimulatedMemPoolContext:
     """``torch.cuda.MemPoolContext``, up to 2.7: a pool is the active one while this lives.
 
@@ -77,10 +72,10 @@ class SimulatedMemPoolContext:
     around its scope; snapshots and ``empty_cache`` then concern the active pool alone.
     """
 
-    _simulation: ClassVar[Simulation]
+    _machine: ClassVar[SimulatedMachine]
 
     def __init__(self, pool: SimulatedMemPool) -> None:
-        self._active = self._simulation.active_pools
+        self._active = self._machine.active_pools
         self._previous = self._active.pool
         self._active.pool = pool
 
@@ -88,17 +83,17 @@ class SimulatedMemPoolContext:
         self._active.pool = self._previous
 
     @classmethod
-    def active_pool(cls) -> SimulatedMemPool | None:
+    def active_pool(cls) -> Pool | None:
         """The pool that is active in this thread."""
-        return cls._simulation.active_pools.pool
+        return cls._machine.active_pools.pool
 
 
-def chosen_pool(simulation: Simulation, pool: Sequence[Any] | None) -> PoolId:
+def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId:
     """The pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
     if pool is not None:
         return pool[0], pool[1]
-    active = simulation.active_pools.pool
-    if active is None or simulation.current.version >= THREAD_POOLS:
+    active = machine.active_pools.pool
+    if active is None or machine.current.version >= THREAD_POOLS:
         return SHARED_POOL
     return active.id
 
@@ -106,11 +101,11 @@ def chosen_pool(simulation: Simulation, pool: Sequence[Any] | None) -> PoolId:
 class _Api:
     """The functions of ``torch._C`` about pools and settings of the allocator."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
 
     def _cuda_beginAllocateToPool(self, device: int, pool: PoolId) -> None:
-        active = self._simulation.active_pools.pool
+        active = self._machine.active_pools.pool
         if active is not None and active.id == (pool[0], pool[1]):
             # use_mem_pool of a torch up to 2.7, whichever release is simulated.
             self._cuda_beginAllocateCurrentThreadToPool(device, pool)
@@ -118,7 +113,7 @@ class _Api:
         self._begin(device, pool, lambda _: True)
 
     def _cuda_beginAllocateCurrentThreadToPool(self, device: int, pool: PoolId) -> None:
-        if self._simulation.device(device).version < THREAD_POOLS:
+        if self._machine.device(device).version < THREAD_POOLS:
             self._begin(device, pool, lambda _: True)
             return
         thread = threading.get_ident()
@@ -130,7 +125,7 @@ class _Api:
         )
 
     def _cuda_beginAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
-        chosen = self._simulation.device(device).stream
+        chosen = self._machine.device(device).stream
         self._begin(device, pool, lambda stream: stream == chosen)
 
     def _cuda_endAllocateToPool(self, device: int, pool: PoolId) -> None:
@@ -154,12 +149,12 @@ class _Api:
     def _cuda_attach_out_of_memory_observer(
         self, observer: Callable[[int, int, int, int], object]
     ) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.allocator.observers.append(observer)
 
     def _cuda_emptyCache(self, pool: Sequence[Any] | None = None) -> None:
-        chosen = chosen_pool(self._simulation, pool)
-        for gpu in self._simulation.gpus:
+        chosen = chosen_pool(self._machine, pool)
+        for gpu in self._machine.gpus:
             gpu.allocator.empty_cache(chosen)
 
     def _accelerator_emptyCache(self) -> None:
@@ -168,16 +163,16 @@ class _Api:
     def _cuda_memorySnapshot(self, chosen: Any = None, *_: Any) -> dict[str, Any]:
         """``chosen`` is a pool's id, since 2.11 with whether to include traces."""
         traces = [] if chosen is None else chosen[2:]
-        memories = [gpu.allocator for gpu in self._simulation.gpus]
-        pool = chosen_pool(self._simulation, chosen)
+        memories = [gpu.allocator for gpu in self._machine.gpus]
+        pool = chosen_pool(self._machine, chosen)
         return snapshot(memories, pool, traces=list(traces) != [False])
 
     def _cuda_cudaCachingAllocator_enable(self, enabled: bool) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             gpu.allocator.enable_caching(enabled and not gpu.uncached)
 
     def _cuda_cudaCachingAllocator_set_allocator_settings(self, settings: str) -> None:
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             try:
                 gpu.allocator.set_settings(settings)
             except SettingsError as error:
@@ -189,7 +184,7 @@ class _Api:
         self._cuda_cudaCachingAllocator_set_allocator_settings(settings)
 
     def _accelerator_getAllocatorSettings(self) -> str:
-        return self._simulation.current.allocator.settings.conf
+        return self._machine.current.allocator.settings.conf
 
     def _cuda_getMemoryFraction(self, device: Any) -> float:
         index = device.index if isinstance(device, torch.device) else device
@@ -200,19 +195,19 @@ class _Api:
     def _cuda_hostMemoryStats(self) -> dict[str, Any]:
         # The quantities were renamed; what torch's own function says of them tells which it has.
         described = torch.cuda.host_memory_stats.__doc__ or ""
-        return self._simulation.pinned.memory.stats(by_blocks="active_requests" in described)
+        return self._machine.pinned.memory.stats(by_blocks="active_requests" in described)
 
     def _cuda_resetPeakHostMemoryStats(self) -> None:
-        self._simulation.pinned.memory.reset_peak_stats()
+        self._machine.pinned.memory.reset_peak_stats()
 
     def _cuda_resetAccumulatedHostMemoryStats(self) -> None:
-        self._simulation.pinned.memory.reset_accumulated_stats()
+        self._machine.pinned.memory.reset_accumulated_stats()
 
     def _host_emptyCache(self) -> None:
-        self._simulation.pinned.empty_cache()
+        self._machine.pinned.empty_cache()
 
     def _accelerator_emptyHostCache(self) -> None:
-        self._simulation.pinned.empty_cache()
+        self._machine.pinned.empty_cache()
 
     def _accelerator_getDeviceCapability(self, device: int) -> dict[str, Any]:
         every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -223,7 +218,7 @@ class _Api:
             self._memory(device).begin_allocate_to_pool((pool[0], pool[1]), accepts)
 
     def _memory(self, device: int | None) -> Memory:
-        return self._simulation.device(device).allocator
+        return self._machine.device(device).allocator
 
 
 class _PluggableAllocator:
@@ -250,11 +245,11 @@ def _needs_a_driver(name: str) -> UnsupportedOperatorError:
     )
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the pool class and the functions below ``torch.cuda.memory``."""
-    api = _Api(simulation)
-    pool = type("MemPool", (SimulatedMemPool,), {"_simulation": simulation})
-    context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_simulation": simulation})
+    api = _Api(machine)
+    pool = type("MemPool", (SimulatedMemPool,), {"_machine": machine})
+    context = type("MemPoolContext", (SimulatedMemPoolContext,), {"_machine": machine})
     for module in (torch.cuda, torch.cuda.memory):
         for name, value in {
             "MemPool": pool,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -77,7 +77,7 @@ class DeviceProperties:
     regs_per_multiprocessor: int = 65536
 
     @classmethod
-    def of(cls, gpu: SimulatedGPU) -> DeviceProperties:
+    def of(cls, gpu: GPU) -> DeviceProperties:
         """The properties of ``gpu``."""
         model = gpu.model
         capability = model.compute_capability

@@ -9,10 +9,10 @@ from torch.autograd.graph import save_on_cpu
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Let ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the device sees no difference.
 
     Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.

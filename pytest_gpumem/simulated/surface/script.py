@@ -10,10 +10,10 @@ from torch.jit._script import RecursiveScriptModule
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Move scripted modules, and load them, where C++ would ask for a device."""
     patches.plan(RecursiveScriptModule, "_apply", _apply)
     patches.plan(torch.jit, "load", _load(torch.jit.load))

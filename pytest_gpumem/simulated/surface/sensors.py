@@ -16,11 +16,11 @@ import torch.autograd.profiler
 import torch.profiler
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.surface.pinned import ALREADY_REGISTERED, NOT_REGISTERED
+from pytest_gpumem.simulated.machine.pinned import ALREADY_REGISTERED, NOT_REGISTERED
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 """Readings of ``torch.cuda`` that no memory model has; all but the first two since 2.1."""
@@ -29,32 +29,32 @@ _CUDA = torch.profiler.ProfilerActivity.CUDA
 _CPU = torch.profiler.ProfilerActivity.CPU
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Answer, refuse or pass over."""
-    readings = _Readings(simulation)
+    readings = _Readings(machine)
     for name in _MEASURED:
         patches.plan(torch.cuda, name, readings.sensor(name))
     patches.plan(torch.cuda, "device_memory_used", readings.device_memory_used)
     for module in (torch.cuda, torch.cuda.memory):
         patches.plan(module, "list_gpu_processes", readings.list_gpu_processes)
-    patches.plan(torch.cuda, "_cudart", Runtime(simulation))
+    patches.plan(torch.cuda, "_cudart", Runtime(machine))
     patches.plan(torch.cuda.nvtx, "_nvtx", _Ranges())
     patches.plan(torch.autograd.profiler, "emit_nvtx", _EmitNothing)
     begin = torch.profiler.profile.__init__
-    patches.plan(torch.profiler.profile, "__init__", _profiling(simulation, begin))
+    patches.plan(torch.profiler.profile, "__init__", _profiling(machine, begin))
 
 
 class _Readings:
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
 
     def sensor(self, name: str) -> Callable[..., int]:
         """The function of ``torch.cuda`` that reads the sensor ``name``."""
 
         def read(device: Any = None) -> int:
             torch.cuda._utils._get_device_index(device, optional=True)
-            line = self._simulation.count_read(f"torch.cuda.{name}()")
-            self._simulation.note(
+            line = self._machine.count_read(f"torch.cuda.{name}()")
+            self._machine.note(
                 f"torch.cuda.{name}() at {line} read a sensor that a simulated GPU does not have: "
                 f"it got 0"
             )
@@ -99,8 +99,8 @@ class Runtime:
 
     cudaError = _Error  # noqa: N815  # CUDA's own name
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802  # CUDA's own name
         """What a result code means."""
@@ -108,16 +108,16 @@ class Runtime:
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name
         """Free and total bytes."""
-        gpu = self._simulation.device(device)
+        gpu = self._machine.device(device)
         return gpu.allocator.free_memory, gpu.model.total_memory
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
         """Page-lock memory of the host; the result code."""
-        return self._simulation.pinned.register(ptr, size)
+        return self._machine.pinned.register(ptr, size)
 
     def cudaHostUnregister(self, ptr: int) -> int:  # noqa: N802  # CUDA's own name
         """Undo it; the result code."""
-        return self._simulation.pinned.unregister(ptr)
+        return self._machine.pinned.unregister(ptr)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         if not name.startswith("cuda"):
@@ -143,11 +143,11 @@ class _EmitNothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def _profiling(simulation: Simulation, begin: Callable[..., None]) -> Callable[..., None]:
+def _profiling(machine: SimulatedMachine, begin: Callable[..., None]) -> Callable[..., None]:
     def call(profile: Any, *args: Any, activities: Any = None, **options: Any) -> None:
         wanted = [_CPU] if activities is None else list(activities)
         if _CUDA in wanted:
-            simulation.note(
+            machine.note(
                 f"torch.profiler at {user_line()} sees no kernels of a simulated GPU, only calls"
             )
             wanted = [_CPU, *(each for each in wanted if each not in (_CUDA, _CPU))]

@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine.placement import return_gradient
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _BEGIN_WITH_A_FACTORY = (
     (torch._C._nn, "one_hot"),
@@ -30,24 +30,24 @@ _BEGIN_WITH_A_FACTORY = (
 _COLLECTIVES = ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "gather")
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace what would take all GPUs for one, and refuse by name what needs real ones."""
-    _plan_refusals(simulation, patches)
-    if simulation.placement is None:
+    _plan_refusals(machine, patches)
+    if machine.placement is None:
         return
     patches.plan(torch.Tensor, "type_as", _type_as)
-    patches.plan(torch.Tensor, "copy_", _copying(simulation))
+    patches.plan(torch.Tensor, "copy_", _copying(machine))
     for owner, name in _BEGIN_WITH_A_FACTORY:
-        patches.plan(owner, name, _followed(simulation, getattr(owner, name)))
+        patches.plan(owner, name, _followed(machine, getattr(owner, name)))
 
 
 def _type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return tensor.to(other)
 
 
-def _copying(simulation: Simulation) -> Callable[..., torch.Tensor]:
+def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:
     copy: Callable[..., torch.Tensor] = raw.base("copy_")
-    of = simulation.storages.of
+    of = machine.storages.of
 
     @functools.wraps(torch.Tensor.copy_)
     def copy_(tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -66,30 +66,30 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def brought(simulation: Simulation, tensor: torch.Tensor, value: Any) -> Any:
+def brought(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
     """What is written into ``tensor`` in the place of ``value``, if that is on another GPU.
 
     The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.
     """
     if isinstance(value, torch.Tensor) and value.requires_grad:
-        here, there = simulation.storages.of(tensor), simulation.storages.of(value)
+        here, there = machine.storages.of(tensor), machine.storages.of(value)
         if here and there and here.device is not there.device:
             return value.to(tensor.device)
     return value
 
 
-def _followed(simulation: Simulation, function: Callable[..., Any]) -> Callable[..., Any]:
+def _followed(machine: SimulatedMachine, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if simulation.placement is not None:
-            simulation.placement.follow(args, kwargs)
+        if machine.placement is not None:
+            machine.placement.follow(args, kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
-def _plan_refusals(simulation: Simulation, patches: Patches) -> None:
+def _plan_refusals(machine: SimulatedMachine, patches: Patches) -> None:
     def several(this: Any, module: nn.Module, device_ids: Any = None, *_: Any, **__: Any) -> bool:
-        return len(simulation.gpus if device_ids is None else device_ids) > 1
+        return len(machine.gpus if device_ids is None else device_ids) > 1
 
     def on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
         return any(parameter.is_cuda for parameter in module.parameters())

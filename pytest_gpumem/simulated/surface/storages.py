@@ -12,22 +12,22 @@ from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _device: Any = vars(torch._C.StorageBase)["device"]
 _resize: Any = torch.UntypedStorage.resize_
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace what a storage says of itself, and how it changes its size."""
-    surface = _Surface(simulation)
+    surface = _Surface(machine)
     storage = torch.UntypedStorage
     patches.plan(storage, "__new__", staticmethod(_made))
     patches.plan(storage, "device", property(surface.device))
     patches.plan(storage, "is_cuda", property(surface.is_cuda))
     patches.plan(storage, "resize_", lambda this, size: surface.resize(this, size))
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
-        patches.plan(storage, name, _guarded(simulation, name, getattr(storage, name)))
+        patches.plan(storage, name, _guarded(machine, name, getattr(storage, name)))
 
 
 def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
@@ -40,9 +40,9 @@ def _made(kind: type, /, *args: Any, device: Any = None, **options: Any) -> Any:
 
 
 class _Surface:
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._storages = simulation.storages
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+        self._storages = machine.storages
 
     def device(self, storage: torch.UntypedStorage) -> torch.device:
         record = self._storages.by_key.get(storage._cdata)
@@ -61,7 +61,7 @@ class _Surface:
         record = self._storages.by_key.get(storage._cdata)
         _resize(storage, size)
         if record is not None:
-            self._simulation.values.forget(record.key)
+            self._machine.values.forget(record.key)
             self._storages.reallocate(record, size)
         return storage
 
@@ -74,17 +74,19 @@ _WHY = {
 }
 
 
-def _guarded(simulation: Simulation, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(
+    machine: SimulatedMachine, name: str, method: Callable[..., Any]
+) -> Callable[..., Any]:
     def refuse() -> NoReturn:
         raise UnsupportedOperatorError(f"torch.UntypedStorage.{name} at {user_line()} {_WHY[name]}")
 
     def call(storage: torch.UntypedStorage, *args: Any, **options: Any) -> Any:
-        if storage._cdata in simulation.storages.on_host and name != "is_shared":
+        if storage._cdata in machine.storages.on_host and name != "is_shared":
             return refuse()
-        if storage._cdata not in simulation.storages.by_key:
+        if storage._cdata not in machine.storages.by_key:
             return method(storage, *args, **options)
         if name in ("__getitem__", "tolist"):
-            known = simulation.values.of_storage(storage)
+            known = machine.values.of_storage(storage)
             if known is not None:
                 return method(known, *args, **options)
         # CUDA memory is shared in any case: share_memory_() does nothing to it.

@@ -12,33 +12,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.thread import _worker
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pytest_gpumem.simulated.common.errors import SimulationError
+from pytest_gpumem.simulated.machine.strangers import keep_apart
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
-
-
-class ThreadState(threading.local):
-    """What each thread has of its own."""
-
-    current_index = 0
-    """The current device, as ``cudaGetDevice`` says."""
-    destination: torch.device | None = None
-    """The device that the running call asked for in Python, where torch is told ``meta``.
-
-    Without it ``meta`` comes from C++, which repeats what a tensor says of itself.
-    """
-    on_meta = False
-    """Whether the last operator was on meta tensors of the user's own."""
-    joined = False
-    """Whether the thread has entered the simulation."""
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 UNMEASURED = "code that is not measured"
@@ -56,8 +41,14 @@ class Task(NamedTuple):
 class Threads:
     """The threads of one simulation beside the one that began it."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        joining: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._machine = machine
+        self._joining = joining
+        """Lets operators of one more thread be seen."""
         self.owner: str | None = UNMEASURED
         """Of what is started now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
@@ -76,15 +67,14 @@ class Threads:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Be part of the simulation on this thread."""
-        state = self._simulation.here
-        if state.joined or not self._simulation.is_active:
+        state = self._machine.here
+        if state.joined or not self._machine.is_active:
             yield
             return
         with ExitStack() as resources:
             resources.callback(torch._C._set_only_lift_cpu_tensors, False)
             torch._C._set_only_lift_cpu_tensors(True)
-            resources.enter_context(self._simulation.autocast.reachable_here())
-            resources.enter_context(self._simulation.execution)
+            resources.enter_context(self._joining())
             resources.callback(setattr, state, "joined", False)
             state.joined = True
             yield
@@ -95,7 +85,7 @@ class Threads:
             if getattr(thread, "_target", None) is not _worker:
                 task = Task(thread.name, self._starter)
                 thread.run = self._in_thread(thread.run, task)  # type: ignore[method-assign]  # once
-                self._simulation.execution.share()
+                self._machine.execution.share()
             start(thread)
 
         return call
@@ -109,7 +99,7 @@ class Threads:
                     if get_ident() in self._strangers:
                         return  # the test that would be told is over
                     self._failures[threading.current_thread()] = error
-                    self._simulation.note(f"a thread of the test ended early: {error}")
+                    self._machine.note(f"a thread of the test ended early: {error}")
 
         return call
 
@@ -134,7 +124,7 @@ class Threads:
         def call(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
             if not args:
                 return submit(executor, *args, **options)
-            self._simulation.execution.share()
+            self._machine.execution.share()
             function, *rest = args
             name = getattr(function, "__qualname__", type(function).__name__)
             task = Task(name, self._starter)
@@ -193,13 +183,10 @@ class Threads:
     def _estrange(self, thread: int, task: Task) -> None:
         self._strangers.add(thread)
         self._keep_apart()
-        self._simulation.note(
+        self._machine.note(
             f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
         )
 
     def _keep_apart(self) -> None:
-        # Not before: it needs the GPUs, which need this module.
-        from pytest_gpumem.simulated.machine.strangers import keep_apart
-
-        for gpu in self._simulation.gpus:
+        for gpu in self._machine.gpus:
             keep_apart(gpu, self._strangers)

@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 MOST_LOOKED_AT = 8
 """Items of a list that are asked where they are: all of them are on one device."""
@@ -48,7 +48,7 @@ _WITHOUT_DEVICE = frozenset(
 """Functions that ask no driver; nor do the settings of tunable operators."""
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace what would abort, crash or complain of a missing driver."""
     patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
     jiterator = _refusing("torch.cuda.jiterator", "compiles a kernel, which no simulated GPU runs")
@@ -70,14 +70,14 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         )
     _plan_layouts(patches)
     dlpack = torch.utils.dlpack
-    exported = _of_gpu(simulation, "__dlpack__", torch.Tensor.__dlpack__)
+    exported = _of_gpu(machine, "__dlpack__", torch.Tensor.__dlpack__)
     patches.plan(torch.Tensor, "__dlpack__", exported)
     to_dlpack = vars(dlpack)["to_dlpack"]
-    patches.plan(dlpack, "to_dlpack", _of_gpu(simulation, "to_dlpack", to_dlpack))
+    patches.plan(dlpack, "to_dlpack", _of_gpu(machine, "to_dlpack", to_dlpack))
     for owner in (torch, dlpack):
         patches.plan(owner, "from_dlpack", _from_dlpack(dlpack.from_dlpack))
     interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
-    described = _of_gpu(simulation, "__cuda_array_interface__", interface.__get__)
+    described = _of_gpu(machine, "__cuda_array_interface__", interface.__get__)
     patches.plan(torch.Tensor, "__cuda_array_interface__", property(described))
     # Called for gradients only: it traces the score function with a mode that has a device.
     with_gradients = _refusing(
@@ -89,7 +89,7 @@ def plan(simulation: Simulation, patches: Patches) -> None:
         patches.plan(
             HigherOrderOperator,
             "dispatch",
-            _with_rule(type(simulation.execution), HigherOrderOperator.dispatch),
+            _with_rule(type(machine.execution), HigherOrderOperator.dispatch),
         )
     _plan_driver_functions(patches)
     # With one device DataParallel only calls its module.
@@ -175,9 +175,9 @@ def _from_dlpack(convert: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _of_gpu(simulation: Simulation, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _of_gpu(machine: SimulatedMachine, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     refuse = _refusing(f"Tensor.{name}", _NEEDS_MEMORY)
-    is_on_host = simulation.storages.is_on_host
+    is_on_host = machine.storages.is_on_host
 
     def call(tensor: torch.Tensor, /, *args: Any, **options: Any) -> Any:
         if tensor.is_cuda or is_on_host(tensor):

@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.common import raw
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.simulation import Simulation
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _PLACE = "_pytest_gpumem_device"
 """Where a wrapper keeps what it says: weak references would keep it from being swapped."""
@@ -33,10 +33,10 @@ Source: torch/csrc/autograd/python_variable.cpp (THPVariable_make_wrapper_subcla
 _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 
 
-def plan(simulation: Simulation, patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Make wrappers on ``meta``, each with the device that it was told."""
     base = torch.Tensor
-    patches.plan(base, "_make_wrapper_subclass", _making(simulation, base._make_wrapper_subclass))
+    patches.plan(base, "_make_wrapper_subclass", _making(machine, base._make_wrapper_subclass))
     patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
     # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
     patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
@@ -57,7 +57,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return kind not in raw.PLAIN and kind.__torch_dispatch__ is not _HANDLES_NOTHING
 
 
-def _making(simulation: Simulation, make: Callable[..., Any]) -> Any:
+def _making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Jagged tensors pass everything by position.
@@ -69,7 +69,7 @@ def _making(simulation: Simulation, make: Callable[..., Any]) -> Any:
         if place.type != "cuda":
             return make(*args, **kwargs)
         made = make(*args[:2], **{**given, "device": "meta"})
-        made.__dict__[_PLACE] = simulation.device(place.index).torch_device
+        made.__dict__[_PLACE] = machine.device(place.index).torch_device
         return made
 
     return staticmethod(call)

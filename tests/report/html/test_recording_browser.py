@@ -12,7 +12,7 @@ import pytest
 from pytest_gpumem.report.html import write_recording
 from pytest_gpumem.report.html.recording import Watchers
 from pytest_gpumem.simulated.allocator import Allocator
-from pytest_gpumem.simulated.allocator.replay import replay
+from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html import chromium
 from tests.report.html.test_recording import FORWARD, LOADING, MIB, recorded
 

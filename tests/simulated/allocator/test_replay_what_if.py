@@ -12,9 +12,9 @@ from pytest_gpumem.simulated.allocator import (
     AllocatorSettings,
     OutOfMemory,
     SettingsError,
-    replay,
 )
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuError
+from pytest_gpumem.simulated.gpu.replay import replay
 
 MIB = 1 << 20
 GIB = 1 << 30

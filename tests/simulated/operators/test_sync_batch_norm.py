@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 
 def allocations(gpu: object, before: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import SimulationError
-from pytest_gpumem.simulated.gpu.device import SimulatedGPU
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 Call = Callable[[], Any]
 untyped: Any = torch

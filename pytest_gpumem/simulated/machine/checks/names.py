@@ -50,3 +50,10 @@ def tensor_type(dtype: torch.dtype, *, on_gpu: bool) -> str:
     if name not in _LEGACY:
         return f"{'CUDA' if on_gpu else 'CPU'}{name}Type"
     return f"torch.cuda.{name}Tensor" if on_gpu else f"torch.{name}Tensor"
+
+
+def expected(wanted: torch.dtype, found: torch.dtype) -> RuntimeError:
+    """What ``Tensor::data_ptr<T>`` raises (core/TensorMethods.cpp)."""
+    return RuntimeError(
+        f"expected scalar type {scalar_type(wanted)} but found {scalar_type(found)}"
+    )

@@ -10,16 +10,19 @@ from collections.abc import Callable
 import torch
 
 from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.simulated.machine.checks import products
 from pytest_gpumem.simulated.machine.checks.given import Check, Given
 from pytest_gpumem.simulated.machine.checks.kernels import (
-    COMPLEX,
     DOUBLE,
     FLOATING,
     not_implemented,
 )
-from pytest_gpumem.simulated.machine.checks.names import scalar_type, tensor_type, type_meta
+from pytest_gpumem.simulated.machine.checks.names import (
+    expected,
+    scalar_type,
+    tensor_type,
+)
 
-_MATMUL = FLOATING | COMPLEX
 _INDICES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
 
 SHORT_INDICES: Version = (2, 8)
@@ -46,85 +49,6 @@ def _is_bool(dtype: torch.dtype) -> bool:
     return dtype is torch.bool
 
 
-def _expected(wanted: torch.dtype, found: torch.dtype) -> RuntimeError:
-    """What ``Tensor::data_ptr<T>`` raises (core/TensorMethods.cpp)."""
-    return RuntimeError(
-        f"expected scalar type {scalar_type(wanted)} but found {scalar_type(found)}"
-    )
-
-
-# Products of matrices: LinearAlgebra.cpp (ADDMM_META, baddbmm) and cuda/Blas.cpp.
-
-
-def _product(kernel: str, given: Given) -> Exception | None:
-    """Nothing is computed, and no kernel chosen, where there is nothing to multiply."""
-    if not all(tensor.numel() for tensor in given.tensors()):
-        return None
-    dtype = given.dtype()
-    return None if dtype in _MATMUL else not_implemented(kernel, dtype)
-
-
-def _mm(given: Given) -> Exception | None:
-    one, other = given["self"].dtype, given["mat2"].dtype
-    if one is not other:
-        return RuntimeError(
-            f"expected mat1 and mat2 to have the same dtype, but got: {type_meta(one)} != "
-            f"{type_meta(other)}"
-        )
-    return _product("addmm_cuda", given)
-
-
-def _addmm(given: Given) -> Exception | None:
-    other = given["mat2"].dtype
-    if (wanted := given["out_dtype"]) is not None:
-        # _addmm_dtype_out_cuda of ATen/native/cuda/Blas.cpp, since 2.8.
-        if given["self"].dtype not in (wanted, given["mat1"].dtype):
-            return RuntimeError("self dtype must match either out_dtype or mat1 dtype")
-        return _product("addmm_cuda", given)
-    for name in ("self", "mat1"):
-        if given[name].dtype is not other:
-            return RuntimeError(
-                f"{name} and mat2 must have the same dtype, but got "
-                f"{scalar_type(given[name].dtype)} and {scalar_type(other)}"
-            )
-    return _product("addmm_cuda", given)
-
-
-def _bmm(given: Given) -> Exception | None:
-    failure = _product("baddbmm_cuda", given)
-    one, other = given["self"].dtype, given["mat2"].dtype
-    return failure or (None if one is other else _expected(one, other))
-
-
-def _baddbmm(given: Given) -> Exception | None:
-    types = [given[name].dtype for name in ("self", "batch1", "batch2")]
-    if types[0] is not types[1] and given["out_dtype"] is None:
-        return RuntimeError(
-            f"Input dtypes must be the same, got: input {type_meta(types[0])}, batch1: "
-            f"{type_meta(types[1])}, batch2: {type_meta(types[2])}"
-        )
-    failure = _product("baddbmm_cuda", given)
-    return failure or (None if types[1] is types[2] else _expected(types[1], types[2]))
-
-
-def _addmv(given: Given) -> Exception | None:
-    matrix, vector = list(given.tensors())[-2:]
-    failure = _product("addmv_impl_cuda", given)
-    return failure or (
-        None if matrix.dtype is vector.dtype else _expected(matrix.dtype, vector.dtype)
-    )
-
-
-def _dot(given: Given) -> Exception | None:
-    one, other = (tensor.dtype for tensor in given.tensors())
-    if one is not other:
-        return RuntimeError(
-            f"dot : expected both vectors to have same dtype, but found {scalar_type(one)} and "
-            f"{scalar_type(other)}"
-        )
-    return _product("dot", given)
-
-
 # Layers.
 
 
@@ -133,7 +57,7 @@ def _same_as_input(given: Given) -> Exception | None:
     for name in ("weight", "bias"):
         parameter = given[name]
         if parameter is not None and parameter.dtype is not given["input"].dtype:
-            return _expected(given["input"].dtype, parameter.dtype)
+            return expected(given["input"].dtype, parameter.dtype)
     return None
 
 
@@ -147,7 +71,7 @@ def _group_norm(given: Given) -> Exception | None:
         return RuntimeError("mixed dtype (CPU): expect parameter to have scalar type of Float")
     if given_type not in (torch.float16, torch.bfloat16):
         return RuntimeError("mixed dtype (CPU): all inputs must share same datatype.")
-    return _expected(given_type, torch.float32)
+    return expected(given_type, torch.float32)
 
 
 def _convolution(given: Given) -> Exception | None:
@@ -204,7 +128,7 @@ def _nll_loss(given: Given) -> Exception | None:
 def _nll_loss2d(given: Given) -> Exception | None:
     """cuda/NLLLoss2d.cu: the target is read as 64-bit integers."""
     target = given["target"]
-    return None if target.dtype is torch.int64 else _expected(torch.int64, target.dtype)
+    return None if target.dtype is torch.int64 else expected(torch.int64, target.dtype)
 
 
 def _masked_fill(given: Given) -> Exception | None:
@@ -419,16 +343,16 @@ def _soft_margin_loss(given: Given) -> Exception | None:
 
 
 _TYPES: dict[str, tuple[Check, ...]] = {
-    "mm": (_mm,),
-    "addmm": (_addmm,),
-    "_addmm_activation": (_addmm,),
-    "bmm": (_bmm,),
-    "baddbmm": (_baddbmm,),
-    "addbmm": (lambda given: _product("addmm_cuda", given),),
-    "mv": (_addmv,),
-    "addmv": (_addmv,),
-    "dot": (_dot,),
-    "vdot": (_dot,),
+    "mm": (products.mm,),
+    "addmm": (products.addmm,),
+    "_addmm_activation": (products.addmm,),
+    "bmm": (products.bmm,),
+    "baddbmm": (products.baddbmm,),
+    "addbmm": (lambda given: products.product("addmm_cuda", given),),
+    "mv": (products.addmv,),
+    "addmv": (products.addmv,),
+    "dot": (products.dot,),
+    "vdot": (products.dot,),
     "soft_margin_loss": (_soft_margin_loss,),
     # transformers/cuda/flash_attn/flash_api.cpp and mem_eff_attention/gemm_kernel_utils.h.
     "_flash_attention_forward": (_NO_FLASH,),

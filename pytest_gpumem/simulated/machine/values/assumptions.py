@@ -10,17 +10,31 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from pytest_gpumem.simulated.machine.notes import Notes
 from pytest_gpumem.simulated.machine.values import finite
 
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.simulation import Simulation
 
-Assumption = Callable[["Simulation", tuple[Any, ...], Any], "torch.Tensor | None"]
-"""(simulation, arguments, result) -> what an in-place operator is taken not to have changed."""
+class Known(finite.Numbers, Protocol):
+    """What assumptions are made of, and who is told."""
+
+    notes: Notes
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+
+    def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+
+    def assume(self, tensor: torch.Tensor, value: bool) -> None:
+        """Take ``value`` for what every element of ``tensor`` holds."""
+
+
+Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
+"""(values, arguments, result) -> what an in-place operator is taken not to have changed."""
 
 GENERATION = (
     "transformers compared tokens that shapes do not have with special tokens: none of them was "
@@ -76,10 +90,11 @@ _SEEDING = frozenset({"torch.utils.data.dataloader", "torch.utils.data.sampler"}
 """Modules that read an integer only to seed a generator with it (2.6 to 2.15)."""
 
 
-def drawn_seed(simulation: Simulation) -> int | None:
+def drawn_seed(device: int) -> int | None:
     """A seed for the module of torch's that reads one; ``None`` for any other reader.
 
-    With ``cuda`` as the default device seeds are drawn there. It comes from the same generator.
+    With ``cuda`` as the default device seeds are drawn there, which here is the GPU of the index
+    ``device``. It comes from the same generator.
     """
     own = __name__.partition(".machine.")[0]
     frame: FrameType | None = sys._getframe(1)
@@ -87,7 +102,7 @@ def drawn_seed(simulation: Simulation) -> int | None:
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__") not in _SEEDING:
         return None
-    generator = torch.cuda.default_generators[simulation.current_index]
+    generator = torch.cuda.default_generators[device]
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
 
 
@@ -98,12 +113,12 @@ _COMPARING = tuple(
 
 
 def _is_special_token(answer: bool) -> Assumption:
-    def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> None:
+    def assume(values: Known, args: tuple[Any, ...], result: Any) -> None:
         if args[0].dtype.is_floating_point or not _called_by_transformers():
             return
-        simulation.granted = True
-        simulation.note(GENERATION)
-        simulation.values.keep(result, torch.full(result.shape, answer, device="cpu"))
+        values.notes.granted = True
+        values.notes.note(GENERATION)
+        values.keep(result, torch.full(result.shape, answer, device="cpu"))
 
     return assume
 
@@ -119,23 +134,23 @@ def _called_by_transformers() -> bool:
     return any(part in frame.f_code.co_filename for part in _COMPARING)
 
 
-def _no_infinity(simulation: Simulation, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+def _no_infinity(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
     found: torch.Tensor = args[1]
-    if simulation.values.of(found) is None:
+    if values.of(found) is None:
         return None
-    simulation.note(FINITE)
+    values.notes.note(FINITE)
     return found
 
 
 def _also(func: Any, other: Assumption | None) -> Assumption:
     """Take unknown numbers for finite where ``func`` asks that, else do what ``other`` does."""
 
-    def assume(simulation: Simulation, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
-        answer = finite.answer(simulation.values, func, args)
+    def assume(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
+        answer = finite.answer(values, func, args)
         if answer is not None:
-            simulation.values.assume(result, answer)
+            values.assume(result, answer)
             return None
-        return None if other is None else other(simulation, args, result)
+        return None if other is None else other(values, args, result)
 
     return assume
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,10 +17,8 @@ from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
-from pytest_gpumem.simulated.machine.values.finite import Infinity
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.values.known import Operator, Values
+from pytest_gpumem.simulated.machine.values.finite import Infinity, Numbers
+from pytest_gpumem.simulated.machine.values.operator import Operator
 
 _ELEMENTWISE = frozenset(
     "logical_not logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or "
@@ -50,9 +48,9 @@ class Fact:
 class Facts:
     """The facts of one simulation, by the address of the storage they belong to."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Numbers, by_key: dict[int, Fact]) -> None:
         self._values = values
-        self.by_key: dict[int, Fact] = {}
+        self.by_key = by_key
 
     def of(self, tensor: torch.Tensor) -> Fact | None:
         """What is known of the storage of ``tensor``."""

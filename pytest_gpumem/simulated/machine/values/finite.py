@@ -10,14 +10,11 @@ import math
 import operator as comparing
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.values.known import Values
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "eq": comparing.eq,
@@ -50,6 +47,19 @@ FILLING = frozenset(
     for suffix in ("", "_")
 )
 """Operators by which a program writes an infinity or NaN: ``x.masked_fill(mask, -inf)``."""
+
+
+class Numbers(Protocol):
+    """What is asked of the values that are known."""
+
+    def single(self, tensor: torch.Tensor) -> Any:
+        """Return the one number that ``tensor`` holds; ``None`` if that is not known."""
+
+    def infinity(self, tensor: torch.Tensor) -> Infinity:
+        """Return what the program has put into ``tensor`` that is not finite."""
+
+    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
 
 
 class Infinity(IntEnum):
@@ -86,7 +96,7 @@ _SUBTRACTING = _names("sub")
 """The same of their first argument."""
 
 
-def answer(values: Values, func: Any, args: tuple[Any, ...]) -> bool | None:
+def answer(values: Numbers, func: Any, args: tuple[Any, ...]) -> bool | None:
     """What ``func`` yields for every element of finite numbers; ``None`` if it does not ask that.
 
     ``None``, too, where the program has put an infinity or NaN among them.
@@ -108,13 +118,13 @@ def answer(values: Values, func: Any, args: tuple[Any, ...]) -> bool | None:
     return None
 
 
-def _is_unknown_number(values: Values, tensor: Any) -> bool:
+def _is_unknown_number(values: Numbers, tensor: Any) -> bool:
     if not isinstance(tensor, torch.Tensor):
         return False
     return (
         (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         and tensor.layout is torch.strided
-        and not values.facts.infinity(tensor)
+        and not values.infinity(tensor)
     )
 
 
@@ -129,7 +139,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def brought(values: Values, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
+def brought(values: Numbers, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
     """What the numbers among the arguments of a filling operator bring in."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pytest_gpumem.simulated.gpu.device import SetupLog, SimulatedGPU
+from pytest_gpumem.simulated.machine.machine import SetupLog
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 MIB = 1024 * 1024
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError
-from pytest_gpumem.simulated.machine.values import known as values
+from pytest_gpumem.simulated.machine.values import reading as values
 from pytest_gpumem.simulated.simulation import active_simulation
 
 Program = Callable[[str], Any]

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.gpu.device import SimulatedGPU
 from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 WORKSPACE = 8_519_680
 MIB = 1 << 20

@@ -1,0 +1,111 @@
+"""Operators that are built from others: taken apart in view of the mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.execution import computing
+from pytest_gpumem.simulated.execution.runner import CUDA, Runner
+from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
+from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import tables
+from pytest_gpumem.simulated.operators.rules import on_machine
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+def is_composite(func: Any) -> bool:
+    """Whether torch builds ``func`` from other operators on every device."""
+    # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
+    return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
+
+
+def composite(runner: Runner, func: Any) -> Handler:
+    """What CUDA builds ``func`` from, else what torch does."""
+    implementation = tables.COMPOSITES.get(str(func), func.decompose)
+    return of_parts(runner, on_machine(implementation, runner.machine))
+
+
+def in_view(runner: Runner, func: Any) -> Handler:
+    """An operator that autograd sees whole and that CUDA builds from others."""
+    parts = of_parts(runner, on_machine(tables.IN_VIEW[str(func)], runner.machine))
+    elsewhere = computing.of_rule(runner, func, None, resizes=False)
+    return whole(runner, func, _on_cuda(runner, _checked(runner, func, parts), elsewhere))
+
+
+def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
+    """Control flow, and what else takes functions for arguments."""
+    if func.name() == "cond":
+        return of_parts(runner, _cond)
+    # What it runs where nothing compiles it.
+    eagerly = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    if eagerly is not None:
+        return of_parts(runner, eagerly)
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise UnsupportedOperatorError(
+            f"{func.name()} at {user_line()} is for compiled code, so it cannot run on a "
+            f"simulated GPU"
+        )
+
+    return refuse
+
+
+def of_parts(runner: Runner, implementation: Callable[..., Any]) -> Handler:
+    """Run ``implementation``, and each operator in it for itself."""
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Under inference_mode composite operators arrive whole: take them apart in view.
+        with runner.mode:
+            return implementation(*args, **kwargs)
+
+    return followed(runner, handle)
+
+
+def followed(runner: Runner, handler: Handler) -> Handler:
+    """Note where an operator runs whose tensors may be on several GPUs."""
+    placement = runner.machine.placement
+    return handler if placement is None else placement.following(handler)
+
+
+def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
+    """What is built from other operators has the right shapes; its values are its own."""
+    operator = Operator.of(func)
+    values = runner.values
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with values.ignoring():
+            result = handler(args, kwargs)
+        values.replace(operator, args, kwargs, result)
+        return result
+
+    return handle
+
+
+def _checked(runner: Runner, func: Any, handler: Handler) -> Handler:
+    checks = checks_of(func)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runner.is_elsewhere(func, checks, args, kwargs)
+        return handler(args, kwargs)
+
+    return handle
+
+
+def _on_cuda(runner: Runner, handler: Handler, elsewhere: Handler) -> Handler:
+    owner = runner.owner
+    return lambda args, kwargs: (handler if owner(args, kwargs) == CUDA else elsewhere)(
+        args, kwargs
+    )
+
+
+def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
+    return (if_true if condition else if_false)(*operands)

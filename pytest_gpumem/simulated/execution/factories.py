@@ -1,0 +1,140 @@
+"""Operators that make tensors where their options say, and copies to where they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.raw import CPU, META
+from pytest_gpumem.simulated.execution.runner import HOST, Runner
+from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
+from pytest_gpumem.simulated.machine.checks.dtypes import checks_of, refuse_types
+from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.machine.placement import source_of_node
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import tables, transfers
+
+
+def is_factory(func: Any) -> bool:
+    """Whether ``func`` is told a device."""
+    return any(argument.name == "device" for argument in func._schema.arguments)
+
+
+def factory(runner: Runner, func: Any) -> Handler:
+    """Make a tensor on a GPU, on the host, or on ``meta`` for whoever asked for that."""
+    machine = runner.machine
+    copies = func._schema.name == "aten::_to_copy"
+    checks = checks_of(func)
+    rule = tables.RULES.get(func._schema.name)
+    after = None if rule is None else rule.after
+    operator = Operator.of(func)
+    placement = machine.placement
+
+    def place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GPU:
+        assert placement is not None
+        source = source_of_node() if copies else None
+        if source is not None:
+            return machine.device(source.index)
+        return placement.of(func._schema.name, args, kwargs)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = kwargs.get("device")
+        if kwargs.get("pin_memory"):
+            # Host memory is pageable here: pinning it needs a driver.
+            return machine.pinned.add(handle(args, {**kwargs, "pin_memory": False}))
+        owner = runner.owner(args, kwargs)
+        if target is None:
+            if owner is None:
+                return runner.run_elsewhere(func, args, kwargs)
+            where = CPU if owner == HOST else None
+        else:
+            where = _asked_for(runner, target)
+        if where is not None and where.type not in ("cpu", "cuda"):
+            machine.here.on_meta = where.type == "meta"
+            return runner.run_elsewhere(func, args, kwargs)
+        to_host = where is not None and where.type == "cpu"
+        if copies and args[0].layout is not torch.strided:
+            _refuse_crossing(to_host=to_host, from_host=owner in (None, HOST))
+        if to_host:
+            if owner is None:
+                return runner.run_elsewhere(func, args, kwargs)
+            record = runner.storages.of(args[0]) if copies else None
+            if record is not None and record.nbytes:
+                transfers.stage_move(record.device, args[0], kwargs)
+            moved = runner.values.on_host(operator, args, {**kwargs, "device": CPU})
+            if moved is None:
+                moved = runner.run_on_host(operator, args, {**kwargs, "device": META})
+            if record is not None and kwargs.get("non_blocking"):
+                # pin_out of _to_copy, aten/src/ATen/native/TensorConversions.cpp
+                machine.pinned.add(moved)
+                machine.pinned.used_by(moved, record.device.index)
+            return moved
+        if where is not None:
+            device = machine.device(where.index)
+            kwargs = {**kwargs, "device": META}
+        else:
+            device = machine.current if placement is None else place(args, kwargs)
+        if copies and runner.is_users_own(args[0]):
+            raise NotImplementedError(NO_DATA)
+        machine.here.on_meta = False
+        if checks:
+            refuse_types(checks, func, args, kwargs, device.version)
+        shapes_only = kwargs
+        if kwargs.get("generator") is not None:
+            shapes_only = {**kwargs, "generator": None}
+        if copies and not raw.is_meta(args[0]):
+            running.operator = FROM_HOST
+        result = runner.run(func, args, shapes_only)
+        runner.adopt(result, device)
+        if copies and runner.storages.of(args[0]) is None:
+            non_blocking = bool(kwargs.get("non_blocking"))
+            transfers.stage_upload(device, result, args[0], non_blocking)
+            if non_blocking:
+                machine.pinned.used_by(args[0], device.index)
+        if after is not None:
+            after(device, args, kwargs, result)
+        runner.values.make(operator, args, kwargs, result)
+        return result
+
+    return handle
+
+
+def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
+    """Where the caller wants a tensor; ``None`` where a CUDA tensor's own options say it."""
+    if target.type != "meta":
+        return target
+    here = runner.machine.here
+    return here.destination or (META if here.on_meta else None)
+
+
+def scalar(runner: Runner, func: Any) -> Handler:
+    """A number as a tensor, which C++ also makes of the numbers among arguments."""
+    make = factory(runner, func)
+    operator = Operator.of(func)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = kwargs.get("device")
+        if target is not None and target.type == "meta":
+            # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
+            # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
+            result = runner.run(func, args, kwargs)
+            runner.storages.adopt_numbers([result])
+            runner.values.make(operator, args, kwargs, result)
+            return result
+        return make(args, kwargs)
+
+    return handle
+
+
+def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:
+    """Refuse a sparse tensor that moves: shapes do not say how many of its elements there are."""
+    if to_host != from_host:
+        raise UnsupportedOperatorError(
+            f"a sparse tensor moves between host and GPU at {user_line()}, which a simulated GPU "
+            "cannot do: make it on the device it is used on, or move a dense one"
+        )

@@ -1,0 +1,35 @@
+"""Operators that autograd's formulas apply to a temporary, which C++ does in place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
+
+
+def may_be_in_place(func: Any) -> bool:
+    """Whether some formula applies ``func`` in place."""
+    return str(func) in IN_PLACE
+
+
+def in_place(
+    func: Any, handler: Handler, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+) -> Handler:
+    """Let ``run`` do the operator in place where such a formula calls ``func``."""
+    chosen = IN_PLACE[str(func)]
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Two frames up is whoever called the operator.
+        if in_formula(sys._getframe(2)):
+            node = torch._C._current_autograd_node()
+            operator = chosen(args, node.name())
+            if operator is not None:
+                return run(operator, args, kwargs)
+        return handler(args, kwargs)
+
+    return handle

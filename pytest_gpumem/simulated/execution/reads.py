@@ -1,0 +1,43 @@
+"""Operators that read values on the host: ``item()``, ``equal``, ``allclose``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.simulated.execution.runner import Runner
+from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.values.operator import Operator
+
+_NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
+
+
+_READS = frozenset(
+    {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
+)
+
+
+def is_read(func: Any) -> bool:
+    """Whether ``func`` yields a number of Python."""
+    return func._schema.name in _READS
+
+
+def read(runner: Runner, func: Any) -> Handler:
+    """The value where it is known, else what an unknown one is taken for, else an error."""
+    machine = runner.machine
+    operator = Operator.of(func)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runner.owner(args, kwargs) is None:
+            return runner.run_elsewhere(func, args, kwargs)
+        machine.streams.host_waits(machine.current_index)
+        value = runner.values.computed(operator, args, kwargs)
+        if value is None and func in _NEUTRAL:
+            value = machine.neutral_value(args[0])
+        if value is None:
+            raise UnknownValueError(runner.unknown(func))
+        return value
+
+    return handle

@@ -1,0 +1,26 @@
+"""Operators whose kernels for ``meta`` do not return what CUDA does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.execution.runner import Runner, no_shapes
+from pytest_gpumem.simulated.machine.dispatch import Handler
+
+
+def quantizes(func: Any) -> bool:
+    """Whether ``func`` makes a quantized tensor."""
+    return bool(func._schema.name.startswith("aten::quantize_per_"))
+
+
+def quantize(runner: Runner, func: Any) -> Handler:
+    """Refuse it, but for tensors of the CPU."""
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runner.owner(args, kwargs) is None:
+            return runner.run_elsewhere(func, args, kwargs)
+        # The meta kernel returns an ordinary tensor of the input's type.
+        raise UnsupportedOperatorError(no_shapes(func))
+
+    return handle

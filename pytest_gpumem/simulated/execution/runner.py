@@ -1,0 +1,207 @@
+"""How operators are run, whatever their kind: on ``meta``, on the host, or as if nobody watched."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import CPU, META
+from pytest_gpumem.simulated.execution.on_host import OnHost
+from pytest_gpumem.simulated.execution.shapes import Shapes
+from pytest_gpumem.simulated.execution.words import said_by_aten
+from pytest_gpumem.simulated.machine.checks import devices
+from pytest_gpumem.simulated.machine.checks.dtypes import refuse_types
+from pytest_gpumem.simulated.machine.checks.given import Check
+from pytest_gpumem.simulated.machine.dispatch import Dispatch
+from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values import finite
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators.described import how_to_describe
+
+CUDA = "cuda"
+HOST = "cpu"
+TORCHS_OWN = frozenset({"aten", "prim", "prims"})
+"""Namespaces of operators that are no library's."""
+DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""Tags of operators whose results have sizes that values decide."""
+_OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
+"""Types of the tensors that C++ makes of lists of indices."""
+_SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTERNAL ASSERT")
+
+
+class Runner:
+    """What runs the operators of one machine, for the handlers of every kind.
+
+    ``mode`` is what has to be entered so that the parts of an operator are seen one by one.
+    """
+
+    def __init__(
+        self, machine: SimulatedMachine, dispatch: Dispatch, mode: AbstractContextManager[object]
+    ) -> None:
+        self.machine = machine
+        self.mode = mode
+        self.storages = machine.storages
+        self.values = machine.values
+        self.shapes = Shapes(machine.storages, self.place)
+        self.on_host = OnHost(self.storages, self.run, self.unknown)
+        self._dispatch = dispatch
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, unknown: bool = False
+    ) -> Any:
+        """Run a kernel of torch's; ``unknown`` says that it stands for one of unknown values."""
+        self._dispatch.inside = True
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if unknown or kwargs.get("device") == META or self._is_ours(args, kwargs):
+                self._explain(error, func, args, kwargs)
+            raise
+        finally:
+            self._dispatch.inside = False
+
+    def run_seeded(self, gpu: GPU, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel of torch's, whose random numbers nobody draws."""
+        if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
+            kwargs = {**kwargs, "generator": None}
+        return self.run(func, *self.concealed(args, kwargs))
+
+    def run_elsewhere(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that no CUDA tensor has part in, with torch's own errors."""
+        self._dispatch.inside = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._dispatch.inside = False
+        self.storages.adopt_users_own(tensors_in(result))
+        return result
+
+    def run_on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of CPU tensors whose values are unknown."""
+        func = operator.func
+        result = self.on_host.run(operator, args, kwargs)
+        if func in finite.QUESTIONS and self.storages.is_on_host(args[0]):
+            answer = finite.answer(self.values, func, args)
+            if answer is not None:
+                self.machine.note_finite()
+                return torch.full(result.shape, answer, device=CPU)
+        self.values.follow_on_host(func, args, result)
+        return result
+
+    def concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments, with CPU tensors of unknown values on ``meta``."""
+        return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
+
+    def is_elsewhere(
+        self,
+        func: Any,
+        checks: tuple[Check, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Look at arguments of a new kind: raise what a GPU raises, which meta kernels do not.
+
+        Returns whether they are on ``meta``, although nobody asked for that in this simulation.
+        """
+        place = self._place_of_index if func._schema.name in devices.INDEXING else self.place
+        tensors = devices.placed(func, args, kwargs, place)
+        where = {each.device for each in tensors}
+        if "meta" in where and where <= {"meta", "cpu"}:
+            self.machine.has_real_meta = True
+            return True
+        version = self.machine.current.version
+        devices.refuse_mixed(func, tensors, version)
+        if checks:
+            refuse_types(checks, func, args, kwargs, version)
+        return False
+
+    def adopt(self, result: Any, device: GPU) -> None:
+        """Give every new storage in ``result`` a block on ``device``."""
+        if isinstance(result, torch.Tensor):
+            if raw.is_meta(result):
+                self.storages.adopt(result, device)
+        elif isinstance(result, (tuple, list)):
+            for item in result:
+                self.adopt(item, device)
+
+    def owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Whose memory the tensors among the arguments stand for."""
+        owner = None
+        machine = self.machine
+        of = self.storages.of
+        first = args[0] if args and not machine.has_real_meta else None
+        if isinstance(first, torch.Tensor) and of(first) is not None:  # nearly always
+            return CUDA
+        for tensor in tensors_in((args, kwargs)):
+            if of(tensor) is not None:
+                if machine.has_real_meta:
+                    machine.here.on_meta = False
+                return CUDA
+            if self.storages.is_on_host(tensor):
+                owner = HOST
+            elif machine.has_real_meta and raw.is_meta(tensor):
+                machine.here.on_meta = True
+        return owner
+
+    def is_users_own(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on ``meta`` because somebody asked for that."""
+        return raw.is_meta(tensor) and self.place(tensor) == "meta"
+
+    def place(self, tensor: torch.Tensor) -> str:
+        """The device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
+        record = self.storages.of(tensor)
+        if record is not None:
+            return str(record.device.torch_device)
+        if not raw.is_meta(tensor):
+            return HOST
+        return devices.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
+
+    def _place_of_index(self, tensor: torch.Tensor) -> str:
+        """The same of an operand of indexing: of x[:, [0, 1]] C++ makes a tensor out of sight."""
+        place = self.place(tensor)
+        if place != "meta" or tensor.dtype not in _OF_LISTS:
+            return place
+        return place if storage_key(tensor) in self.storages.users_own else devices.NUMBER
+
+    def unknown(self, func: Any) -> str:
+        """Say that ``func`` reads a value that nobody knows."""
+        return self.values.refusal(f"{func} at {user_line()} reads")
+
+    def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether some tensor stands for memory of a GPU; others have errors of their own."""
+        if self.machine.has_real_meta:
+            return self.owner(args, kwargs) is not None
+        return any(map(raw.is_meta, tensors_in((args, kwargs))))
+
+    def _explain(
+        self, error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise what ``error``, of a kernel without values, means on a simulated GPU."""
+        text = str(error)
+        if isinstance(error, NotImplementedError):
+            if DATA_DEPENDENT & set(func.tags):
+                raise UnknownValueError(self.unknown(func)) from error
+            raise UnsupportedOperatorError(no_shapes(func)) from error
+        if any(sign in text for sign in _SIGNS_OF_NO_SHAPES):
+            raise UnsupportedOperatorError(no_shapes(func)) from error
+        if "meta tensor" in text:
+            raise UnknownValueError(self.unknown(func)) from error
+        words = said_by_aten(func, args, kwargs, error)
+        if words is not None:
+            raise words from None
+
+
+def no_shapes(func: Any) -> str:
+    """Say that the operator ``func`` cannot run on a simulated GPU."""
+    sentence = (
+        f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
+        f"simulated GPU"
+    )
+    return sentence if func.namespace in TORCHS_OWN else f"{sentence}: {how_to_describe(func)}"

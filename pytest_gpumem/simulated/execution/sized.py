@@ -1,0 +1,69 @@
+"""Operators whose results have as many elements as their arguments' values say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.execution.runner import CUDA, DATA_DEPENDENT, Runner
+from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
+from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import tables
+
+_empty_strided = torch.empty_strided
+
+
+def is_sized_by_values(func: Any) -> bool:
+    """Whether values decide how large the results of ``func`` are, which it makes itself."""
+    return bool(DATA_DEPENDENT & set(func.tags)) and "out" not in func._schema.overload_name
+
+
+def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
+    """``func`` where the values are known; ``otherwise`` runs it where they are not."""
+    rule = tables.RULES.get(func._schema.name)
+    operator = Operator.of(func)
+    machine = runner.machine
+    checks = checks_of(func)
+    placement = machine.placement
+    name = func._schema.name
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        computed = None
+        if runner.owner(args, kwargs) == CUDA:
+            computed = runner.values.computed(operator, args, kwargs)
+        if computed is None:
+            return otherwise(args, kwargs)
+        runner.is_elsewhere(func, checks, args, kwargs)
+        device = machine.current if placement is None else placement.of(name, args, kwargs)
+        scratch = None
+        if rule is not None and rule.before is not None:
+            scratch = rule.before(device, args, kwargs)
+        result = _shaped_as(func, computed)
+        placed = result
+        if rule is not None and rule.placed is not None:
+            placed = list(rule.placed(device, args, kwargs, result))
+        runner.adopt(placed, device)
+        if rule is not None and rule.after is not None:
+            rule.after(device, args, kwargs, result)
+        if scratch is not None:
+            scratch.free()
+        for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
+            runner.values.keep(tensor, values)
+        return result
+
+    return handle
+
+
+def _shaped_as(func: Any, computed: Any) -> Any:
+    """Meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
+    if isinstance(computed, torch.Tensor):
+        strides = computed.stride()
+        if func is torch.ops.aten.nonzero.default:
+            # aten/src/ATen/native/cuda/Nonzero.cu writes one row for each dimension.
+            strides = (1, max(computed.shape[0], 1))
+        return _empty_strided(computed.shape, strides, dtype=computed.dtype, device=META)
+    return type(computed)(_shaped_as(func, item) for item in computed)

@@ -1,0 +1,147 @@
+"""The caching allocator of one GPU, as Python code meets it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pytest_gpumem.device.collector import GROWTH, Collector
+from pytest_gpumem.simulated.allocator import Allocator, OutOfMemory
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.allocator.messages import OutOfMemoryFields
+from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
+from pytest_gpumem.simulated.common.callsite import RELEASED, Provenance, provenance
+
+
+class Memory(Allocator):
+    """The caching allocator, with stacks, and torch's own exception when the GPU is full.
+
+    Python's garbage collector may run wherever an object is made, here too, and the storages that
+    it finds give back their blocks at once. In C++ it cannot come in between: what is freed while
+    an operation is under way waits for its end.
+    """
+
+    history = True
+    """Whether allocations remember where in the code they were made."""
+    collector: Collector | None = None
+    """What is told when there are many blocks more; ``None`` where CPython itself sees to it."""
+    growth = 0
+    """Blocks made since then less those freed, but never below zero, as CPython counts."""
+
+    _recording: Recording | None = None
+    """What ``_record_memory_history`` was told last."""
+    _collects_frees = False
+    """Whether frees remember theirs, too: ``_record_memory_history(context="all")``."""
+
+    def __init__(self, total_memory: int, **options: Any) -> None:
+        self._busy = False
+        self.observers: list[Callable[[int, int, int, int], object]] = []
+        """Called with device, bytes of the segment, allowed and free bytes, when memory is out."""
+        self._freed_meanwhile: deque[tuple[int, Any]] = deque()
+        super().__init__(total_memory, **options)
+
+    def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
+        """Allocate ``size`` bytes; raises ``torch.OutOfMemoryError``."""
+        self.growth += 1
+        if self.growth > GROWTH and self.collector is not None:
+            self.growth = 0
+            self.collector.grown()
+        if context is None and self.history:
+            context = provenance()
+        if self._recording is not None and isinstance(context, Provenance):
+            context.record(self._recording)
+        self._busy = True
+        try:
+            address = Allocator.malloc(self, size, stream, context)
+            if address and isinstance(context, Provenance):
+                context.nbytes = self.block(address)
+            return address
+        except OutOfMemory as error:
+            if error.tried_everything and self.observers:
+                self._busy = False
+                self._tell_observers(error.fields)
+            raise torch.OutOfMemoryError(str(error)) from None
+        finally:
+            self._busy = False
+            if self._freed_meanwhile:
+                self._free_late()
+
+    def free(self, address: int, context: Any = None) -> None:
+        """Give a block back, after the operation that is under way."""
+        if self.growth:
+            self.growth -= 1
+        if context is None and self._collects_frees:
+            context = self._context_of_now()
+        if self._busy:
+            self._freed_meanwhile.append((address, context))
+            return
+        self._busy = True
+        try:
+            Allocator.free(self, address, context)
+        finally:
+            self._busy = False
+            if self._freed_meanwhile:
+                self._free_late()
+
+    def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
+        """Return every segment without a live block to the device."""
+        if context is None and self._collects_frees:
+            context = self._context_of_now()
+        with self._undisturbed():
+            super().empty_cache(pool, context)
+
+    def record_history(self, recording: Recording, *, clear: bool = False) -> None:
+        """Do what ``torch.cuda.memory._record_memory_history`` does."""
+        self.trace.record(recording, clear=clear)
+        self._recording = recording
+        self._collects_frees = recording.on and recording.contexts is Contexts.ALL
+
+    def _tell_observers(self, fields: OutOfMemoryFields) -> None:
+        """``oom_observers_`` of c10/cuda/CUDACachingAllocator.cpp, before the error is raised."""
+        allowed = fields.total if fields.limit is None else fields.limit
+        for observer in tuple(self.observers):
+            observer(self.device, fields.segment, allowed, fields.free)
+
+    def _context_of_now(self) -> Provenance:
+        context = provenance()
+        context.operator = RELEASED
+        if self._recording is not None:
+            context.record(self._recording)
+        return context
+
+    def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
+        """Describe the segments and their blocks, by address."""
+        with self._undisturbed():
+            return super().segments(pool, frames=frames)
+
+    def live_blocks(self) -> dict[int, int]:
+        """Address and size of every live block."""
+        with self._undisturbed():
+            return super().live_blocks()
+
+    def live_contexts(self) -> dict[int, Any]:
+        """Address and context of every live block."""
+        with self._undisturbed():
+            return super().live_contexts()
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            self._free_late()
+
+    def _free_late(self) -> None:
+        freed = self._freed_meanwhile
+        self._busy = True
+        try:
+            while freed:
+                Allocator.free(self, *freed.popleft())
+        finally:
+            self._busy = False

@@ -1,0 +1,52 @@
+"""``replay()``: recorded allocations through the allocator of a GPU that the catalogue has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytest_gpumem.simulated.allocator import ReplayResult
+from pytest_gpumem.simulated.allocator.replay import Observed
+from pytest_gpumem.simulated.allocator.replay import replay as replayed
+from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.simulated.gpu.catalogue import find_gpu
+
+
+def replay(
+    snapshot: Mapping[str, Any] | str | Path,
+    alloc_conf: str | None = None,
+    gpu: str | None = None,
+    *,
+    version: Version | None = None,
+    used_elsewhere: int = 0,
+    observed: Observed | None = None,
+) -> ReplayResult:
+    """Run the recorded allocations and frees through a simulated allocator.
+
+    The counts and ``first_mismatch`` compare the recording with its replay under the recorded
+    settings. ``alloc_conf`` and ``gpu`` ask what would have been instead: with other settings, what
+    was live when recording began is allocated anew.
+
+    Args:
+        snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
+        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
+        gpu: a model of the catalogue, ``"A100-40GB"``, whose memory must suffice.
+        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
+            made it, so by default one that writes such snapshots.
+        used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
+        observed: asked for somebody who follows each run, event by event.
+
+    Raises:
+        SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
+        AllocatorError: the settings ask for something that is not simulated.
+        GpuError: ``gpu`` is not in the catalogue.
+    """
+    return replayed(
+        snapshot,
+        alloc_conf,
+        None if gpu is None else find_gpu(gpu),
+        version=version,
+        used_elsewhere=used_elsewhere,
+        observed=observed,
+    )

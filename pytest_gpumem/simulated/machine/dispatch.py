@@ -1,0 +1,69 @@
+"""Where operators run, as far as the machine and those who show it ask."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from threading import RLock, get_ident
+from typing import Any
+
+from pytest_gpumem.simulated.machine.storages import Storages
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""What runs one operator with its arguments."""
+
+
+class Dispatch:
+    """Handlers by operator, the lock that they run under, and whether a kernel runs just now."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self._handlers: dict[Any, Handler] = {}
+        self._bound = self._handlers
+        self.inside = False
+        """True while a meta kernel runs: tensors then report the device they really have."""
+        self.lock: RLock | None = None
+        """Held while an operator runs, once the code under test has started a thread."""
+        self._owner_thread = 0
+        self._was_forked = False
+
+    def watch(self, ran: Callable[[Any], None] | None) -> None:
+        """Tell ``ran`` of every operator from here on; with ``None`` nobody any more."""
+        self._handlers = self._bound if ran is None else _Watched(self._bound, ran)
+
+    def share(self) -> None:
+        """Let several threads run operators, one at a time."""
+        if self.lock is None:
+            self.lock = self._storages.lock = RLock()
+            self._owner_thread = get_ident()
+
+    def forked(self) -> None:
+        """Be without a GPU: this is another process, and locks of other threads stay shut."""
+        self._was_forked = True
+        self.lock = self._storages.lock = None
+        self._handlers = {}
+
+    @property
+    def in_child(self) -> bool:
+        """Whether this is a worker, forked off the process that simulates; a test may be, too."""
+        return self._was_forked and multiprocessing.parent_process() is not None
+
+    @property
+    def inside_here(self) -> bool:
+        """Whether the kernel that runs was called from this thread."""
+        return self.inside and (self.lock is None or self._owner_thread == get_ident())
+
+
+class _Watched(dict[Any, Handler]):
+    """The handlers of operators, telling of each that runs: so nobody pays who does not ask."""
+
+    def __init__(self, handlers: dict[Any, Handler], ran: Callable[[Any], None]) -> None:
+        self._handlers, self._ran = handlers, ran
+
+    def get(self, func: Any, default: Any = None) -> Any:
+        """The handler of ``func``, of which is told."""
+        self._ran(func)
+        return self._handlers.get(func, default)
+
+    def __setitem__(self, func: Any, handler: Handler) -> None:
+        self._handlers[func] = handler

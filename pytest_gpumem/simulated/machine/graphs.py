@@ -1,0 +1,250 @@
+"""CUDA graphs: the body runs once, when it is captured, and keeps its memory for replays.
+
+Sources: aten/src/ATen/cuda/CUDAGraph.cpp and CUDAGeneratorImpl.cpp.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from pytest_gpumem.simulated.allocator import AllocatorError
+from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.memory import Memory
+from pytest_gpumem.simulated.machine.captures import Capture
+from pytest_gpumem.simulated.machine.random_state import (
+    LAZY_RNG,
+    RNG_PER_CAPTURE,
+    free_all,
+    state_of,
+    state_tensors,
+)
+from pytest_gpumem.simulated.machine.replayed_values import Recording
+from pytest_gpumem.simulated.machine.streams import cuda_error
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+CLEARS_WORKSPACES = (2, 12)
+"""From this release on a graph that is given up frees the cuBLAS workspaces of its stream."""
+_EMPTY = (
+    "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on "
+    "wrong device or stream."
+)
+
+
+class Graph:
+    """What ``torch.cuda.CUDAGraph`` is on a simulated GPU; a replay does nothing to memory."""
+
+    _machine: ClassVar[SimulatedMachine]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._keeps = keep_graph
+        self._capture: Capture | None = None
+        self._captured: Capture | None = None
+        self._memory: Memory | None = None
+        self._random: dict[object, list[int]] = {}
+        """Seed and offset of the capture, by state of a generator; empty up to 2.11."""
+        self._states: list[object] = []
+        """Of generators that captured operators may use."""
+
+    def capture_begin(
+        self,
+        pool: PoolId | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
+        """Capture the work of the current stream from here on."""
+        machine = self._machine
+        gpu = machine.current
+        if self._captured is not None:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, "
+                "create a new instance."
+            )
+        if gpu.version < LAZY_RNG:
+            self._register(gpu, state_of(None, gpu))
+        if gpu.stream == 0:
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, "
+                "it's ok to replay them on the default stream.)"
+            )
+        if machine.streams.is_capturing(gpu.index):
+            raise cuda_error("the operation cannot be performed in the present state")
+        chosen = SHARED_POOL if pool is None else (pool[0], pool[1])
+        identity = machine.pool_ids.of_graph() if chosen == SHARED_POOL else chosen
+        capture = Capture(
+            self, gpu, identity, machine.values, machine.pool_contents, machine.execution
+        )
+        captures = machine.streams.captures
+        try:
+            gpu.allocator.begin_allocate_to_pool(
+                identity, lambda stream: captures.get((gpu.index, stream)) is capture
+            )
+        except AllocatorError as error:
+            raise RuntimeError(str(error)) from None
+        gpu.allocator.is_capturing = lambda: machine.streams.is_capturing(gpu.index)
+        gpu.allocator.mark_capture_begin()
+        captures[capture.key] = capture
+        machine.execution.watch(_noting_nodes(machine))
+        machine.values.recording = self._recording
+        self._capture, self._memory = capture, gpu.allocator
+        if RNG_PER_CAPTURE <= gpu.version < LAZY_RNG:
+            for state in self._states:
+                self._random[state] = state_tensors(gpu, 0)
+
+    def _recording(self) -> Recording | None:
+        machine = self._machine
+        gpu = machine.current
+        capture = machine.streams.captures.get((gpu.index, gpu.stream))
+        return None if capture is None else capture.recording
+
+    def capture_end(self) -> None:
+        """End the capture; what it allocated stays with the graph."""
+        capture = self._capture
+        if capture is None:
+            raise RuntimeError("capture_end() called before capture_begin().")
+        streams = self._machine.streams
+        if streams.current(capture.gpu.index) != capture.stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._capture, capture.graph, capture.under_way = None, None, False
+        for key in [key for key, other in streams.captures.items() if other is capture]:
+            del streams.captures[key]
+        if not streams.captures:
+            self._machine.execution.watch(None)
+            self._machine.values.recording = None
+        capture.memory.mark_capture_end()
+        capture.memory.end_allocate_to_pool(capture.pool)
+        if not capture.valid:
+            capture.memory.release_pool(capture.pool)
+            raise cuda_error("operation failed due to a previous error during capture")
+        self._captured = capture
+        if capture.is_empty:
+            warnings.warn(_EMPTY, stacklevel=2)
+
+    def instantiate(self) -> None:
+        """Make the graph ready to run; ``capture_end`` does it unless the graph is kept."""
+        if self._captured is None:
+            raise RuntimeError("capture_end() must have been called before calling instantiate")
+        if not self._keeps:
+            raise RuntimeError(
+                "instantiate() is intended to be called by the user only when keep_graph=true"
+            )
+
+    def replay(self) -> None:
+        """Run the captured work again: nothing is allocated.
+
+        Where values are computed, that is done; else what the graph writes is unknown afterwards.
+        """
+        if self._captured is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            self._captured.recording.replay()
+        gpu = self._captured.gpu
+        if gpu.version >= LAZY_RNG:
+            # CUDAGeneratorCaptureState::setup_for_replay: a replay reads them on its own stream.
+            for addresses in self._random.values():
+                for address in addresses:
+                    self._captured.memory.record_stream(address, gpu.stream)
+
+    def reset(self) -> None:
+        """Give the graph up: its memory can be released once no tensor needs it."""
+        captured, self._captured = self._captured, None
+        if self._memory is not None:
+            for addresses in self._random.values():
+                free_all(self._memory, addresses)
+            self._random.clear()
+        if captured is not None:
+            if captured.gpu.version >= CLEARS_WORKSPACES:
+                captured.gpu.workspaces.clear_stream(captured.stream)
+            captured.memory.release_pool(captured.pool)
+
+    def pool(self) -> PoolId:
+        """The id of the pool, for other graphs to share."""
+        if self._captured is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._captured.pool
+
+    def register_generator_state(self, generator: Any) -> None:
+        """Let random operators of another generator be captured; since 2.14 any may be."""
+        gpu = self._machine.current
+        if gpu.version < LAZY_RNG:
+            self._register(gpu, state_of(generator, gpu))
+
+    def enable_debug_mode(self) -> None:
+        """Keep what ``debug_dump`` needs: nothing here."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Write the graph to a file: there are no kernels to write."""
+        raise _unsupported("torch.cuda.CUDAGraph.debug_dump")
+
+    def raw_cuda_graph(self) -> int:
+        """The driver's graph: there is none."""
+        raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph")
+
+    def raw_cuda_graph_exec(self) -> int:
+        """The driver's graph: there is none."""
+        raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph_exec")
+
+    def get_graph_data(self) -> dict[str, Any]:
+        """The nodes of the graph: there are none."""
+        raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
+
+    def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
+        """A random operator is captured: from 2.14 on it asks for the capture's own state."""
+        if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
+            self._random[state] = state_tensors(gpu, 0)
+
+    def _register(self, gpu: Device, state: object) -> None:
+        """``register_graph`` of a generator, up to 2.13."""
+        if self._machine.streams.is_capturing(gpu.index):
+            raise RuntimeError(
+                "Cannot register the state during capturing stage. during CUDA graph capture. If "
+                "you need this call to be captured, please file an issue. Current "
+                "cudaStreamCaptureStatus: cudaStreamCaptureStatusActive"
+            )
+        if state in self._states:
+            return
+        self._states.append(state)
+        if gpu.version < RNG_PER_CAPTURE:
+            self._machine.random_state.register(self, state, gpu)
+
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if exiting():  # what this needs may be gone, and nobody will ask for the memory
+            return
+        self.reset()
+        self._machine.random_state.unregister(self)
+
+
+def _unsupported(name: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{name} at {user_line()} needs the driver's graph, so it cannot run on a simulated GPU"
+    )
+
+
+def _noting_nodes(machine: SimulatedMachine) -> Callable[[Any], None]:
+    """Note the operators that leave a node in a graph: not those that make views, or room."""
+
+    def ran(func: Any) -> None:
+        gpu = machine.current
+        capture = machine.streams.captures.get((gpu.index, gpu.stream))
+        if capture is not None and capture.is_empty and _launches(func):
+            capture.is_empty = False
+
+    return ran
+
+
+def _launches(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return False
+    aliases = [one.alias_info for one in schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return not is_view and not schema.name.startswith(("aten::empty", "aten::new_empty"))

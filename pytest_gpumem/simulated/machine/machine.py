@@ -1,0 +1,261 @@
+"""A machine with simulated GPUs: all that is known of it while code under test runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.simulated.allocator.trace import TraceEntry
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.gpu.catalogue import Machine
+from pytest_gpumem.simulated.gpu.device import Device
+from pytest_gpumem.simulated.gpu.memory import Memory
+from pytest_gpumem.simulated.machine.dispatch import Dispatch
+from pytest_gpumem.simulated.machine.here import ThreadState
+from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.pinned import Pinned
+from pytest_gpumem.simulated.machine.placement import Placement
+from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
+from pytest_gpumem.simulated.machine.pools import ActivePool, PoolIds
+from pytest_gpumem.simulated.machine.random_state import RandomState
+from pytest_gpumem.simulated.machine.storages import SimulatedStorage, Storages
+from pytest_gpumem.simulated.machine.streams import Streams
+from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
+from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
+
+
+class GPU(Device):
+    """A device in a machine."""
+
+    @cached_property
+    def simulation(self) -> SimulatedMachine:
+        """The machine that this device is in; alone where nobody put it into another."""
+        return SimulatedMachine([self])
+
+    @property
+    def stream(self) -> int:
+        """Handle of the stream that work goes to now."""
+        return self.simulation.streams.current(self.index)
+
+    @property
+    def environment(self) -> Environment:
+        """What the numbers of this device depend on."""
+        major, minor = self.model.compute_capability
+        return Environment(
+            simulated=True,
+            gpu=Machine(self.model, len(self.simulation.gpus)).name,
+            compute_capability=f"{major}.{minor}",
+            torch=f"{self.version[0]}.{self.version[1]}",
+            alloc_conf=self.alloc_conf,
+            cublas_workspace_config=self.cublas_workspace_config,
+        )
+
+    @cached_property
+    def _open_logs(self) -> list[SetupLog]:
+        return []
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that readers of the numbers have to know."""
+        estimate = self.estimates.note
+        return (*self.simulation.notes, *([] if estimate is None else [estimate]))
+
+    @contextmanager
+    def logging(self) -> Iterator[SetupLog]:
+        """Log what is allocated inside, so that :meth:`renew` can do it again.
+
+        What a log inside this one records is left to that one.
+        """
+        log = SetupLog()
+        trace = self.allocator.trace
+        outer = self._open_logs[-1] if self._open_logs else None
+        if outer is not None:
+            outer.events += trace[outer.position :]
+        log.position = len(trace)
+        self._open_logs.append(log)
+        try:
+            yield log
+        finally:
+            self._open_logs.pop()
+            log.events += trace[log.position :]
+            if outer is not None:
+                outer.position = len(trace)
+            addresses = {event.addr for event in log.events}
+            log.records = self.simulation.storages.at(addresses, self.allocator)
+
+    def renew(self, logs: Iterable[SetupLog]) -> None:
+        """Go on with an empty allocator in which only ``logs`` have happened, in this order.
+
+        What they allocated and still lives moves over; everything else stays behind and is seen no
+        more. So what a test finds does not depend on the tests before it, to the last address.
+        """
+        memory = self.forget()
+        for log in logs:
+            log.repeat(memory)
+        self.go_on_with(memory)
+
+    @property
+    def left_behind(self) -> int:
+        """Bytes of live blocks that :meth:`renew` did not take along."""
+        return sum(
+            record.allocator.block(record.address)
+            for record in list(self.simulation.storages.by_key.values())
+            if record.device is self and record.allocator is not self.allocator and record.address
+        )
+
+    def memory_beside(self) -> Memory:
+        """Return an empty memory of this GPU whose addresses no other has."""
+        return self.empty_memory(self.index + len(self.simulation.gpus))
+
+
+@dataclass(eq=False)
+class SetupLog:
+    """What happened to a device while something was set up."""
+
+    events: list[TraceEntry] = field(default_factory=list)
+    records: dict[int, SimulatedStorage] = field(default_factory=dict)
+    """By address: the storages that were left in the end."""
+    position: int = 0
+
+    def repeat(self, memory: Memory) -> None:
+        """Let the same happen in ``memory``, which takes over what is still held."""
+        addresses: dict[int, int] = {}
+        for event in self.events:
+            if event.action == "alloc":
+                address = memory.malloc(event.size, event.stream, event.context)
+                addresses[event.addr] = address
+            elif event.action == "free_completed" and event.addr in addresses:
+                memory.free(addresses.pop(event.addr))
+        for before, address in addresses.items():
+            record = self.records.get(before)
+            if record is None or record() is None:
+                memory.free(address)
+            else:
+                record.allocator, record.address = memory, address
+        memory.empty_cache()
+
+
+class SimulatedMachine(Notes):
+    """What ``gpus`` and the process that uses them have in common.
+
+    With ``real_values`` every operator is computed on the CPU beside its shapes.
+    """
+
+    def __init__(self, gpus: Sequence[GPU], *, real_values: bool = False) -> None:
+        super().__init__()
+        self.gpus = tuple(gpus)
+        self.here = ThreadState()
+        self.storages = Storages()
+        self.values = Values(self.storages, self, self.here, everything=real_values)
+        self.storages.died = self.values.died
+        self.storages.regrown = self.values.resized
+        self.has_real_meta = False
+        """Whether the user made meta tensors of their own, which hold no CUDA memory."""
+        self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
+        """Which GPU an operator runs on; ``None`` where there is but one."""
+        self.streams = Streams(self.gpus[0].timeline)
+        self.pool_ids = PoolIds()
+        self.pool_contents = EveryPoolContents(self.values)
+        self.active_pools = ActivePool()
+        self.random_state = RandomState()
+        self.pinned = Pinned(self.streams)
+        self.execution = Dispatch(self.storages)
+        self.is_active = False
+        """Whether it serves ``cuda`` now."""
+
+    @property
+    def current(self) -> GPU:
+        """The current CUDA device."""
+        return self.gpus[self.here.current_index]
+
+    @property
+    def current_index(self) -> int:
+        """The index of the current CUDA device of this thread."""
+        return self.here.current_index
+
+    @current_index.setter
+    def current_index(self, index: int) -> None:
+        self.here.current_index = index
+
+    def device(self, index: int | None) -> GPU:
+        """The GPU that ``cuda:index`` names; raises torch's error for one that is not there."""
+        if index is None:
+            return self.current
+        if not 0 <= index < len(self.gpus):
+            count = len(self.gpus)
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal (cuda:{index} on a machine with {count} "
+                f"simulated GPU{'s' if count > 1 else ''})"
+            )
+        return self.gpus[index]
+
+    def device_of(self, *values: Any) -> GPU:
+        """The GPU that holds the first tensor among ``values``; else the current one."""
+        if len(self.gpus) > 1:
+            for tensor in tensors_in(values):
+                record = self.storages.of(tensor)
+                if record is not None:
+                    return self.gpus[record.device.index]
+        return self.current
+
+    @contextmanager
+    def making(self, destination: torch.device) -> Iterator[None]:
+        """What is made inside was asked for on ``destination``, whatever torch is told."""
+        if destination.type == "meta":
+            self.has_real_meta = True
+        before, self.here.destination = self.here.destination, destination
+        try:
+            yield
+        finally:
+            self.here.destination = before
+
+    def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
+        """What reading an unknown number yields: 0.0 for floating point, else ``None``.
+
+        Nor where every value is computed: one that could not be is not made up. An integer that
+        torch reads for a seed is drawn.
+
+        Raises :class:`UnknownValueError` where one line reads such numbers without end.
+        """
+        if not tensor.dtype.is_floating_point:
+            return drawn_seed(self.current_index)
+        if self.values.everything:
+            return None
+        self.note_number()
+        return NeutralFloat()
+
+    def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
+        """Whether ``read``, of all of an unknown ``tensor``, yields neutral integers; notes it.
+
+        Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
+        """
+        dtype = tensor.dtype
+        if self.values.everything or dtype.is_floating_point or dtype.is_complex:
+            return False
+        if dtype is torch.bool or tensor.layout is not torch.strided:
+            return False
+        self.note_integers(read)
+        return True
+
+    def kernel_wrote(self, *values: Any) -> None:
+        """Forget what is known of tensors that a kernel was given, or made.
+
+        Nobody says which it writes to, and a description knows shapes alone.
+        """
+        for tensor in tensors_in(values):
+            record = self.storages.of(tensor)
+            if record is not None:
+                self.values.forget(record.key)
+
+    def forget_reads(self) -> None:
+        """Begin anew to count what is read, and to see what the host has room for."""
+        self.neutral_reads.clear()
+        self.granted = False
+        self.values.begin()

@@ -1,0 +1,70 @@
+"""What readers of the numbers have to know, and how often code read what nobody computed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+
+MOST_NOTES = 20
+MOST_READS = 10_000
+"""Neutral values that one line may read."""
+
+
+class Notes:
+    """Sentences about a simulation, and its reads of unknown values."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, None] = {}
+        self.neutral_reads: Counter[str] = Counter()
+        """By line: how often a neutral value was read there."""
+        self.granted = False
+        """Whether a condition on unknown values was answered by an assumption."""
+
+    def note(self, sentence: str) -> None:
+        """Remember a sentence that readers of the numbers have to know."""
+        if len(self.notes) < MOST_NOTES:
+            self.notes[sentence] = None
+
+    def count_read(self, name: str) -> str:
+        """Count a read of what a simulated GPU does not have; return its line.
+
+        Raises :class:`UnknownValueError` where one line reads without end.
+        """
+        line = user_line()
+        self.neutral_reads[line] += 1
+        if self.neutral_reads[line] > MOST_READS:
+            raise UnknownValueError(
+                f"{name} at {line} read values that a simulated GPU does not have {MOST_READS:,} "
+                f"times: a loop that waits for one of them would never end"
+            )
+        return line
+
+    def note_finite(self) -> None:
+        """Say that code reads whether unknown numbers are finite, which is taken for granted.
+
+        Raises :class:`UnknownValueError` where one line does so without end.
+        """
+        line = self.count_read("a search for infinities and NaN")
+        self.granted = True
+        self.note(
+            f"{line} looks for infinities or NaN in numbers that shapes do not have: they were "
+            f"taken for finite"
+        )
+
+    def note_integers(self, read: str) -> None:
+        """Say that ``read``, of all of a tensor, yields neutral integers.
+
+        Raises :class:`UnknownValueError` where one line does so without end.
+        """
+        line = self.count_read(read)
+        self.note(f"{read} at {line} read integers that shapes do not have: each got 0")
+
+    def note_number(self) -> None:
+        """Say that ``item()`` yields a neutral number.
+
+        Raises :class:`UnknownValueError` where one line does so without end.
+        """
+        line = self.count_read("item()")
+        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")

@@ -1,0 +1,164 @@
+"""Page-locked host memory: pageable here, but remembered as pinned.
+
+``pin_memory()`` hands out memory of blocks that are used again, as torch's allocator of pinned
+memory does; what a factory makes with ``pin_memory=True`` is counted alike, and its memory is the
+CPU allocator's.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from pytest_gpumem.simulated.allocator.host_memory import HostAllocator, block_size
+from pytest_gpumem.simulated.allocator.timeline import StreamKey
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.streams import Streams
+
+ALREADY_REGISTERED = 712
+"""cudaErrorHostMemoryAlreadyRegistered."""
+NOT_REGISTERED = 713
+"""cudaErrorHostMemoryNotRegistered."""
+_INVALID = 1
+"""cudaErrorInvalidValue."""
+_ALIGNMENT = 64
+"""Of the CPU's allocator; page-locked memory would begin with a page."""
+MOST_CACHED = 64 << 20
+"""Bytes of real memory that wait for their next use; torch keeps all, which here costs the host."""
+
+
+class Block:
+    """The memory of a pinned storage, and when the copies from it are over."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.buffer: bytearray | None = None
+        self.streams: set[StreamKey] = set()
+        """The streams that copy from it or to it (``record_event``)."""
+        self.free_from = 0.0
+
+    def tensor(self, nbytes: int) -> torch.Tensor:
+        """The first ``nbytes`` of the block."""
+        if self.buffer is None:
+            self.buffer = bytearray(self.size + _ALIGNMENT)
+        whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
+        offset = -whole.data_ptr() % _ALIGNMENT
+        return torch.frombuffer(self.buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+
+
+class Pinned:
+    """The storages that count as pinned, by the address of their ``StorageImpl``.
+
+    Source: aten/src/ATen/core/CachingHostAllocator.h.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._by_key: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._blocks: dict[int, Block] = {}
+        self._busy: list[Block] = []
+        """Blocks that were given back while a stream copied from them."""
+        self._cached: list[Block] = []
+        self._registered: dict[int, int] = {}
+        """Address and size of what ``cudaHostRegister`` was given."""
+        self._streams = streams
+        self.memory = HostAllocator()
+        """What CUDA's allocator of pinned memory would hold."""
+
+    def add(self, tensor: torch.Tensor, block: Block | None = None) -> torch.Tensor:
+        """Remember ``tensor``'s storage as pinned."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._by_key:
+            return tensor
+        self._process_events()
+        size = self.memory.allocate(storage.nbytes())
+        self._blocks[key] = Block(size) if block is None else block
+
+        def died(_: weakref.ref[torch.UntypedStorage]) -> None:
+            del self._by_key[key]
+            self._give_back(self._blocks.pop(key))
+
+        self._by_key[key] = weakref.ref(storage, died)
+        return tensor
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A pinned copy of a CPU tensor, with its strides (``_pin_memory``, native/Memory.cpp)."""
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        nbytes = (reach + 1) * tensor.element_size() if tensor.numel() else 0
+        if not nbytes:
+            return self.add(tensor.clone())
+        block = self._take(block_size(nbytes))
+        memory = block.tensor(nbytes)
+        pinned = torch.empty(0, dtype=tensor.dtype).set_(
+            memory.untyped_storage(), 0, tensor.shape, tensor.stride()
+        )
+        self.add(pinned, block)
+        return pinned.copy_(tensor)
+
+    def has(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` is pinned."""
+        if self._by_key and storage._cdata in self._by_key:
+            return True
+        return bool(self._registered) and self._is_registered(storage.data_ptr())
+
+    def used_by(self, tensor: torch.Tensor, device: int) -> None:
+        """The current stream of a GPU copies from or to ``tensor``, and nobody waits."""
+        block = self._blocks.get(storage_key(tensor)) if self._blocks else None
+        if block is not None:
+            block.streams.add((device, self._streams.current(device)))
+
+    def register(self, address: int, size: int) -> int:
+        """``cudaHostRegister``; its result code."""
+        if size <= 0 or not address:
+            return _INVALID
+        if any(
+            begin < address + size and address < begin + length
+            for begin, length in self._registered.items()
+        ):
+            return ALREADY_REGISTERED
+        self._registered[address] = size
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """``cudaHostUnregister``; its result code."""
+        return NOT_REGISTERED if self._registered.pop(address, None) is None else 0
+
+    def empty_cache(self) -> None:
+        """``_host_emptyCache``."""
+        self._process_events()
+        self._cached.clear()
+        self.memory.empty_cache()
+
+    def _is_registered(self, address: int) -> bool:
+        return any(begin <= address < begin + length for begin, length in self._registered.items())
+
+    def _take(self, size: int) -> Block:
+        self._process_events()
+        for index in reversed(range(len(self._cached))):
+            if self._cached[index].size == size:
+                return self._cached.pop(index)
+        return Block(size)
+
+    def _give_back(self, block: Block) -> None:
+        ends = [self._streams.clock.end(each) for each in block.streams]
+        block.streams.clear()
+        if ends:
+            block.free_from = max(ends)
+            self._busy.append(block)
+        else:
+            self._reuse(block)
+
+    def _process_events(self) -> None:
+        """``process_events``: blocks whose copies are over can be used again."""
+        clock = self._streams.clock
+        while self._busy and clock.is_over(self._busy[0].free_from):
+            self._reuse(self._busy.pop(0))
+
+    def _reuse(self, block: Block) -> None:
+        self.memory.free(block.size)
+        held = block.size + sum(each.size for each in self._cached)
+        if block.buffer is not None and held <= MOST_CACHED:
+            self._cached.append(block)

@@ -1,0 +1,217 @@
+"""Streams: which one memory belongs to, and what waits for what.
+
+Work is done when it is issued, as far as anybody can see: queries say yes, but for the time that
+``torch.cuda._sleep`` takes. What the *host* knows to be finished decides when memory that another
+stream used may be used again; the
+:class:`~pytest_gpumem.simulated.allocator.timeline.Timeline` keeps that.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey, Timeline
+from pytest_gpumem.simulated.machine.clock import Clock
+from pytest_gpumem.simulated.machine.leaves import NO_SEQUENCE, Leaves
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.captures import Capture
+
+STREAMS_PER_POOL = 32
+"""kStreamsPerPool of c10/cuda/CUDAStream.cpp: then the first stream is handed out again."""
+HIGHEST_PRIORITY = -3
+"""torch compiles four priorities, 0 to -3; GPUs since Volta have six."""
+_TYPE_BITS = 4
+_WARN, _ERROR = 1, 2
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
+"""warn_or_error_on_sync of c10/cuda/CUDAFunctions.cpp."""
+
+
+class Recorded(Protocol):
+    """An event that was recorded."""
+
+    marks: Marks
+    moment: float
+    """When the work before it is done, on the clock of the streams."""
+    capture: Capture | None
+
+
+class _ThreadStreams(threading.local):
+    """The current stream of each device, which every thread has for itself."""
+
+    def __init__(self) -> None:
+        self.current: dict[int, int] = {}
+        self.in_node: dict[int, tuple[int, int, int]] = {}
+        """By device: graph task, node and stream, where a backward hook chose another stream."""
+        self.of_last_node: dict[int, int] = {}
+        self.leaves = Leaves()
+        self.chosen: dict[int, tuple[list[int], list[int]]] = {}
+        """By device: from which autograd sequence number, which each thread counts for itself,
+        on which stream was the current one."""
+
+
+class Streams:
+    """The streams of a machine: current ones, captures, and the order between them."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.clock = Clock()
+        self.used = False
+        """Whether there ever was any stream but the default one."""
+        self.sync_debug_mode = 0
+        """What ``torch.cuda.set_sync_debug_mode`` was told."""
+        self.captures: dict[StreamKey, Capture] = {}
+        """The capture under way on each stream."""
+        self._here = _ThreadStreams()
+        self._made: dict[tuple[int, int], int] = {}
+
+    def current(self, device: int) -> int:
+        """Handle of the stream that work on ``device`` goes to now; 0 is the default stream.
+
+        Autograd runs a node on the stream on which its forward ran.
+        """
+        if not self.used:
+            return 0
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            return self._of_node(device, task)
+        return self._here.current.get(device, 0)
+
+    def choose(self, device: int, stream: int) -> None:
+        """Make ``stream`` the current one of ``device``, for this thread."""
+        if not self.used and stream == 0:
+            return
+        self.used = True
+        self.timeline.note((device, stream))
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._here.in_node[device] = (task, _node_sequence(), stream)
+            return
+        self._here.current[device] = stream
+        numbers, streams = self._here.chosen.setdefault(device, ([], []))
+        numbers.append(torch._C._autograd._get_sequence_nr())
+        streams.append(stream)
+
+    def abandon_captures(self) -> None:
+        """End the captures that a test left open."""
+        for capture in set(self.captures.values()):
+            capture.abandon()
+        self.captures.clear()
+
+    def reset(self, *, keep: bool) -> None:
+        """Forget what a test has set and, unless ``keep``, that streams were ever used."""
+        self.sync_debug_mode = 0
+        self.clock = Clock()
+        if not keep:
+            self.used = False
+            self._here = _ThreadStreams()
+            self._made.clear()
+
+    def make(self, device: int, priority: int) -> int:
+        """Handle of a stream out of the pool of its device and priority, in turn."""
+        level = min(max(-priority, 0), -HIGHEST_PRIORITY)
+        made = self._made.get((device, level), 0)
+        self._made[device, level] = made + 1
+        # makeStreamId: the index, the kind (1 and up: pools), and a bit for torch's own streams.
+        return (made % STREAMS_PER_POOL) << (_TYPE_BITS + 1) | (level + 1) << 1 | 1
+
+    def is_capturing(self, device: int) -> bool:
+        """Whether the current stream of ``device`` is being captured."""
+        return bool(self.captures) and (device, self.current(device)) in self.captures
+
+    def host_waits(self, device: int) -> None:
+        """The host waits for the current stream: it reads or writes memory of ``device``."""
+        if self.sync_debug_mode == _WARN:
+            warnings.warn(_SYNCHRONIZES, stacklevel=3)
+        elif self.sync_debug_mode == _ERROR:
+            raise RuntimeError(_SYNCHRONIZES)
+        if self.used or self.clock.is_running:
+            key = (device, self.current(device))
+            self.refuse_in_capture(key)
+            self.clock.wait_for(self.clock.end(key))
+            self.timeline.finish_stream(key)
+
+    def sleep(self, device: int, cycles: int) -> None:
+        """The current stream does nothing else for so long (``torch.cuda._sleep``)."""
+        key = (device, self.current(device))
+        if key not in self.captures:
+            self.clock.sleep(key, cycles)
+
+    def synchronize(self, device: int) -> None:
+        """The host waits for every stream of ``device``."""
+        for key in self.captures:
+            self.refuse_in_capture(key)
+        self.clock.wait_for_device(device)
+        if self.used:
+            self.timeline.finish_device(device)
+
+    def refuse_in_capture(self, key: StreamKey) -> None:
+        """Raise what CUDA raises for a wait during a capture, which then is worth nothing."""
+        capture = self.captures.get(key)
+        if capture is not None:
+            capture.valid = False
+            raise cuda_error("operation not permitted when stream is capturing")
+
+    def waits(self, key: StreamKey, event: Recorded) -> None:
+        """Later work of a stream comes after an event; with it the stream joins a capture."""
+        self.timeline.wait(key, event.marks)
+        self.clock.delay(key, event.moment)
+        capture = event.capture
+        if capture is not None and capture.under_way:
+            self.captures.setdefault(key, capture)
+
+    def _of_node(self, device: int, task: int) -> int:
+        here = self._here
+        number = _node_sequence()
+        chosen = here.in_node.get(device)
+        if chosen is not None and chosen[:2] == (task, number):
+            return chosen[2]
+        if number == NO_SEQUENCE:
+            # A leaf's node has the stream on which the leaf was first used.
+            user = here.leaves.first_use(task)
+            return here.of_last_node.get(device, 0) if user is None else self._at(device, user)
+        stream = self._at(device, number)
+        here.of_last_node[device] = stream
+        return stream
+
+    def _at(self, device: int, number: int) -> int:
+        """The current stream of ``device`` when autograd's node ``number`` was made."""
+        numbers, streams = self._here.chosen.get(device, ((), ()))
+        position = bisect_right(numbers, number)
+        return streams[position - 1] if position else 0
+
+    def hooked(self, leaf: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``hook`` of a leaf, which autograd runs before it says which node is next."""
+        reference = weakref.ref(leaf)
+
+        @functools.wraps(hook)
+        def call(gradient: Any) -> Any:
+            with self._here.leaves.hooks_of(reference()):
+                return hook(gradient)
+
+        return call
+
+
+def _node_sequence() -> int:
+    node = torch._C._current_autograd_node()
+    return NO_SEQUENCE if node is None else int(node._sequence_nr())
+
+
+def cuda_error(text: str) -> RuntimeError:
+    """An error of the CUDA runtime as torch raises it; a class of its own since 2.8."""
+    error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+    return error(f"CUDA error: {text}")
+
+
+def priority_of(stream: int) -> int:
+    """The priority that a handle of :meth:`Streams.make` has; 0 for handles from elsewhere."""
+    kind = stream >> 1 & (1 << _TYPE_BITS) - 1
+    return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0

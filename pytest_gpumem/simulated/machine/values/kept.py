@@ -1,0 +1,196 @@
+"""Values that are kept on the CPU, by the storage they belong to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.errors import HostMemoryError
+from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.values.facts import Fact
+from pytest_gpumem.simulated.machine.values.views import covers, elements, view_of
+
+MOST_INTEGERS = 65_536
+"""Elements of an integer or boolean tensor whose values are kept."""
+MOST_FLOATS = 4_096
+
+_empty = torch.empty
+
+
+class Kept:
+    """The elements of storages whose values are known, and which of all tensors those are."""
+
+    def __init__(self, storages: Storages, *, everything: bool) -> None:
+        self._storages = storages
+        self.everything = everything
+        """Whether values of any size are computed, and random numbers drawn."""
+        self._bases: dict[int, torch.Tensor] = {}
+        """By key: all elements of the storage, flat, on the CPU."""
+        self._stated: dict[int, Fact] = {}
+        """By key: what else is known of a storage."""
+        self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages without a block: their values must not outlive them either."""
+        self._blank: set[int] = set()
+        """Keys of storages that nobody has written to, where everything is computed."""
+        self._held = 0
+        self._limit = 0
+
+    def base(self, key: int) -> torch.Tensor | None:
+        """Return all elements of a storage, flat; ``None`` if they are not known."""
+        return self._bases.get(key)
+
+    def put(self, key: int, base: torch.Tensor) -> None:
+        """Let ``base``, flat, be what a storage holds that is watched already."""
+        self.forget(key)
+        if self.everything:
+            self._hold(base.numel() * base.element_size())
+        self._bases[key] = base
+
+    def forget(self, key: int) -> None:
+        """Drop the values of a storage, because they are no longer known or it has died."""
+        self._blank.discard(key)
+        if self._stated:
+            self._stated.pop(key, None)
+        base = self._bases.pop(key, None)
+        if base is not None and self.everything:
+            self._held -= base.numel() * base.element_size()
+
+    def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        if raw.is_meta(source):
+            return
+        if source.shape == tensor.shape and source.layout is torch.strided:
+            self._keep(tensor, source, shared=True)
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Follow a storage that was resized in place: what was added is undefined."""
+        key = storage_key(tensor)
+        base = self._bases.get(key)
+        if base is None:
+            return
+        size = elements(tensor, base.dtype)
+        if size <= base.numel():
+            return
+        if not self.everything:
+            self.forget(key)
+            return
+        grown = _empty(size, dtype=base.dtype, device=CPU)
+        grown[: base.numel()] = base
+        self._bases[key] = grown
+        self._hold((size - base.numel()) * base.element_size())
+
+    def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
+        return self._storages.is_on_host(tensor)
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        first = self._unknown_among(args)
+        if first is True:
+            return False
+        second = self._unknown_among(kwargs.values()) if kwargs else None
+        return second is not True and (first is False or second is False)
+
+    def _unknown_among(self, values: Iterable[Any]) -> bool | None:
+        """Whether a tensor among ``values`` is unknown; ``None`` if none has values kept here."""
+        bases = self._bases
+        is_on_host = self._storages.is_on_host
+        answer = None
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if storage_key(value) in bases:
+                    answer = False
+                elif raw.is_meta(value) or is_on_host(value):
+                    return True
+            elif isinstance(value, (list, tuple)):
+                inner = self._unknown_among(value)
+                if inner:
+                    return True
+                answer = answer if inner is None else inner
+        return answer
+
+    def _keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether values of a tensor of this size are kept."""
+        if tensor.layout is not torch.strided:
+            return False
+        if self.everything:
+            return True
+        dtype = tensor.dtype
+        most = MOST_FLOATS if dtype.is_floating_point or dtype.is_complex else MOST_INTEGERS
+        return tensor.numel() <= most and elements(tensor) <= 2 * most
+
+    def _keep_all(self, result: Any, computed: Any, used: set[int], *, parts: bool = False) -> None:
+        """Keep what was ``computed`` of ``result``, whose tensors may be ``parts`` of storages."""
+        if isinstance(result, (list, tuple)):
+            if isinstance(computed, (list, tuple)):
+                for one, other in zip(result, computed, strict=False):
+                    self._keep_all(one, other, used, parts=parts)
+            return
+        if not isinstance(result, torch.Tensor) or not raw.is_meta(result):
+            return
+        if computed is real_kernels.UNREAD or isinstance(computed, int):
+            filling = 0 if computed is real_kernels.UNREAD else computed
+            computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
+        if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
+            return
+        if computed.shape == (*result.shape, 1):
+            # What cuDNN's attention sums had no last dimension yet in 2.6.
+            computed = computed.squeeze(-1)
+        if computed.shape != result.shape:
+            return
+        base = self._bases.get(storage_key(result))
+        if base is None:
+            self._keep(result, computed, computed.untyped_storage()._cdata in used)
+            used.add(computed.untyped_storage()._cdata)
+        elif parts:
+            view_of(base, result).copy_(computed)
+
+    def _keep(self, tensor: torch.Tensor, source: torch.Tensor, shared: bool) -> None:
+        if not self._keeps(tensor) or tensor.layout is not torch.strided:
+            return
+        if (
+            not shared
+            and source.dtype == tensor.dtype
+            and source.is_contiguous()
+            and not source.storage_offset()
+            and covers(tensor)
+        ):
+            self._put(tensor, source.view(-1))
+            return
+        base = _empty(elements(tensor), dtype=tensor.dtype, device=CPU)
+        view_of(base, tensor).copy_(source)
+        self._put(tensor, base)
+
+    def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
+        self.put(storage_key(tensor), base)
+        self._watch(tensor)
+
+    def _put_blank(self, tensor: torch.Tensor) -> None:
+        self._put(tensor, _empty(elements(tensor), dtype=tensor.dtype, device=CPU))
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages.by_key or key in self._loose:
+            return
+
+        def died(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            # Another storage may have the address by now.
+            if self._loose.get(key) is reference:
+                del self._loose[key]
+                self.forget(key)
+
+        self._loose[key] = weakref.ref(storage, died)
+
+    def _hold(self, nbytes: int) -> None:
+        if self._held + nbytes > self._limit:
+            raise HostMemoryError(
+                f"real values take more than {self._limit:,} bytes of host memory, half of what "
+                f"was free"
+            )
+        self._held += nbytes

@@ -1,0 +1,100 @@
+"""What has to be known of an operator to follow its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.machine.real import kernels, packed_attention, products
+from pytest_gpumem.simulated.machine.values import finite
+from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption
+from pytest_gpumem.simulated.machine.values.views import meta_tensors
+
+_WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+    "aten::rrelu_with_noise": (1,),
+}
+"""Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
+statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    **kernels.KERNELS,
+    **packed_attention.KERNELS,
+    **products.KERNELS,
+}
+
+OVERWRITES = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "fill zero copy uniform normal bernoulli random exponential log_normal cauchy geometric"
+    ).split()
+)
+"""In-place operators whose target's old values do not matter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """What has to be known of an operator to follow its values."""
+
+    func: Any
+    name: str
+    """With its namespace, without its overload."""
+    written: tuple[tuple[int, str], ...]
+    """Position and name of each argument that it writes to."""
+    overwrites: bool
+    """Whether what it writes to does not depend on what was there."""
+    moves_views: bool
+    """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
+    undefined: bool
+    """Whether its results are random, or those of a stranger's kernel."""
+    blank: bool
+    """Whether its results are memory that nobody has written to."""
+    random: bool
+    shaped_like: bool
+    """Whether it looks at the shapes of its tensors only: ``zeros_like``, ``new_full``."""
+    compute: Callable[..., Any]
+    assumption: Assumption | None
+    """What is taken for granted where an argument is not known."""
+    fills: bool
+    """Whether programs write infinities and NaN by it."""
+
+    @classmethod
+    def of(cls, func: Any) -> Operator:
+        """Describe ``func`` by its schema and tags."""
+        schema, name = func._schema, func._schema.name
+        undeclared = _WRITES_UNDECLARED.get(name, ())
+        written = tuple(
+            (at, argument.name)
+            for at, argument in enumerate(schema.arguments)
+            if at in undeclared or (argument.alias_info and argument.alias_info.is_write)
+        )
+        plain = name.removeprefix("aten::")
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        return cls(
+            func=func,
+            name=name,
+            written=written,
+            overwrites=name in OVERWRITES or "out" in schema.overload_name,
+            moves_views=torch.Tag.inplace_view in func.tags or plain in ("resize_", "set_"),
+            undefined=random or plain == name,
+            blank=plain.startswith(("empty", "new_empty")),
+            random=random,
+            shaped_like=plain.endswith("_like") or plain.startswith("new_"),
+            compute=_KERNELS.get(func.name(), _KERNELS.get(name, func)),
+            assumption=ASSUMPTIONS.get(func),
+            fills=name in finite.FILLING,
+        )
+
+    def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The meta tensors among ``args`` and ``kwargs`` that it writes to."""
+        found: list[torch.Tensor] = []
+        for at, name in self.written:
+            meta_tensors(args[at] if at < len(args) else kwargs.get(name), found)
+        return found

@@ -1,0 +1,207 @@
+"""What is known of tensors when somebody reads them, and what operators yield of it on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.machine.generators import drawn_from
+from pytest_gpumem.simulated.machine.here import ThreadState
+from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.values.facts import Facts
+from pytest_gpumem.simulated.machine.values.finite import Infinity
+from pytest_gpumem.simulated.machine.values.host import available_memory
+from pytest_gpumem.simulated.machine.values.kept import Kept
+from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.machine.values.views import blank, view_of
+from pytest_gpumem.simulated.machine.values.work import Work
+
+_as_strided = torch.as_strided
+
+
+class Reading(Kept):
+    """The same for whoever reads: by tensor, and by what an operator makes of tensors."""
+
+    def __init__(
+        self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
+    ) -> None:
+        super().__init__(storages, everything=everything)
+        self.notes = notes
+        """Told what is taken for granted."""
+        self._here = here
+        self.facts = Facts(self, self._stated)
+        self.work = Work()
+        self.uncomputed: str | None = None
+        """The first operator that had no kernel on the CPU, where everything is computed."""
+        self.begin()
+
+    def begin(self) -> None:
+        """See what the host has room for, and what the CPU can compute."""
+        self.uncomputed = None
+        self.work.begin()
+        if self.everything:
+            self._limit = self._held + available_memory() // 2
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+        if not self._bases and not self.facts.by_key:
+            return None
+        base = self._bases.get(storage_key(tensor))
+        if base is not None:
+            return view_of(base, tensor)
+        uniform = self.facts.uniform(tensor)
+        return None if uniform is None else uniform.expand(tensor.shape)
+
+    def single(self, tensor: torch.Tensor) -> Any:
+        """Return the one number that ``tensor`` holds, once or repeated; ``None`` if not known."""
+        repeated = tensor.numel() == 1 or not any(tensor.stride())
+        if not repeated or not tensor.numel() or self.is_unknown_on_host(tensor):
+            return None
+        with torch._C._DisableTorchDispatch():
+            real = self.of(tensor) if raw.is_meta(tensor) else tensor
+            return None if real is None else _as_strided(real, (), ()).item()
+
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a CPU copy of what ``tensor`` holds; ``None`` if that is not known."""
+        if not self._bases and not self.facts.by_key:
+            return None
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            view = self.of(tensor)
+            known = None if view is None else view.clone()
+        if known is not None:
+            self._note_read((tensor,))
+        return known
+
+    def of_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Return what a storage holds, on the CPU; ``None`` if that is not known."""
+        base = self._bases.get(storage._cdata)
+        return None if base is None else base.untyped_storage()
+
+    def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` yields on the CPU; ``None`` if an argument is not known."""
+        computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
+        if computed is None and self._known(args, kwargs):
+            computed = self._compute(operator, args, kwargs, [])
+        if computed is not None:
+            self._note_read(args)
+        return computed
+
+    def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` makes in host memory; ``None`` if nobody knows its values."""
+        if operator.shaped_like and self._keeps(args[0]):
+            return operator.func(blank(args[0]), *args[1:], **kwargs)
+        return self.computed(operator, args, kwargs)
+
+    def refusal(self, read: str) -> str:
+        """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
+        if self.uncomputed is not None:
+            return (
+                f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
+                f"cannot be computed on the CPU"
+            )
+        if self.everything:
+            return f"{read} a value of a CUDA tensor that is not known: nothing has written it"
+        return (
+            f"{read} a value of a CUDA tensor, which a simulated GPU does not have: only shapes "
+            f"are computed"
+        )
+
+    def _by_fact(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """What ``operator`` yields of a tensor whose elements are all equal, where it is read."""
+        if operator.name == "aten::nonzero":
+            return self.facts.counted(args[0])
+        uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None
+        if uniform is None:
+            return None
+        whole = uniform.expand(args[0].shape)
+        computed: torch.Tensor | None = self._compute(operator, (whole, *args[1:]), kwargs, [])
+        return computed
+
+    def _note_read(self, values: Iterable[Any]) -> None:
+        if self.facts.by_key and self.facts.is_assumed(values):
+            self.notes.note_finite()
+
+    def _is_computable(self, operator: Operator, results: Iterable[torch.Tensor]) -> bool:
+        return self.everything or (not operator.undefined and all(map(self._keeps, results)))
+
+    def _compute(
+        self,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        used: list[torch.Tensor],
+    ) -> Any:
+        on_cpu = [self._on_cpu(value, used) for value in args]
+        named = {name: self._on_cpu(value, used) for name, value in kwargs.items()}
+        return self.run(operator, on_cpu, named)
+
+    def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what ``operator`` yields of CPU tensors; ``None`` if the CPU cannot compute it."""
+        generator = kwargs.get("generator")
+        if generator is not None:
+            kwargs = {**kwargs, "generator": drawn_from(generator)}
+        try:
+            with self.work.computing():
+                computed = self._run(operator, args, kwargs)
+        except IndexError:
+            if self.everything:
+                raise  # a GPU would stop there too
+            return None
+        except Exception:
+            if self.everything and self.uncomputed is None:
+                self.uncomputed = str(operator.func)
+            return None
+        return () if computed is None else computed
+
+    def _run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            if operator.random and kwargs.get("generator") is None:
+                with _drawing(torch.cuda.default_generators[self._here.current_index]):
+                    return operator.compute(*args, **kwargs)
+            return operator.compute(*args, **kwargs)
+        except Exception as error:
+            if not self.everything or not _lacks_half(error):
+                raise
+        writes = bool(operator.written)
+        return real_kernels.in_float32(operator.compute, list(args), kwargs, writes=writes)
+
+    def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            base = self._bases.get(storage_key(value))
+            real = value if base is None else view_of(base, value)
+            used.append(real)
+            return real
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._on_cpu(item, used) for item in value])
+        return CPU if isinstance(value, torch.device) else value
+
+    def infinity(self, tensor: torch.Tensor) -> Infinity:
+        """Return what the program has put into ``tensor`` that is not finite."""
+        return self.facts.infinity(tensor)
+
+
+def _lacks_half(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and "not implemented for" in str(error)
+
+
+@contextmanager
+def _drawing(generator: torch.Generator) -> Iterator[None]:
+    """Draw the CPU's random numbers from ``generator``: most operators take no other way."""
+    default = torch.default_generator
+    before = default.get_state()
+    source = drawn_from(generator)
+    default.set_state(source.get_state())
+    try:
+        yield
+    finally:
+        source.set_state(default.get_state())
+        default.set_state(before)

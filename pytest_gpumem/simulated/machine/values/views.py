@@ -1,0 +1,57 @@
+"""What tensors are of their storages, and tensors on the CPU like them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.raw import CPU
+
+_empty = torch.empty
+_empty_strided = torch.empty_strided
+_as_strided = torch.as_strided
+
+
+def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
+    offset = tensor.storage_offset()
+    if base.dtype == tensor.dtype:
+        view = _as_strided(base, tensor.shape, tensor.stride(), offset)
+    else:
+        view = _empty(0, dtype=tensor.dtype, device=CPU)
+        view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        view = view.conj()
+    return torch._neg_view(view) if tensor.is_neg() else view
+
+
+def elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+    """Elements of ``dtype`` in the whole storage."""
+    size: int = (dtype or tensor.dtype).itemsize
+    nbytes: int = tensor.untyped_storage().nbytes()
+    return nbytes // size
+
+
+def covers(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is all of its storage."""
+    return tensor.is_contiguous() and tensor.numel() == elements(tensor)
+
+
+def blank(value: Any) -> Any:
+    """A CPU tensor of the shape of ``value`` whose values do not matter; others as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
+
+
+def meta_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Append the meta tensors in ``value`` to ``found``."""
+    if isinstance(value, torch.Tensor):
+        if raw.is_meta(value):
+            found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            meta_tensors(item, found)
+    return found

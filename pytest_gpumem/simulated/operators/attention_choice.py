@@ -1,0 +1,173 @@
+"""scaled_dot_product_attention: which kernel CUDA takes.
+
+Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h, of torch 2.6 to
+2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+
+MATH, FLASH, EFFICIENT, CUDNN = "math", "flash", "efficient", "cudnn"
+_NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
+"""torch.nn.attention.SDPBackend values (math, flash, efficient, cuDNN)."""
+
+
+class AttentionCall:
+    """One call: sdp_params and the checks on them."""
+
+    def __init__(
+        self,
+        gpu: GPU,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        causal: bool,
+        gqa: bool,
+    ) -> None:
+        self.gpu = gpu
+        self.query, self.key, self.value, self.mask = query, key, value, mask
+        self.dropout, self.causal, self.gqa = dropout, causal, gqa
+        self.capability = gpu.model.compute_capability
+        self.grad_mode = torch.is_grad_enabled()
+        self.trains = self.grad_mode and any(t.requires_grad for t in (query, key, value))
+
+    def kernel(self) -> str:
+        """The first kernel in torch's order of priority that can run this call."""
+        usable = {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn, MATH: _math}
+        for kernel in self._priority():
+            if usable[kernel]():
+                return kernel
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    def _priority(self) -> list[str]:
+        order = [_NAMES[n] for n in torch._C._get_sdp_priority_order() if n in _NAMES]
+        # check_prefer_cudnn_attention: needs cuDNN 9.15.1, which the wheels have since 2.11.
+        if order[:1] == [FLASH] and self.gpu.version >= (2, 11) and self.capability[0] in (9, 10):
+            order = [CUDNN, *(kernel for kernel in order if kernel != CUDNN)]
+        return order
+
+    def _fits(self, *, grouped: bool = True, kv_heads_may_differ: bool = False) -> bool:
+        # check_batch_size_and_num_heads_dense; ``grouped``: whether a kernel takes fewer heads of
+        # keys than of queries.
+        q, k, v = self.query, self.key, self.value
+        if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
+            return False
+        if not q.shape[-2] or not k.shape[-2]:
+            return False
+        if self.gqa and grouped:
+            divides = not q.shape[1] % k.shape[1] and not q.shape[1] % v.shape[1]
+            return divides and (kv_heads_may_differ or k.shape[1] == v.shape[1])
+        # One head for all queries needs no enable_gqa since 2.14.
+        one_for_all = grouped and self.gpu.version >= (2, 14) and k.shape[1] == v.shape[1] == 1
+        return one_for_all or q.shape[1] == k.shape[1] == v.shape[1]
+
+    def _last_stride_is_one(self, ignore_single: bool) -> bool:
+        return (ignore_single and self.query.shape[-1] == 1) or all(
+            t.stride(-1) == 1 for t in (self.query, self.key, self.value)
+        )
+
+    def _same_dtype(self, dtypes: Iterable[torch.dtype]) -> bool:
+        dtype = self.query.dtype
+        return dtype == self.key.dtype == self.value.dtype and dtype in dtypes
+
+    def _low_precision(self) -> bool:
+        return self._same_dtype(HALVES if self.capability >= (8, 0) else {torch.float16})
+
+    def _flash(self) -> bool:
+        size = self.query.shape[-1]
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and self.mask is None
+            and self._fits()
+            and size == self.key.shape[-1] == self.value.shape[-1]
+            and size <= 256
+            and self.capability >= (8, 0)
+            and self._trainable_head(size)
+            and not (self.causal and self.query.shape[-2] != self.key.shape[-2])
+            and self._low_precision()
+            and self._last_stride_is_one(True)
+        )
+
+    def _trainable_head(self, size: int) -> bool:
+        consumer = (8, 6) <= self.capability <= (8, 9) or self.capability[0] == 12
+        if not consumer or not any(t.requires_grad for t in (self.query, self.key, self.value)):
+            return True
+        return size <= 192 or (not self.dropout and size > 224)
+
+    def _efficient(self) -> bool:
+        size, value_size = self.query.shape[-1], self.value.shape[-1]
+        half = self.query.dtype in HALVES
+        alignment = 4 if self.capability >= (8, 0) else 1
+        if self.capability >= (8, 0) or (self.capability >= (7, 0) and half):
+            alignment = max(alignment, 8 if half else 4)
+        dtypes = {torch.float16, torch.float32}
+        if self.capability >= (8, 0):
+            dtypes.add(torch.bfloat16)
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and self._fits(grouped=self.gpu.version >= (2, 14))
+            and size == self.key.shape[-1]
+            and size > 0
+            and value_size > 0
+            and not size % alignment
+            and not value_size % alignment
+            and self._last_stride_is_one(False)
+            and self._same_dtype(dtypes)
+        )
+
+    def _cudnn(self) -> bool:
+        size, value_size = self.query.shape[-1], self.value.shape[-1]
+        mask = self.mask
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled()
+            and self._fits(kv_heads_may_differ=True)
+            and self._low_precision()
+            and self.capability >= (8, 0)
+            and not torch.are_deterministic_algorithms_enabled()
+            and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
+            and self.dropout * 16 == math.floor(self.dropout * 16)
+            and self._cudnn_head(size, value_size)
+            and not size % 8
+            and not value_size % 8
+            and self.key.shape[-2] != 1
+            and not (self.dropout and self.query.shape[-2] == 1)
+            and self._last_stride_is_one(True)
+        )
+
+    def _cudnn_head(self, size: int, value_size: int) -> bool:
+        if max(size, value_size) <= 128:
+            return True
+        if self.gpu.version < (2, 15) or self.capability[0] not in (9, 10):
+            return False
+        if any(t.requires_grad for t in (self.query, self.key, self.value)):
+            return (size, value_size) in {(192, 128), (256, 256)}
+        return max(size, value_size) <= 256
+
+
+def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
+    """Which of the fused kernels can run a call of these ``SDPAParams``, in their order."""
+    call = AttentionCall(gpu, *params)
+    usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
+    return {kernel for kernel, can_run in usable.items() if can_run()}
+
+
+def chosen_kernel(gpu: GPU, query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Which kernel runs a call without mask, dropout and anything else."""
+    return AttentionCall(gpu, query, key, value, None, 0.0, False, False).kernel()
+
+
+def _math() -> bool:
+    return bool(torch.backends.cuda.math_sdp_enabled())

@@ -1,0 +1,191 @@
+"""Convolution: which kernel ATen takes on CUDA.
+
+Source: aten/src/ATen/native/Convolution.cpp (_select_conv_backend, ConvParams), ConvUtils.h
+(cudnn_conv_suggest_memory_format), of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.layout import suggested_format
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
+"""Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
+
+_INT_MAX = 2**31 - 1
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_BROKEN_VOLUMES = frozenset({(2, 9), (2, 10)})
+"""Releases with a cuDNN from 9.8 to 9.14, which they do not use for 3-d convolutions of halves."""
+CONTIGUOUS = torch.contiguous_format
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """ConvParams, of a convolution with at least two spatial dims."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    @property
+    def dilated(self) -> bool:
+        """Whether any dimension is."""
+        return any(step != 1 for step in self.dilation)
+
+    def output_shape(self, input: Sequence[int], weight: Sequence[int]) -> tuple[int, ...]:
+        """conv_output_size, or conv_input_size where transposed."""
+        spatial = []
+        for at, size in enumerate(input[2:]):
+            reach = self.dilation[at] * (weight[at + 2] - 1)
+            if self.transposed:
+                full = (size - 1) * self.stride[at] - 2 * self.padding[at] + reach + 1
+                spatial.append(full + self.output_padding[at])
+            else:
+                spatial.append((size + 2 * self.padding[at] - reach - 1) // self.stride[at] + 1)
+        channels = weight[1] * self.groups if self.transposed else weight[0]
+        return (input[0], channels, *spatial)
+
+
+def parameters_of(
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Parameters:
+    """expand_param_if_needed and view1d_as_2d."""
+    dims = weight.dim() - 2
+
+    def expanded(values: Sequence[int], of_row: int) -> tuple[int, ...]:
+        full = tuple(values) * dims if len(values) == 1 else tuple(values)
+        return (of_row, *full) if dims == 1 else full
+
+    return Parameters(
+        expanded(stride, 1),
+        expanded(padding, 0),
+        expanded(dilation, 1),
+        transposed,
+        expanded(output_padding, 0),
+        groups,
+    )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One convolution on one device: the kernel for its tensors."""
+
+    gpu: GPU
+    parameters: Parameters
+
+    def kernel(self, input: Tensor, weight: Tensor) -> str:
+        """_select_conv_backend for CUDA tensors."""
+        parameters = self.parameters
+        if not input.shape[0] or not input.shape[1]:
+            return EMPTY
+        depthwise = (
+            not parameters.transposed
+            and input.shape[1] == parameters.groups > 1
+            and not weight.shape[0] % input.shape[1]
+        )
+        if depthwise:
+            return CUDNN if self._cudnn_depthwise(input, weight) else DEPTHWISE
+        return CUDNN if self._cudnn(input, weight) else SLOW
+
+    def _cudnn(self, input: Tensor, weight: Tensor) -> bool:
+        parameters = self.parameters
+        if not torch.backends.cudnn.enabled:
+            return False
+        if torch.bfloat16 in (input.dtype, weight.dtype) and not self.ampere:
+            return False
+        if (
+            self.gpu.version in _BROKEN_VOLUMES
+            and input.dtype in _HALVES
+            and weight.dim() == 5
+            and set(weight.shape[2:]) != {1}
+            and common_format(input, weight) is CONTIGUOUS
+        ):
+            return False
+        # cuDNN 9.3, in the wheels of 2.7 and later, indexes with 64 bits.
+        if self.gpu.version < (2, 7) and self._exceeds_int(input, weight):
+            return False
+        if (
+            self.gpu.version < (2, 9)
+            and torch.backends.cudnn.deterministic
+            and parameters.dilated
+            and common_format(input, weight) is CONTIGUOUS
+        ):
+            return False
+        padding_is_big = any(
+            pad >= step
+            for pad, step in zip(parameters.output_padding, parameters.stride, strict=True)
+        )
+        return not padding_is_big
+
+    def _cudnn_depthwise(self, input: Tensor, weight: Tensor) -> bool:
+        parameters = self.parameters
+        if not torch.backends.cudnn.enabled:
+            return False
+        if common_format(input, weight) is not CONTIGUOUS:
+            return self._cudnn(input, weight)
+        stride = parameters.stride
+        return (
+            input.dtype == weight.dtype == torch.float16
+            and input.dim() == 4
+            and not parameters.dilated
+            and (stride[0] == stride[1] or input.shape[2] == 1)
+            and input.shape[1] >= 32
+            and self.gpu.model.compute_capability >= (7, 0)
+            and self._cudnn(input, weight)
+            and _suits_cudnn_depthwise(tuple(input.shape), stride[1], tuple(weight.shape[2:]))
+        )
+
+    def _exceeds_int(self, input: Tensor, weight: Tensor) -> bool:
+        # needs_64bit_indexing_no_split
+        if input.numel() // input.shape[0] > _INT_MAX:
+            return True
+        output = self.parameters.output_shape(input.shape, weight.shape)
+        return math.prod(output[1:]) > _INT_MAX
+
+    @property
+    def ampere(self) -> bool:
+        """Whether the GPU is of that architecture, or a later one."""
+        return self.gpu.model.compute_capability >= (8, 0)
+
+
+def common_format(one: Tensor, other: Tensor) -> torch.memory_format:
+    """cudnn_conv_suggest_memory_format: channels last if either operand is."""
+    if torch.float64 in (one.dtype, other.dtype):
+        return CONTIGUOUS
+    found = suggested_format(one)
+    return found if found is not CONTIGUOUS else suggested_format(other)
+
+
+def _suits_cudnn_depthwise(input: tuple[int, ...], stride: int, kernel: tuple[int, ...]) -> bool:
+    """check_cudnn_depthwise_workload_with_filter: where cuDNN's half kernel is the faster one."""
+    batch, channels, height, width = input
+    if height == 1 and stride == 1:
+        return True
+    if kernel[0] != kernel[1] or kernel[1] not in (1, 3, 5) or width < 7:
+        return False
+    if stride != 2:
+        return stride == 1
+    if kernel[1] == 1:
+        if batch == 1:
+            return width <= 28
+        return batch <= 16 and channels >= 128 and width <= 7
+    return batch == 1 or channels >= 512 or (channels >= 256 and width >= 28)

@@ -1,0 +1,221 @@
+"""Tensors that move: between host and GPU, between GPUs, and in place of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.placement import return_gradient
+from pytest_gpumem.simulated.machine.storages import SimulatedStorage
+from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
+from pytest_gpumem.simulated.surface.tensor_facts import TensorFacts
+from pytest_gpumem.simulated.surface.wrappers import is_wrapper
+
+_to: Callable[..., torch.Tensor] = raw.base("to")
+_type = raw.base("type")
+
+
+class TensorMoves(TensorFacts):
+    """``to`` and what else moves a tensor."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        super().__init__(machine)
+        self._deepcopy: Any = torch.Tensor.__deepcopy__
+        self._shallow_copies = torch._has_compatible_shallow_copy_type
+
+    def to(self, tensor: torch.Tensor, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._machine.execution.inside_here:
+            return _to(tensor, *args, **kwargs)
+        position = 0 if args else None
+        target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
+        if isinstance(target, torch.Tensor):
+            # In C++ the other tensor would only say meta.
+            kwargs.pop("tensor", None)
+            return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
+        if not isinstance(target, (torch.device, str, int)):
+            return _to(tensor, *args, **kwargs)
+        device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
+        if device.type == "cuda":
+            self._machine.device(device.index)
+        elif not raw.is_meta(tensor) and device.type != "meta":
+            return _to(tensor, *args, **kwargs)
+        if is_wrapper(tensor):
+            return self._wrapper_to(tensor, device, args, kwargs)
+        block = self._block(tensor)
+        if block is not None and is_lazy(tensor) and device.type == "cpu":
+            raise UnsupportedOperatorError(
+                f"a lazy module moves back to the host at {user_line()} before it has a shape, "
+                f"which it cannot on a simulated GPU: run it once first"
+            )
+        if device.type == "cuda" and _is_sparse_on_host(tensor):
+            return _uploaded(tensor, device, args, kwargs)
+        if device.type != "meta" and self.device(tensor).type == "meta":
+            raise NotImplementedError(NO_DATA)
+        if self._crosses(block, device) and not _is_non_blocking(args, kwargs):
+            index = device.index if block is None else block.device.index
+            self._machine.streams.host_waits(self._machine.device(index).index)
+        if device.type == "cpu":
+            copied = _to(tensor, *args, **kwargs)
+            if block is not None and self._machine.placement is not None:
+                return_gradient(copied, block.device)
+            return copied
+        leaves = block is not None and not self._is_on(block, device)
+        if leaves or self.device(tensor).type != device.type:
+            # Both ends may be meta to torch, which would then hand back the same tensor.
+            kwargs = {**kwargs, "copy": True}
+        with self._machine.making(device):
+            if position is None:
+                moved = _to(tensor, **{**kwargs, "device": "meta"})
+            else:
+                moved = _to(tensor, "meta", *args[1:], **kwargs)
+        if leaves and block is not None and device.type == "cuda":
+            return_gradient(moved, block.device)
+        return moved
+
+    def _crosses(self, block: SimulatedStorage | None, device: torch.device) -> bool:
+        """Whether a copy to ``device`` is one between the host and a GPU."""
+        return device.type != "meta" and (block is None) != (device.type == "cpu")
+
+    def _wrapper_to(
+        self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
+    ) -> torch.Tensor:
+        """Let a wrapper move what it holds: it is told the device that it was asked for."""
+        if device.type == "cuda":
+            device = self._machine.device(device.index).torch_device
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if self.device(tensor) == device:
+            return _to(tensor, *[one for one in args[1:2] if one is not None], *args[2:], **kwargs)
+        return _to(tensor, device, *args[1:], **kwargs)
+
+    def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:
+        return device.type == "cuda" and block.device is self._machine.device(device.index)
+
+    def cpu(
+        self, tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format
+    ) -> torch.Tensor:
+        return self.to(tensor, "cpu", memory_format=memory_format)
+
+    def cuda(
+        self,
+        tensor: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> torch.Tensor:
+        target = torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        if torch.device(target).type != "cuda":
+            raise RuntimeError("Invalid device, must be cuda device")
+        return self.to(tensor, target, non_blocking=non_blocking, memory_format=memory_format)
+
+    def type(
+        self, tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any
+    ) -> Any:
+        if dtype is None:
+            block = self._block(tensor)
+            if block is None:
+                return _type(tensor)
+            return f"torch.cuda.{DTYPE_NAMES.get(tensor.dtype, 'Tensor')}"
+        name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+        for kind, suffix in DTYPE_NAMES.items():
+            if name.endswith(suffix) and "cuda" in f"{name}{getattr(dtype, '__module__', '')}":
+                return self.to(tensor, "cuda", kind)
+        return _type(tensor, dtype, non_blocking, **kwargs)
+
+    def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether one tensor may take the other's place: CPU and CUDA may, meta may not.
+
+        Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
+        """
+        types = {self.device(one).type, self.device(other).type}
+        if types == {"cpu", "cuda"}:
+            return True
+        return len(types) == 1 and bool(self._shallow_copies(one, other))
+
+    def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, raw.data.__get__(tensor))
+
+    def set_data(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        if isinstance(new, torch.Tensor) and self.is_meta(tensor) != self.is_meta(new):
+            # torch/csrc/autograd/variable.cpp, VariableHooks::set_data.
+            raise RuntimeError(
+                "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
+                "incompatible tensor type."
+            )
+        moves = isinstance(new, torch.Tensor) and raw.is_meta(tensor) != raw.is_meta(new)
+        if not moves or self._block(tensor if raw.is_meta(tensor) else new) is None:
+            raw.data.__set__(tensor, new)
+            return
+        # CPU <-> CUDA in place: the Python object stays, so optimizers and tied weights keep
+        # seeing it. torch refuses this between CPU and meta, hence the swap one level lower.
+        gradient = tensor.grad
+        with torch.no_grad():
+            replacement = new.detach()
+            replacement.requires_grad_(tensor.requires_grad)
+            if gradient is not None:
+                tensor.grad = None
+                self.set_data(gradient, gradient.to(new.device))
+        try:
+            torch._C._swap_tensor_impl(tensor, replacement)
+        except RuntimeError as error:  # a profiler that records shapes or memory looks at it
+            raise UnsupportedOperatorError(
+                f"a tensor was moved at {user_line()} while a profiler watched it, which a "
+                f"simulated GPU cannot do: move the model before the profiler starts"
+            ) from error
+        if gradient is not None:
+            tensor.grad = gradient
+
+    def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+        unknown = self._storages.is_on_host(tensor)
+        if (self._block(tensor) is None and not unknown) or not tensor.is_leaf:
+            return self._deepcopy(tensor, memo)
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        with torch.no_grad():
+            copied = tensor.clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
+        else:
+            copied.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            copied.grad = self.deepcopy(tensor.grad, memo)
+        copied.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = copied
+        return copied
+
+
+def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``Tensor.to`` was told not to wait for the copy: its third argument."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+
+
+def _is_sparse_on_host(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.sparse_coo and not raw.is_meta(tensor) and not tensor.requires_grad
+    )
+
+
+def _uploaded(
+    tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A copy of indices and values on ``device``, where shapes alone would not say how many.
+
+    Source: aten/src/ATen/native/sparse/SparseTensor.cpp (copy_sparse_), ATen/SparseTensorUtils.h
+    (copy_into_sparse).
+    """
+    dtype = kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
+    copied = torch.sparse_coo_tensor(
+        tensor._indices(),
+        tensor._values(),
+        tensor.shape,
+        dtype=dtype if isinstance(dtype, torch.dtype) else None,
+        device=device,
+    )
+    return copied._coalesced_(tensor.is_coalesced())
