@@ -103,9 +103,15 @@ COMMAND = Command(
     "OLD and NEW are node ids, or both paths of test modules, relative to pytest's rootdir.",
     run=run,
     arguments=(
-        argument("old", metavar="OLD"),
-        argument("new", metavar="NEW"),
-        argument("--baselines", metavar="DIR", type=Path, default=Path("baselines")),
+        argument("old", metavar="OLD", help="the test or module as it was called"),
+        argument("new", metavar="NEW", help="as it is called now"),
+        argument(
+            "--baselines",
+            metavar="DIR",
+            type=Path,
+            default=Path("baselines"),
+            help="folder of the stored baselines (default: baselines)",
+        ),
     ),
     examples=('gpumem move "tests/test_a.py::test_old" "tests/test_b.py::test_new"',),
 )
