@@ -6,18 +6,36 @@ Every project with the plugin installed pays for this module: what few need is i
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
 
 from pytest_gpumem.ini_names import check_names
+from pytest_gpumem.option_values import (
+    DEVICE_FORMS,
+    REPORT_FORMS,
+    DeviceChoice,
+    Quota,
+    ReportTarget,
+    as_marker,
+    device_choice,
+    gpu_models,
+    one_of,
+    phase_limits,
+    process_quota,
+    report_target,
+    reports_of_the_ci,
+    row_count,
+    run_count,
+    seconds,
+    shard_part,
+    usable_path,
+)
 
 if TYPE_CHECKING:
     from pytest_gpumem.sizes import Tolerance
@@ -37,12 +55,6 @@ VALUES_LIMIT = 30.0
 SHARE_TIMEOUT = 1800.0
 """Seconds that a test waits for memory on a shared device."""
 
-GITLAB_FILE = "gpumem.md"
-"""What is written in GitLab's project folder where no other report is asked for."""
-
-DEFAULT_GPU = "A100-40GB"
-"""The catalogue name that is simulated where none is given."""
-
 _FLAGS = {
     "gpumem_all": "measure and report unmarked tests too, without judging them",
     "gpumem_share": "let tests of several workers and runs pass where there is memory for them",
@@ -61,7 +73,7 @@ _VALUE_FLAGS = {
 }
 _VALUES = {
     "gpumem_device": (
-        "auto|cuda|cuda:N|sim|sim:MODEL[*N][,MODEL...]|off",
+        DEVICE_FORMS,
         "where marked tests run (default: auto, a GPU if there is one, else sim)",
     ),
     "gpumem_sim_scope": (
@@ -109,11 +121,8 @@ _VALUES = {
     ),
     "gpumem_artifacts": ("DIR", "write memory snapshots of failing tests to this folder"),
 }
-REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
-"""Reports that can be asked for, and whether a path has to follow."""
-_REPORT_FORMS = " or ".join(f"{kind}:PATH" if path else kind for kind, path in REPORT_KINDS.items())
 _REPORT = (
-    _REPORT_FORMS.replace(" or ", "|") + "|off",
+    REPORT_FORMS.replace(" or ", "|") + "|off",
     "write a report; may be given several times (on GitHub and GitLab one is written by itself; "
     "off: none but those given)",
 )
@@ -131,45 +140,6 @@ _MARKER_DEFAULTS = {
 
 _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 """Settings that are registered one by one."""
-
-
-@dataclass(frozen=True)
-class DeviceChoice:
-    """Where marked tests run."""
-
-    kind: Literal["auto", "cuda", "sim", "off"]
-    index: int | None = None
-    """Of the CUDA device; ``None`` for the current one."""
-    models: tuple[str, ...] = ()
-    """Catalogue names to simulate; empty where nothing can be simulated."""
-
-
-class ReportTarget(NamedTuple):
-    """One report to write."""
-
-    kind: str
-    """One of :data:`REPORT_KINDS`."""
-    path: Path | None
-    """``None`` where the kind needs none."""
-    unasked: bool = False
-    """Whether nobody asked for it: then it is not written where nothing was measured."""
-
-
-@dataclass(frozen=True)
-class Quota:
-    """What one process may reserve of its device: exactly one of these is given."""
-
-    bytes: int | None = None
-    share: float | None = None
-    """Of the device's memory, above 0 and up to 1."""
-    auto: bool = False
-    """The same for every worker of the run."""
-
-    def of(self, total: int, workers: int) -> int:
-        """Return the bytes that it comes to on a device of ``total`` bytes."""
-        if self.bytes is not None:
-            return self.bytes
-        return int(total * (1 / workers if self.share is None else self.share))
 
 
 @dataclass(frozen=True)
@@ -263,48 +233,48 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     """
     check_names(config, {*_VALUES, *_FLAGS, *_VALUE_FLAGS, *_MARKER_DEFAULTS, *_FURTHER})
     reader = _Reader(config, options or config.option)
-    tolerance = reader.one("gpumem_tolerance", _as_marker("tolerance"))
+    tolerance = reader.one("gpumem_tolerance", as_marker("tolerance"))
     required = reader.flag("gpumem_require_baselines")
     return Settings(
-        device=reader.one("gpumem_device", _device) or _device("auto"),
-        sim_scope=reader.one("gpumem_sim_scope", _choice("test", "session")) or "test",
-        sim_values=reader.one("gpumem_sim_values", _choice("auto", "always", "never")) or "auto",
-        sim_values_limit=reader.one("gpumem_sim_values_limit", _seconds) or VALUES_LIMIT,
+        device=reader.one("gpumem_device", device_choice) or device_choice("auto"),
+        sim_scope=reader.one("gpumem_sim_scope", one_of("test", "session")) or "test",
+        sim_values=reader.one("gpumem_sim_values", one_of("auto", "always", "never")) or "auto",
+        sim_values_limit=reader.one("gpumem_sim_values_limit", seconds) or VALUES_LIMIT,
         all=bool(reader.flag("gpumem_all")),
         share=bool(reader.flag("gpumem_share")),
-        quota=reader.one("gpumem_quota", _quota),
-        shard=reader.one("gpumem_shard", _shard),
+        quota=reader.one("gpumem_quota", process_quota),
+        shard=reader.one("gpumem_shard", shard_part),
         shard_by=reader.path("gpumem_shard_by"),
-        share_timeout=reader.one("gpumem_share_timeout", _seconds) or SHARE_TIMEOUT,
+        share_timeout=reader.one("gpumem_share_timeout", seconds) or SHARE_TIMEOUT,
         baselines=reader.path("gpumem_baselines") or config.rootpath / "baselines",
-        update=reader.one("gpumem_update_baselines", _choice("all", "new")),
+        update=reader.one("gpumem_update_baselines", one_of("all", "new")),
         prune=bool(reader.flag("gpumem_prune_baselines")),
         require_baselines=bool(os.getenv("CI")) if required is None else required,
         tolerance=tolerance,
         reports=reader.reports(),
-        history=reader.one("gpumem_history", _choice("python", "all")),
-        explain=reader.one("gpumem_explain", _choice("failed", "always", "never")) or "failed",
+        history=reader.one("gpumem_history", one_of("python", "all")),
+        explain=reader.one("gpumem_explain", one_of("failed", "always", "never")) or "failed",
         artifacts=reader.path("gpumem_artifacts"),
-        rows=reader.one("gpumem_rows", _rows),
-        sort=reader.one("gpumem_sort", _choice("peak", "leaked", "over", "name")),
-        loop_phases=reader.one("gpumem_loop_phases", _choice("folded", "numbered")) or "folded",
+        rows=reader.one("gpumem_rows", row_count),
+        sort=reader.one("gpumem_sort", one_of("peak", "leaked", "over", "name")),
+        loop_phases=reader.one("gpumem_loop_phases", one_of("folded", "numbered")) or "folded",
         defaults=_marker_defaults(reader, tolerance),
     )
 
 
 def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> dict[str, Any]:
     values = {
-        "max": reader.one("gpumem_max", _as_marker("max")),
-        "max_reserved": reader.one("gpumem_max_reserved", _as_marker("max_reserved")),
-        "max_leak": reader.one("gpumem_max_leak", _as_marker("max_leak")),
-        "phases": reader.one("gpumem_phases", _phases),
+        "max": reader.one("gpumem_max", as_marker("max")),
+        "max_reserved": reader.one("gpumem_max_reserved", as_marker("max_reserved")),
+        "max_leak": reader.one("gpumem_max_leak", as_marker("max_leak")),
+        "phases": reader.one("gpumem_phases", phase_limits),
         "baseline": reader.flag("gpumem_baseline"),
-        "predict": reader.one("gpumem_predict", _as_marker("predict")),
+        "predict": reader.one("gpumem_predict", as_marker("predict")),
         "tolerance": tolerance,
-        "warmup": reader.one("gpumem_warmup", _runs("warmup")),
-        "repeat": reader.one("gpumem_repeat", _runs("repeat")),
-        "gpu": reader.one("gpumem_gpu", _models),
-        "min_memory": reader.one("gpumem_min_memory", _as_marker("min_memory")),
+        "warmup": reader.one("gpumem_warmup", run_count("warmup")),
+        "repeat": reader.one("gpumem_repeat", run_count("repeat")),
+        "gpu": reader.one("gpumem_gpu", gpu_models),
+        "min_memory": reader.one("gpumem_min_memory", as_marker("min_memory")),
     }
     return {keyword: value for keyword, value in values.items() if value is not None}
 
@@ -350,14 +320,16 @@ class _Reader:
 
     def path(self, name: str) -> Path | None:
         label, _ = self._given(name)
-        return self.one(name, lambda value: _usable(self._folder(label), value))
+        return self.one(name, lambda value: usable_path(self._folder(label), value))
 
     def reports(self) -> tuple[ReportTarget, ...]:
         label, values = self._given("gpumem_report")
         folder = self._folder(label)
-        given = [_parsed(label, value, lambda v: _report(v, folder)) for value in values or ()]
+        given = [
+            _parsed(label, value, lambda v: report_target(v, folder)) for value in values or ()
+        ]
         asked = tuple(target for target in given if target is not None)
-        return (*asked, *(() if None in given else _of_the_ci(asked)))
+        return (*asked, *(() if None in given else reports_of_the_ci(asked)))
 
     def _given(self, name: str, accepted: str = "") -> tuple[str, Any]:
         value = getattr(self._options, name, None)
@@ -388,158 +360,3 @@ def _parsed(label: str, value: Any, parse: Callable[[Any], T]) -> T:
         from pytest_gpumem.echo import printable
 
         raise pytest.UsageError(printable(f"{label}={error}")) from None
-
-
-def _quoted(value: object) -> str:
-    from pytest_gpumem.echo import quoted
-
-    return quoted(value)
-
-
-def _marker_value(keyword: str, value: object) -> Any:
-    from pytest_gpumem.marker import parse_keyword
-
-    return parse_keyword(keyword, value)
-
-
-def _as_marker(keyword: str) -> Callable[[str], Any]:
-    return lambda value: _marker_value(keyword, value)
-
-
-def _runs(keyword: str) -> Callable[[str], int]:
-    def parse(value: str) -> int:
-        number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
-        runs: int = _marker_value(keyword, int(number[1]) if number else value)
-        return runs
-
-    return parse
-
-
-def _models(value: str) -> tuple[str, ...]:
-    models: tuple[str, ...] = _marker_value("gpu", [name.strip() for name in value.split(",")])
-    return models
-
-
-def _phases(lines: list[str]) -> dict[str, int]:
-    limits: dict[str, str] = {}
-    for line in lines:
-        name, equals, size = (part.strip() for part in line.partition("="))
-        if not equals or not name or name in limits:
-            raise ValueError(
-                f"{_quoted(line)} is not a phase and its limit, each once: forward = 1GB"
-            )
-        limits[name] = size
-    parsed: dict[str, int] = _marker_value("phases", limits)
-    return parsed
-
-
-def _usable(base: Path, value: str) -> Path:
-    if not value:
-        raise ValueError(f"{_quoted(value)} is not a folder; write its path")
-    try:
-        (base / value).lstat()
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:  # too long, not to be entered, or with a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{_quoted(value)} cannot be used: {reason}; write another path") from None
-    return base / value
-
-
-def _quota(value: str) -> Quota:
-    from pytest_gpumem.sizes import SizeError, parse_size
-
-    share = value.strip().removesuffix("%")
-    try:
-        if value.strip() == "auto":
-            return Quota(auto=True)
-        if share != value.strip() and 0 < float(share) <= 100:
-            return Quota(share=float(share) / 100)
-        if share == value.strip() and (size := parse_size(value)) > 0:
-            return Quota(bytes=size)
-    except (SizeError, ValueError):
-        pass
-    raise ValueError(
-        f"{_quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
-    )
-
-
-def _shard(value: str) -> tuple[int, int]:
-    from pytest_gpumem.sharing.shards import parse_shard
-
-    return parse_shard(value)
-
-
-def _choice(*choices: Any) -> Callable[[str], Any]:
-    def parse(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"{_quoted(value)} is not accepted; write {' or '.join(choices)}")
-        return value
-
-    return parse
-
-
-def _rows(value: str) -> int:
-    if value.strip() == "all":
-        return _EVERY_ROW
-    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
-        raise ValueError(f"{_quoted(value)} is not a number of rows; write one like 50, or all")
-    return int(value)
-
-
-_EVERY_ROW = 10**9
-
-
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise ValueError(f"{_quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
-    return seconds
-
-
-def _device(value: str) -> DeviceChoice:
-    if value == "auto":
-        return DeviceChoice("auto", models=(DEFAULT_GPU,))
-    if value == "sim":
-        return DeviceChoice("sim", models=(DEFAULT_GPU,))
-    if value == "cuda":
-        return DeviceChoice("cuda")
-    if value == "off":
-        return DeviceChoice("off")
-    kind, _, rest = value.partition(":")
-    if kind == "cuda" and re.fullmatch(r"[0-9]{1,4}", rest):
-        return DeviceChoice("cuda", index=int(rest))
-    if kind == "sim" and rest:
-        try:
-            return DeviceChoice("sim", models=_models(rest))
-        except ValueError as error:
-            raise ValueError(f"{_quoted(value)}: {error}") from None
-    raise ValueError(f"{_quoted(value)} is not a device; write {_VALUES['gpumem_device'][0]}")
-
-
-def _report(value: str, folder: Path) -> ReportTarget | None:
-    kind, separator, path = value.partition(":")
-    if value == "off":
-        return None
-    if REPORT_KINDS.get(kind) and path:
-        return ReportTarget(kind, _usable(folder, path))
-    if REPORT_KINDS.get(kind) is False and not separator:
-        return ReportTarget(kind, None)
-    raise ValueError(f"{_quoted(value)} is not a report; {_REPORT_FORMS} is accepted, or off")
-
-
-def _of_the_ci(asked: Sequence[ReportTarget]) -> tuple[ReportTarget, ...]:
-    """Return the report that the CI system shows, where it is a known one and none is asked for.
-
-    GitHub sets GITHUB_ACTIONS, GitLab GITLAB_CI, both to "true" and in every job.
-    """
-    kinds = {target.kind for target in asked}
-    if os.getenv("GITHUB_ACTIONS") == "true" and "github" not in kinds:
-        return (ReportTarget("github", None, unasked=True),)
-    folder = os.getenv("CI_PROJECT_DIR")
-    if os.getenv("GITLAB_CI") == "true" and folder and "markdown" not in kinds:
-        return (ReportTarget("markdown", Path(folder) / GITLAB_FILE, unasked=True),)
-    return ()

@@ -7,14 +7,8 @@ from textwrap import dedent
 
 import pytest
 
-from pytest_gpumem.options import (
-    DEFAULT_GPU,
-    DeviceChoice,
-    ReportTarget,
-    Settings,
-    add_options,
-    settings_from,
-)
+from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice, ReportTarget
+from pytest_gpumem.options import Settings, add_options, settings_from
 from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 from pytest_gpumem.sizes import Tolerance
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement.nvml import NvmlReading
-    from pytest_gpumem.options import DeviceChoice
+    from pytest_gpumem.option_values import DeviceChoice
 
 DRIVERS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/dxg", "C:\\Windows\\System32\\nvml.dll")
 """Where NVIDIA's driver is there is one of these: under Linux, WSL2, Windows. Only then is NVML

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.options import DeviceChoice
+    from pytest_gpumem.option_values import DeviceChoice
 
 
 class DeviceSelector:

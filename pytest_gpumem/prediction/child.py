@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
-from pytest_gpumem.options import DEFAULT_GPU, DeviceChoice
+from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.session.results import ATTRIBUTE
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 

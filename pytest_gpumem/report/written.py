@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pytest_gpumem.options import ReportTarget
+    from pytest_gpumem.option_values import ReportTarget
     from pytest_gpumem.report.record import TestRecord
 
 

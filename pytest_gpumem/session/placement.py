@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import pytest
 
     from pytest_gpumem.measurement.nvml import NvmlReading
-    from pytest_gpumem.options import Quota, Settings
+    from pytest_gpumem.option_values import Quota
+    from pytest_gpumem.options import Settings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MPS_THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

@@ -10,7 +10,7 @@ import pytest
 from pytest_gpumem.device import host_gpus as rooms
 from pytest_gpumem.device.host_gpus import describe, host_gpus, refusal
 from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
-from pytest_gpumem.options import DeviceChoice
+from pytest_gpumem.option_values import DeviceChoice
 from tests.fake_nvml import MACHINES, FakeNvml
 
 

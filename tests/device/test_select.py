@@ -13,7 +13,7 @@ from pytest_gpumem.device.cuda import CudaDevice, find_device
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.select import DeviceSelector
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.options import DeviceChoice
+from pytest_gpumem.option_values import DeviceChoice
 from pytest_gpumem.sharing.host import CONTEXT
 from tests.fake_nvml import MACHINES, uuids
 

@@ -289,9 +289,9 @@ def pytest_unconfigure(config):
     result = project.run_apart("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "device device.host_gpus device.select hookspecs ini_names options paths plugin report"
-        " report.header session session.early session.expected session.host session.results"
-        " session.session session.stopwatch"
+        "device device.host_gpus device.select hookspecs ini_names option_values options paths"
+        " plugin report report.header session session.early session.expected session.host"
+        " session.results session.session session.stopwatch"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

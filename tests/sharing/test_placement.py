@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.measurement.nvml import read_visible
-from pytest_gpumem.options import Quota
+from pytest_gpumem.option_values import Quota
 from pytest_gpumem.session.placement import part_of_mps, spot_of, visible
 from pytest_gpumem.sharing.placement import Places, Spot, least_loaded
 from pytest_gpumem.sharing.processes import Process, this_process

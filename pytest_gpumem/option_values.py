@@ -1,0 +1,236 @@
+"""The values that options and ini names take: what stands for each, and how it is read.
+
+What parses raises ``ValueError`` with a clause that quotes the value and says what is accepted.
+Every project with the plugin installed pays for this module: what few need is imported on use.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+GITLAB_FILE = "gpumem.md"
+"""What is written in GitLab's project folder where no other report is asked for."""
+
+DEFAULT_GPU = "A100-40GB"
+"""The catalogue name that is simulated where none is given."""
+
+DEVICE_FORMS = "auto|cuda|cuda:N|sim|sim:MODEL[*N][,MODEL...]|off"
+"""What ``--gpumem-device`` accepts."""
+
+REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
+"""Reports that can be asked for, and whether a path has to follow."""
+REPORT_FORMS = " or ".join(f"{kind}:PATH" if path else kind for kind, path in REPORT_KINDS.items())
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """Where marked tests run."""
+
+    kind: Literal["auto", "cuda", "sim", "off"]
+    index: int | None = None
+    """Of the CUDA device; ``None`` for the current one."""
+    models: tuple[str, ...] = ()
+    """Catalogue names to simulate; empty where nothing can be simulated."""
+
+
+class ReportTarget(NamedTuple):
+    """One report to write."""
+
+    kind: str
+    """One of :data:`REPORT_KINDS`."""
+    path: Path | None
+    """``None`` where the kind needs none."""
+    unasked: bool = False
+    """Whether nobody asked for it: then it is not written where nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What one process may reserve of its device: exactly one of these is given."""
+
+    bytes: int | None = None
+    share: float | None = None
+    """Of the device's memory, above 0 and up to 1."""
+    auto: bool = False
+    """The same for every worker of the run."""
+
+    def of(self, total: int, workers: int) -> int:
+        """Return the bytes that it comes to on a device of ``total`` bytes."""
+        if self.bytes is not None:
+            return self.bytes
+        return int(total * (1 / workers if self.share is None else self.share))
+
+
+def _quoted(value: object) -> str:
+    from pytest_gpumem.echo import quoted
+
+    return quoted(value)
+
+
+def _marker_value(keyword: str, value: object) -> Any:
+    from pytest_gpumem.marker import parse_keyword
+
+    return parse_keyword(keyword, value)
+
+
+def as_marker(keyword: str) -> Callable[[str], Any]:
+    """Return what parses a value as the marker does its ``keyword``."""
+    return lambda value: _marker_value(keyword, value)
+
+
+def run_count(keyword: str) -> Callable[[str], int]:
+    """Return what parses a number of runs as the marker does its ``keyword``."""
+
+    def parse(value: str) -> int:
+        number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
+        runs: int = _marker_value(keyword, int(number[1]) if number else value)
+        return runs
+
+    return parse
+
+
+def gpu_models(value: str) -> tuple[str, ...]:
+    """Return models of GPUs, separated by commas."""
+    models: tuple[str, ...] = _marker_value("gpu", [name.strip() for name in value.split(",")])
+    return models
+
+
+def phase_limits(lines: list[str]) -> dict[str, int]:
+    """Return the limit of each phase, in bytes, of lines like ``forward = 1GB``."""
+    limits: dict[str, str] = {}
+    for line in lines:
+        name, equals, size = (part.strip() for part in line.partition("="))
+        if not equals or not name or name in limits:
+            raise ValueError(
+                f"{_quoted(line)} is not a phase and its limit, each once: forward = 1GB"
+            )
+        limits[name] = size
+    parsed: dict[str, int] = _marker_value("phases", limits)
+    return parsed
+
+
+def usable_path(base: Path, value: str) -> Path:
+    """Return the path ``value``, below ``base`` if it is relative."""
+    if not value:
+        raise ValueError(f"{_quoted(value)} is not a folder; write its path")
+    try:
+        (base / value).lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, not to be entered, or with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{_quoted(value)} cannot be used: {reason}; write another path") from None
+    return base / value
+
+
+def process_quota(value: str) -> Quota:
+    """Return the quota: a size, a share or ``auto``."""
+    from pytest_gpumem.sizes import SizeError, parse_size
+
+    share = value.strip().removesuffix("%")
+    try:
+        if value.strip() == "auto":
+            return Quota(auto=True)
+        if share != value.strip() and 0 < float(share) <= 100:
+            return Quota(share=float(share) / 100)
+        if share == value.strip() and (size := parse_size(value)) > 0:
+            return Quota(bytes=size)
+    except (SizeError, ValueError):
+        pass
+    raise ValueError(
+        f"{_quoted(value)} is not a quota; write a size like 8GiB, a share like 25% or auto"
+    )
+
+
+def shard_part(value: str) -> tuple[int, int]:
+    """Return which of how many parts: ``2/5``."""
+    from pytest_gpumem.sharing.shards import parse_shard
+
+    return parse_shard(value)
+
+
+def one_of(*choices: Any) -> Callable[[str], Any]:
+    """Return what accepts one of ``choices``."""
+
+    def parse(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"{_quoted(value)} is not accepted; write {' or '.join(choices)}")
+        return value
+
+    return parse
+
+
+def row_count(value: str) -> int:
+    """Return a number of rows; ``all`` is more than there can be."""
+    if value.strip() == "all":
+        return _EVERY_ROW
+    if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+        raise ValueError(f"{_quoted(value)} is not a number of rows; write one like 50, or all")
+    return int(value)
+
+
+_EVERY_ROW = 10**9
+
+
+def seconds(value: str) -> float:
+    """Return a time."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"{_quoted(value)} is not a time; write seconds like 30 or 0.5, or inf")
+    return seconds
+
+
+def device_choice(value: str) -> DeviceChoice:
+    """Return where marked tests run."""
+    if value == "auto":
+        return DeviceChoice("auto", models=(DEFAULT_GPU,))
+    if value == "sim":
+        return DeviceChoice("sim", models=(DEFAULT_GPU,))
+    if value == "cuda":
+        return DeviceChoice("cuda")
+    if value == "off":
+        return DeviceChoice("off")
+    kind, _, rest = value.partition(":")
+    if kind == "cuda" and re.fullmatch(r"[0-9]{1,4}", rest):
+        return DeviceChoice("cuda", index=int(rest))
+    if kind == "sim" and rest:
+        try:
+            return DeviceChoice("sim", models=gpu_models(rest))
+        except ValueError as error:
+            raise ValueError(f"{_quoted(value)}: {error}") from None
+    raise ValueError(f"{_quoted(value)} is not a device; write {DEVICE_FORMS}")
+
+
+def report_target(value: str, folder: Path) -> ReportTarget | None:
+    """Return the report to write, ``None`` for ``off``."""
+    kind, separator, path = value.partition(":")
+    if value == "off":
+        return None
+    if REPORT_KINDS.get(kind) and path:
+        return ReportTarget(kind, usable_path(folder, path))
+    if REPORT_KINDS.get(kind) is False and not separator:
+        return ReportTarget(kind, None)
+    raise ValueError(f"{_quoted(value)} is not a report; {REPORT_FORMS} is accepted, or off")
+
+
+def reports_of_the_ci(asked: Sequence[ReportTarget]) -> tuple[ReportTarget, ...]:
+    """Return the report that the CI system shows, where it is a known one and none is asked for.
+
+    GitHub sets GITHUB_ACTIONS, GitLab GITLAB_CI, both to "true" and in every job.
+    """
+    kinds = {target.kind for target in asked}
+    if os.getenv("GITHUB_ACTIONS") == "true" and "github" not in kinds:
+        return (ReportTarget("github", None, unasked=True),)
+    folder = os.getenv("CI_PROJECT_DIR")
+    if os.getenv("GITLAB_CI") == "true" and folder and "markdown" not in kinds:
+        return (ReportTarget("markdown", Path(folder) / GITLAB_FILE, unasked=True),)
+    return ()
