@@ -16,6 +16,7 @@ import pytest
 
 from pytest_gpumem.cli import main, replay
 from pytest_gpumem.simulated.allocator import Allocator, OutOfMemory
+from tests.report.html.parsed import Page
 
 GIB = 1 << 30
 Gpumem = Callable[..., tuple[int, list[str]]]
@@ -261,6 +262,36 @@ def test_json(gpumem: Gpumem) -> None:
     }
 
 
+def test_the_page_is_written_beside_what_is_printed(folder: Path, gpumem: Gpumem) -> None:
+    plain = gpumem("run.pickle", "--gpu=RTX-4060")
+    assert gpumem("run.pickle", "--gpu=RTX-4060", "--html", "new/page.html") == plain
+    overview = Page((folder / "new" / "page.html").read_text(encoding="utf-8")).overview
+    assert (overview["name"], overview["gpu"], overview["exact"]) == (
+        "run.pickle",
+        "RTX-4060",
+        True,
+    )
+    assert overview["notes"] == plain[1][-2:]
+    (device,) = overview["devices"]
+    assert device["recorded"]["usage"]["peak_reserved"] == 10 * GIB
+    assert device["places"][1]["site"] == "model.py:2"
+
+
+def test_the_page_stands_beside_json_too(folder: Path, gpumem: Gpumem) -> None:
+    _, lines = gpumem("run.pickle", "--json", "--html=page.html")
+    assert json.loads("\n".join(lines))["exact"]
+    assert (folder / "page.html").exists()
+
+
+def test_a_page_never_replaces_its_snapshot(folder: Path, refusal: Refusal) -> None:
+    before = (folder / "run.pickle").read_bytes()
+    assert refusal("run.pickle", "--html=run.pickle") == (
+        "gpumem: the page would replace the snapshot run.pickle; name another"
+    )
+    assert (folder / "run.pickle").read_bytes() == before
+    assert "cannot be written: Is a directory" in refusal("run.pickle", "--html=.")
+
+
 def test_the_rules_of_a_release(gpumem: Gpumem) -> None:
     assert gpumem("run.pickle", "--torch=2.11")[1][1].startswith(
         "replayed by the rules of torch 2.11"
@@ -295,10 +326,11 @@ def test_the_command_runs_without_torch(folder: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "from pytest_gpumem.cli import main\n"
-        "sys.exit(main(['replay', 'run.pickle', '--gpu', 'T4']))"
+        "sys.exit(main(['replay', 'run.pickle', '--gpu', 'T4', '--html', 'page.html']))"
     )
     repository = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(repository)}, capture_output=True
     )
     assert (done.returncode, done.stderr) == (0, b"")
+    assert (folder / "page.html").exists()

@@ -21,7 +21,7 @@ function events(count) {
 }
 
 function chart(source, pinnedAt) {
-  const note = el("p", { class: "hovered", text: `peak, ${source.text(source.peak)}` });
+  const note = el("p", { class: "hovered", text: tight(`peak, ${source.text(source.peak)}`) });
   const said = el("p", { class: "aside", role: "status" });
   const box = el("div", { class: "timeline", tabindex: "0", role: "application",
     "aria-label": `${source.label} over ${events(source.length)} of the allocator, highest ${size(source.total(source.peak))}; arrow keys read it, + and - zoom, Enter keeps what is read, Escape shows all` });
@@ -32,7 +32,7 @@ function chart(source, pinnedAt) {
   let pinned = false;
   const read = (position, layer) => {
     current = Math.max(0, Math.min(source.length, position));
-    note.textContent = `${current === source.peak ? "peak, " : ""}${source.text(current, layer)}`;
+    note.textContent = tight(`${current === source.peak ? "peak, " : ""}${source.text(current, layer)}`);
   };
   const stretches = () => Math.max(50, Math.floor((plot ? plot.bbox.width / devicePixelRatio : box.clientWidth) / 2));
   const data = () => {

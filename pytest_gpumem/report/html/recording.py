@@ -297,4 +297,5 @@ def _root(files: Iterable[str]) -> str:
 
 
 def _is_installed(path: PurePath) -> bool:
-    return not {"site-packages", "dist-packages", "lib"}.isdisjoint(path.parts)
+    """Whether a file is no part of the program; a simulated GPU's stacks have the plugin's own."""
+    return not {"site-packages", "dist-packages", "lib", "pytest_gpumem"}.isdisjoint(path.parts)
