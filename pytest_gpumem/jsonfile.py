@@ -34,6 +34,45 @@ def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
         raise
 
 
+class DocumentError(ValueError):
+    """Bytes that are none of our documents; the message says why, as the end of a sentence."""
+
+
+class NewerError(DocumentError):
+    """A document of a version that is not known here; the message begins with a verb."""
+
+
+def decoded(content: bytes, **hooks: Any) -> Any:
+    """Return the JSON of ``content``; ``hooks`` as json.loads takes them.
+
+    Raises :class:`DocumentError` where it is none, or nested too deeply.
+    """
+    import json
+
+    try:
+        return json.loads(content, **hooks)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"not valid JSON ({printable(str(error), MOST)})") from error
+
+
+def document(content: bytes, package: str, version: int, **hooks: Any) -> dict[str, Any]:
+    """Return the document of ``content``: as ``package``'s schema says, of ``version`` at most.
+
+    Raises :class:`DocumentError` where it is not, :class:`NewerError` for a later version.
+    """
+    data = decoded(content, **hooks)
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(found, int) and found > version:
+        raise NewerError(
+            f"has schema_version {printable(str(found), MOST)} and this pytest-gpumem reads "
+            f"{version}; install a newer one"
+        )
+    if problem := schema_problem(package, data):
+        raise DocumentError(problem)
+    whole: dict[str, Any] = data
+    return whole
+
+
 def schema_problem(package: str, data: Any) -> str | None:
     """Return where and how ``data`` departs from ``package``'s ``schema.json``, ``None`` if not."""
     if (fault := _check(package)(data)) is None:

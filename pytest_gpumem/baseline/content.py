@@ -13,9 +13,9 @@ from typing import Any
 
 from pytest_gpumem.baseline.entry import BaselineEntry
 from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.echo import MOST, printable, quoted_for_shell
+from pytest_gpumem.echo import printable, quoted_for_shell
 from pytest_gpumem.garbage import paused
-from pytest_gpumem.jsonfile import schema_problem
+from pytest_gpumem.jsonfile import DocumentError, NewerError, document, schema_problem
 
 SCHEMA_VERSION = 1
 
@@ -160,24 +160,20 @@ def unusable(verb: str, path: Path, error: OSError) -> BaselineError:
 def _parsed(path: Path, content: bytes) -> BaselineFile:
     try:
         with paused():
-            data = json.loads(
+            data = document(
                 content,
+                __package__,
+                SCHEMA_VERSION,
                 object_pairs_hook=_unique,
                 parse_float=_number,
                 parse_constant=_not_a_number,
             )
-    except (ValueError, RecursionError) as error:
+    except NewerError as error:
+        raise BaselineError(f"baseline {path} {error}") from error
+    except DocumentError as error:
         if conflict := _CONFLICT.search(content):
             raise _conflicting(path, content.count(b"\n", 0, conflict.start()) + 1) from error
-        raise _damaged(path, f"not valid JSON ({printable(str(error), MOST)})") from error
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise BaselineError(
-            f"baseline {path} has schema_version {printable(str(version), MOST)} and this "
-            f"pytest-gpumem reads {SCHEMA_VERSION}; install a newer one"
-        )
-    if problem := schema_problem(__package__, data):
-        raise _damaged(path, problem)
+        raise _damaged(path, str(error)) from error
     return BaselineFile(Environment.from_dict(data["environment"]), Entries(data["tests"]))
 
 

@@ -24,9 +24,10 @@ COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 def run(arguments: argparse.Namespace) -> Answer:
     """Say how peaks went; raises ``ValueError`` for bad input."""
     most = _tolerance("--max-creep", arguments.max_creep)
-    small = _tolerance("--tolerance", arguments.tolerance)
+    given = arguments.tolerance
+    small = SMALL if given is None else _tolerance("--tolerance", given)
     past = past_of(arguments)
-    trends = past.trends(small)
+    trends = past.trends(small, own=given is None)
     if not trends:
         raise ValueError("no report holds a measured test, so there is no history")
     creeping = [trend for trend in trends if trend.creeps(most)]
@@ -164,8 +165,8 @@ COMMAND = Command(
         ),
         argument(
             "--tolerance",
-            default=str(SMALL),
-            help=f"up to what a change is a small step (default: {SMALL})",
+            help=f"up to what a change is a small step (default: {SMALL}, or the test's own "
+            "tolerance where that is more)",
         ),
         argument("--all", action="store_true", help="list tests that never changed, too"),
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
-from pytest_gpumem.jsonfile import replace_file, schema_problem
+from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
 from pytest_gpumem.report.record import TestRecord
 
 SCHEMA_VERSION = 1
@@ -49,7 +49,7 @@ def write_report(
     :class:`ReportError` where the file cannot be written.
     """
     report = report_of(records, usage)
-    if problem := schema_problem("pytest_gpumem.report", report):
+    if problem := schema_problem(__package__, report):
         raise ReportError(f"report {path} was not written: {problem}")
     content = f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode("ascii")
     return write_file(path, content, "--gpumem-report json:PATH")
@@ -96,23 +96,15 @@ def read_usage(path: Path) -> list[dict[str, Any]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        return document(path.read_bytes(), __package__, SCHEMA_VERSION)
     except OSError as error:
         raise ReportError(
             f"report {path} cannot be read: {error.strerror or error}; check the path"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise _foreign(path, f"not valid JSON ({error})") from error
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise ReportError(
-            f"report {path} has schema_version {version} and this pytest-gpumem reads "
-            f"{SCHEMA_VERSION}; install a newer one"
-        )
-    if problem := schema_problem("pytest_gpumem.report", data):
-        raise _foreign(path, problem)
-    report: dict[str, Any] = data
-    return report
+    except NewerError as error:
+        raise ReportError(f"report {path} {error}") from error
+    except ValueError as error:  # a path with a NUL is one, too
+        raise _foreign(path, str(error)) from error
 
 
 def _test(record: TestRecord, common: Environment | None) -> dict[str, Any]:

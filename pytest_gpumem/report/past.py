@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -14,10 +14,14 @@ from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.trend import Point, Trend
-from pytest_gpumem.sizes import Tolerance
+from pytest_gpumem.sizes import Tolerance, parse_tolerance
 
-Peaks = Mapping[tuple[str, str], int]
-"""Bytes by environment key and node id."""
+Key = tuple[str, str]
+"""Environment key and node id."""
+Peaks = Mapping[Key, int]
+"""Bytes by environment and test."""
+Tolerances = Mapping[Key, str | None]
+"""What a test states itself, as it is written."""
 
 
 @dataclass
@@ -26,16 +30,30 @@ class Past:
 
     moments: list[tuple[str, str, Peaks]] = field(default_factory=list)
     """Label, subject and peaks, the oldest first."""
+    tolerances: dict[Key, str | None] = field(default_factory=dict)
+    """What tests stated last of what they tolerate."""
     notes: list[str] = field(default_factory=list)
     """What could not be read, and so is not in it."""
 
-    def trends(self, tolerance: Tolerance) -> list[Trend]:
-        """Return one trend for each test of each environment, sorted."""
-        points: dict[tuple[str, str], list[Point]] = {}
+    def trends(self, tolerance: Tolerance, *, own: bool = True) -> list[Trend]:
+        """Return one trend for each test of each environment, sorted.
+
+        Changes within ``tolerance`` are small, and those within a test's ``own``, as it was last.
+        """
+        points: dict[Key, list[Point]] = {}
         for label, subject, peaks in self.moments:
             for key, peak in peaks.items():
                 points.setdefault(key, []).append(Point(label, subject, peak))
-        return [Trend(*key, tuple(found), tolerance) for key, found in sorted(points.items())]
+        stated = {key: text for key, text in self.tolerances.items() if own and text is not None}
+        return [
+            Trend(
+                *key,
+                tuple(found),
+                tolerance,
+                parse_tolerance(stated[key]) if key in stated else None,
+            )
+            for key, found in sorted(points.items())
+        ]
 
 
 def past_of_reports(
@@ -51,7 +69,9 @@ def past_of_reports(
     files = [file for path in paths for file in _reports(path, without)]
     progress.expect(len(files))
     for file in files:
-        past.moments.append((file.stem, "", peaks_of(read_report(file))))
+        records = read_report(file)
+        past.moments.append((file.stem, "", peaks_of(records)))
+        past.tolerances |= {one.key: one.expectation.get("tolerance") for one in records}
         progress.step()
     return past
 
@@ -101,6 +121,7 @@ def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SH
             f"no commit of {quoted(revisions)} has baselines in {baselines}; give --baselines the "
             "folder that holds them"
         )
+    past.tolerances = reader.tolerances
     past.notes = list(dict.fromkeys(past.notes))
     return past
 
@@ -110,11 +131,13 @@ class _Reader:
 
     def __init__(self, top: Path, folder: str) -> None:
         self._top, self._folder = top, folder
-        self._known: dict[str, Peaks] = {}
+        self._known: dict[str, tuple[Peaks, Tolerances]] = {}
+        self.tolerances: dict[Key, str | None] = {}
+        """What tests stated at the commit that was read last and has them."""
 
     def peaks(self, commit: str, notes: list[str]) -> Peaks:
         """Return all peaks stored in ``commit``; ``notes`` gets what cannot be read."""
-        found: dict[tuple[str, str], int] = {}
+        found: dict[Key, int] = {}
         tree = git(self._top, "ls-tree", "-r", "-z", commit, "--", f"{self._folder}/")
         for entry in tree.decode(errors="surrogateescape").split("\0"):
             facts, _, name = entry.partition("\t")
@@ -123,21 +146,25 @@ class _Reader:
             blob = facts.split()[2]
             if blob not in self._known:
                 try:
-                    self._known[blob] = dict(self._file(name, blob))
+                    self._known[blob] = self._file(name, blob)
                 except BaselineError as error:
-                    self._known[blob] = {}
+                    self._known[blob] = {}, {}
                     notes.append(f"left out of commit {commit[:9]}: {error}")
-            found.update(self._known[blob])
+            peaks, tolerances = self._known[blob]
+            found.update(peaks)
+            self.tolerances.update(tolerances)
         return found
 
-    def _file(self, name: str, blob: str) -> Iterator[tuple[tuple[str, str], int]]:
+    def _file(self, name: str, blob: str) -> tuple[Peaks, Tolerances]:
         inside = PurePosixPath(name).relative_to(self._folder)
-        key, *module = inside.parts
-        content = git(self._top, "cat-file", "blob", blob)
-        stored = parse(Path(name), content, key)
+        folder, *module = inside.parts
+        stored = parse(Path(name), git(self._top, "cat-file", "blob", blob), folder)
         path = PurePosixPath(*module).as_posix().removesuffix(".json")
-        for test_id, entry in stored.tests.items():
-            yield (key, f"{path}::{test_id}"), entry.peak_allocated
+        tests = {(folder, f"{path}::{name}"): entry for name, entry in stored.tests.items()}
+        return (
+            {key: entry.peak_allocated for key, entry in tests.items()},
+            {key: entry.tolerance for key, entry in tests.items()},
+        )
 
 
 def peaks_of(records: Sequence[TestRecord]) -> Peaks:

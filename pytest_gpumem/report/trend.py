@@ -56,6 +56,8 @@ class Trend:
     points: tuple[Point, ...]
     tolerance: Tolerance
     """Up to which a change from one point to the next counts as small."""
+    own: Tolerance | None = None
+    """The test's, up to which no change fails it: small as well, however large."""
 
     @property
     def first(self) -> int:
@@ -105,11 +107,15 @@ class Trend:
             "creeping": [point.label for point in self.creeping],
         }
 
+    def _allowance(self, peak: int) -> int:
+        known = (self.tolerance, self.own)
+        return max(one.allowance(peak) for one in known if one is not None)
+
     def _changes(self, *, small: bool) -> list[tuple[Point, int]]:
         found = []
         for before, now in zip(self.points, self.points[1:], strict=False):
             change = abs(now.peak - before.peak)
-            is_small = change <= self.tolerance.allowance(max(before.peak, 0))
+            is_small = change <= self._allowance(max(before.peak, 0))
             if change and is_small == small:
                 found.append((now, before.peak))
         return found

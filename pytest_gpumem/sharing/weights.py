@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.jsonfile import decoded
 
 PLAN_VERSION = 1
 
@@ -63,13 +62,13 @@ def read_weights(path: Path) -> Weights:
     Of a report only durations of tests that had their device for themselves count.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = decoded(path.read_bytes())
     except OSError as error:
         raise WeightsError(
             f"{path} cannot be read: {error.strerror or error}; check the path"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise _foreign(path, f"not valid JSON ({printable(str(error), MOST)})") from error
+    except ValueError as error:  # a path with a NUL is one, too
+        raise _foreign(path, str(error)) from error
     if isinstance(data, dict) and "matrix" in data:
         return _of_plan(path, data)
     if isinstance(data, dict) and "schema_version" in data:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pytest_gpumem.attribution.composition import Composition, compositions, settled
 from pytest_gpumem.attribution.history import Event, History, Sighting, Span
@@ -21,6 +22,7 @@ class Made:
     sequence: int = -1
     shape: Sequence[int] | None = (2, 2)
     dtype: object = "torch.float32"
+    frames: Sequence[Mapping[str, Any]] = ()
 
 
 def alloc(address: int, nbytes: int, origin: Made | None = None) -> Event:

@@ -253,6 +253,31 @@ def test_ctrl_c_is_one_word(tmp_path: Path) -> None:
     assert program.returncode == INTERRUPTED
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["compare", "good.json", "good.json"], ["replay", "half.pickle"]],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported_for_little(arguments: list[str], place: Path) -> None:
+    heavy = {"torch", "pytest", "numpy", "matplotlib", "jsonschema", "tqdm", "argcomplete"}
+    code = (
+        "import sys\n"
+        "from pytest_gpumem.cli import main\n"
+        "try:\n"
+        f"    main({arguments})\n"
+        "finally:\n"
+        f"    print(sorted({heavy} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.stderr.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_by_what_is_printed(
     shell: str, capsys: pytest.CaptureFixture[str]

@@ -127,6 +127,45 @@ def test_reports_in_the_order_given(gpumem: Gpumem, tmp_path: Path) -> None:  # 
     ]
 
 
+@pytest.mark.parametrize(
+    ("own", "given", "code", "said"),
+    [
+        # No change fails a test that tolerates 10 %, so nobody else sees them: 100, 108, 116, 124.
+        ("10%", [], 1, "test_a.py::test_x crept by +24.0 MiB (+24.0 %) in 3 small steps"),
+        ("10%", ["--tolerance", "1%"], 0, "0 creeping"),
+        # One that tolerates less than what is small all the same is asked about what is.
+        ("0", [], 0, "1 test at 4 moments: 0 never changed, 1 with steps, 0 creeping"),
+    ],
+)
+def test_what_a_test_tolerates_creeps(
+    own: str,
+    given: list[str],
+    code: int,
+    said: str,
+    gpumem: Gpumem,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    for number, peak in enumerate((100, 108, 116, 124)):
+        one = record("test_x", peak * MIB, expectation={"tolerance": own})
+        report(tmp_path / "kept" / f"run-{number}.json", one)
+    found, lines = gpumem("history", "kept", *given)
+    assert found == code
+    assert said in lines[-2] + lines[-1]
+
+
+def test_a_baseline_keeps_what_its_test_tolerates(
+    gpumem: Gpumem,  # noqa: F811
+    commits: Commits,
+) -> None:
+    for peak in (100, 108, 116):
+        entry = BaselineEntry(peak * MIB, 0, 0, 0, tolerance="10%")
+        BaselineStore(commits.path / "baselines").write(T4, "tests/test_a.py", {"test_x": entry})
+        commits.commit(f"to {peak}")
+    code, lines = gpumem("history", "--git", "HEAD")
+    assert code == 1
+    assert "tests/test_a.py::test_x crept by +16.0 MiB (+16.0 %) in 2 small steps" in lines[-2]
+
+
 def test_a_folder_of_reports_by_number(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "kept").mkdir()
     for number, peak in ((9, MIB), (10, 3 * MIB), (100, 2 * MIB)):

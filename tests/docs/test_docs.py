@@ -44,6 +44,7 @@ NOT_RUN = {
     "gpumem plot report.json -o peaks.png": "needs matplotlib; has tests of its own",
     "gpumem plot report.json --kind phases --test test_two_steps -o phases.svg": "the same",
     "gpumem plot report.json --kind timeline --test test_two_steps -o timeline.svg": "the same",
+    "gpumem plot reports/ --kind history -o history.png": "the same",
     "gpumem history --git v1.0..HEAD": "needs commits; has tests of its own",
     "gpumem history --git HEAD --max-creep 3%": "the same",
     'gpumem bisect "tests/test_model.py::test_step" --good v1.0': "the same",
