@@ -110,22 +110,12 @@ def model():
 """
 
 PREAMBLES = {
-    "README.md: test_generation": """
-        import pytest, torch
-        prompt = torch.ones(1, 8, device="cpu")
-
-        @pytest.fixture
-        def model():
-            layer = torch.nn.Linear(8, 8, device="cuda")
-            return lambda prompt: layer(prompt.cuda())
-    """,
     "docs/predict.md: test_step": """
         import pytest
         from train import step
     """,
     "docs/replay.md: result": "import pytest_gpumem",
     "docs/simulation.md: simulate_operator": "import torch",
-    "README.md: simulate": "import torch",
     "docs/replay.md: _record_memory_history": "import torch",
 }
 """What a block takes for granted, by its page and a word in it."""
