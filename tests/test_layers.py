@@ -70,10 +70,11 @@ def test_every_folder_is_a_layer_and_says_what_it_may_use() -> None:
     folders = {path.name for path in FOLDER.iterdir() if (path / "__init__.py").exists()}
 
     assert folders == set(LAYERS)
-    for layer in LAYERS:
+    for place, layer in enumerate(LAYERS):
         docstring = ast.get_docstring(ast.parse(MODULES[layer].read_text(encoding="utf-8")))
+        below = ", ".join(f"``{each}``" for each in LAYERS[:place])
         assert docstring is not None
-        assert "May use" in docstring
+        assert f"May use: {below or 'nothing'}" in " ".join(docstring.split())
 
 
 def test_imports_go_downward_only() -> None:

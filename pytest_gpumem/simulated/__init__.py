@@ -1,1 +1,14 @@
-"""The simulated CUDA device."""
+"""The simulated CUDA device, in layers; each may use those above it in this list.
+
+========== =====================================================================================
+allocator  PyTorch's caching allocator, event by event
+common     errors, what tensors really are, where in the code something happens
+gpu        one device: catalogue, memory, workspaces, estimates
+machine    what a machine knows: devices, storages, values, streams, graphs, pools
+operators  what CUDA's operators allocate, by family
+execution  the dispatch mode that runs operators by their shapes
+surface    names of torch's that are replaced, each by a translation to the machine
+========== =====================================================================================
+
+``simulation`` puts them together, ``run`` and ``recorder`` are what the rest of the package sees.
+"""

@@ -15,7 +15,7 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.generators import shared_state
 from pytest_gpumem.simulated.machine.pool_contents import Place, PoolContents
-from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.views import view_of
 
@@ -168,8 +168,8 @@ class _Replay:
             view = view_of(base, result)
             if isinstance(computed, torch.Tensor) and computed.numel() == view.numel():
                 view.copy_(computed.view(view.shape) if computed.dim() != view.dim() else computed)
-            elif computed is real_kernels.UNREAD or isinstance(computed, int):
-                view.fill_(0 if computed is real_kernels.UNREAD else computed)
+            elif computed is UNREAD or isinstance(computed, int):
+                view.fill_(0 if computed is UNREAD else computed)
             else:
                 self._contents.forget(result.place)
         elif isinstance(result, (list, tuple)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.backends.cudnn import rnn as cudnn_rnn
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.operators import cudnn
 from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch
 
@@ -233,7 +233,7 @@ class _FusedGruCell(torch.autograd.Function):
         output = torch.empty_like(hx, memory_format=torch.contiguous_format)
         gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
         ctx.gpu = gpu
-        gpu.simulation.values.assign((output, workspace), real_kernels.gru_cell, *gates)
+        gpu.simulation.values.assign((output, workspace), recurrent.gru_cell, *gates)
         return output
 
     @staticmethod
@@ -245,7 +245,7 @@ class _FusedGruCell(torch.autograd.Function):
         grad_hx = torch.empty_like(gradients[0], memory_format=torch.contiguous_format)
         ctx.gpu.simulation.values.assign(
             (grad_input_gates, grad_hidden_gates, grad_hx),
-            real_kernels.gru_cell_backward,
+            recurrent.gru_cell_backward,
             gradients[0],
             workspace,
         )

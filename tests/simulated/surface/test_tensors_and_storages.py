@@ -90,6 +90,7 @@ def test_dlpack_between_tensors_of_torch_is_another_name_for_the_same_memory() -
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

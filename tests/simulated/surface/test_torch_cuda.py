@@ -407,6 +407,8 @@ def test_a_library_may_wrap_compile(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.cuda.memory_allocated() > before
 
 
+# torch says so the first time that a process compiles anything, which another test may have done.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_library_that_is_imported_in_a_simulation_wraps_compile_for_good() -> None:
     own = torch.compile
 

@@ -5,23 +5,23 @@ formula reads, an integer for a tensor that is filled with it. Random choices of
 are remembered as on CUDA, where a seed is among its results.
 
 Source: aten/src/ATen/native/transformers/attention.cpp (_scaled_dot_product_attention_math),
-native/cudnn/BatchNorm.cpp and RNN.cpp, native/RNN.cpp, of torch 2.6 to 2.15.
+native/cudnn/BatchNorm.cpp, of torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.real import convolutions as real_convolutions
+from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.machine.real import sync_batch_norm as real_sync_batch_norm
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
 
-UNREAD = ...
 _aten = torch.ops.aten
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 
@@ -260,9 +260,9 @@ def rms_norm_backward(
     eps: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of ``torch.rms_norm`` by input and weight."""
-    with _autograd():
-        data = _leaf(input)
-        scale = None if weight is None else _leaf(weight)
+    with with_autograd():
+        data = leaf(input)
+        scale = None if weight is None else leaf(weight)
         out = torch.rms_norm(data, normalized_shape, scale, eps)
         found = torch.autograd.grad(out, [data, *([] if scale is None else [scale])], gradient)
     return found[0], found[1] if scale is not None else None
@@ -282,163 +282,10 @@ def _fused_rms_norm_backward(
     return by_input.to(input.dtype), UNREAD if weight is None else by_weight.to(weight.dtype)
 
 
-# Recurrent layers.
-
-_LAYERS: dict[int, Any] = {
-    0: torch._VF.rnn_relu,
-    1: torch._VF.rnn_tanh,
-    2: torch._VF.lstm,
-    3: torch._VF.gru,
-}
-"""By cuDNN's mode."""
-_LSTM = 2
-
-
-def _recurrent(
-    input: Tensor, weight: list[Tensor], weight_stride0: int, weight_buf: Tensor | None,
-    hx: Tensor, cx: Tensor | None, mode: int, hidden_size: int, proj_size: int, num_layers: int,
-    batch_first: bool, dropout: float, train: bool, bidirectional: bool,
-    batch_sizes: Sequence[int], dropout_state: Tensor | None,
-) -> Any:  # fmt: skip
-    if dropout and train:
-        raise NotImplementedError("what cuDNN drops is not among its results")
-    state = (hx, cx) if mode == _LSTM else hx
-    per_layer = weight_stride0 - (1 if proj_size else 0)
-    shape = (per_layer == 4, num_layers, 0.0, train, bidirectional)
-    if batch_sizes:
-        sizes = torch.tensor(batch_sizes, device="cpu")
-        result = _LAYERS[mode](input, sizes, state, weight, *shape)
-    else:
-        result = _LAYERS[mode](input, state, weight, *shape, batch_first)
-    output, hidden, *cell = result
-    return output, hidden, *(cell or [UNREAD]), UNREAD, None
-
-
-def _recurrent_backward(
-    input: Tensor, weight: list[Tensor], weight_stride0: int, weight_buf: Tensor, hx: Tensor,
-    cx: Tensor | None, output: Tensor, grad_output: Tensor | None, grad_hy: Tensor | None,
-    grad_cy: Tensor | None, mode: int, hidden_size: int, proj_size: int, num_layers: int,
-    batch_first: bool, dropout: float, train: bool, bidirectional: bool,
-    batch_sizes: Sequence[int], dropout_state: Tensor | None, reserve: Tensor,
-    output_mask: Sequence[bool],
-) -> Any:  # fmt: skip
-    with _autograd():
-        data, hidden = _leaf(input), _leaf(hx)
-        cell = None if cx is None else _leaf(cx)
-        weights = [_leaf(one) for one in weight]
-        results = _recurrent(
-            data, weights, weight_stride0, None, hidden, cell, mode, hidden_size, proj_size,
-            num_layers, batch_first, dropout, train, bidirectional, batch_sizes, None,
-        )  # fmt: skip
-        pairs = zip(results, (grad_output, grad_hy, grad_cy), strict=False)
-        used = [(result, gradient) for result, gradient in pairs if gradient is not None]
-        wanted = [data, hidden, *([] if cell is None else [cell]), *weights]
-        found = torch.autograd.grad(
-            [result for result, _ in used],
-            wanted,
-            [gradient for _, gradient in used],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-    of_cell = None if cell is None else found[2]
-    return found[0], found[1], of_cell, list(found[-len(weights) :])
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_()
-
-
-# Their cells.
-
-
-def _lstm_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    cx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> Any:
-    gates = _sum(input_gates, hidden_gates, input_bias, hidden_bias).chunk(4, 1)
-    entry, forget, exit = (gates[at].sigmoid() for at in (0, 1, 3))
-    new = gates[2].tanh()
-    cy = forget * cx + entry * new
-    return exit * cy.tanh(), cy, torch.cat([entry, forget, new, exit], 1)
-
-
-def _lstm_cell_backward(
-    grad_hy: Tensor | None,
-    grad_cy: Tensor | None,
-    cx: Tensor,
-    cy: Tensor,
-    workspace: Tensor,
-    has_bias: bool,
-) -> Any:
-    entry, forget, new, exit = workspace.chunk(4, 1)
-    hidden = torch.zeros_like(cx) if grad_hy is None else grad_hy
-    cell = hidden * exit * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
-    parts = (
-        cell * new * entry * (1 - entry),
-        cell * cx * forget * (1 - forget),
-        cell * entry * (1 - new**2),
-        hidden * cy.tanh() * exit * (1 - exit),
-    )
-    gates = torch.cat(parts, 1)
-    return gates, cell * forget, gates.sum(0) if has_bias else None
-
-
-def gru_cell(
-    input_gates: Tensor,
-    hidden_gates: Tensor,
-    hx: Tensor,
-    input_bias: Tensor | None = None,
-    hidden_bias: Tensor | None = None,
-) -> Any:
-    """The new state, and what the kernel keeps for its backward."""
-    given = _sum(input_gates, input_bias).chunk(3, 1)
-    held = _sum(hidden_gates, hidden_bias).chunk(3, 1)
-    reset, update = (given[0] + held[0]).sigmoid(), (given[1] + held[1]).sigmoid()
-    new = (given[2] + reset * held[2]).tanh()
-    return new + update * (hx - new), torch.cat([reset, update, new, hx, held[2]], 1)
-
-
-def gru_cell_backward(gradient: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`gru_cell` by both kinds of gates and by the state."""
-    reset, update, new, hx, held = workspace.chunk(5, 1)
-    by_new = gradient * (1 - update) * (1 - new**2)
-    by_reset = by_new * held * reset * (1 - reset)
-    by_update = gradient * (hx - new) * update * (1 - update)
-    return (
-        torch.cat([by_reset, by_update, by_new], 1),
-        torch.cat([by_reset, by_update, by_new * reset], 1),
-        gradient * update,
-    )
-
-
-def _sum(*terms: Tensor | None) -> Tensor:
-    total, *others = (term for term in terms if term is not None)
-    for term in others:
-        total = total + term
-    return total
-
-
-_INCLUDED = torch._C._dispatch_tls_local_include_set()
-_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Differentiate inside an operator, where autograd is done with its part."""
-    with (
-        torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        yield
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
     **real_convolutions.KERNELS,
     **real_sync_batch_norm.KERNELS,
+    **recurrent.KERNELS,
     "aten::_scaled_dot_product_flash_attention": _flash,
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
@@ -447,10 +294,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten::cudnn_batch_norm": _batch_norm,
     "aten::cudnn_batch_norm_backward": _batch_norm_backward,
-    "aten::_cudnn_rnn": _recurrent,
-    "aten::_cudnn_rnn_backward": _recurrent_backward,
     "aten::_fused_rms_norm_backward": _fused_rms_norm_backward,
-    "aten::_thnn_fused_lstm_cell": _lstm_cell,
-    "aten::_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
 }
 """By operator name."""

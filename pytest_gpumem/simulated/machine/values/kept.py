@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.errors import HostMemoryError
 from pytest_gpumem.simulated.common.raw import CPU
-from pytest_gpumem.simulated.machine.real import kernels as real_kernels
+from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.views import covers, elements, view_of
@@ -133,8 +133,8 @@ class Kept:
             return
         if not isinstance(result, torch.Tensor) or not raw.is_meta(result):
             return
-        if computed is real_kernels.UNREAD or isinstance(computed, int):
-            filling = 0 if computed is real_kernels.UNREAD else computed
+        if computed is UNREAD or isinstance(computed, int):
+            filling = 0 if computed is UNREAD else computed
             computed = torch.full(result.shape, filling, dtype=result.dtype, device=CPU)
         if not isinstance(computed, torch.Tensor) or computed.layout is not torch.strided:
             return
