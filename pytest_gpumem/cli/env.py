@@ -116,6 +116,6 @@ COMMAND = Command(
     "number depends on. No names of hosts, users or folders are in it.",
     run=run,
     json="as JSON, sizes in bytes",
-    examples=("gpumem env",),
+    examples=("gpumem env --json",),
     looks=True,
 )
