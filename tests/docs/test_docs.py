@@ -253,9 +253,10 @@ def test_python(block: Shown, run: Run, place: Path) -> None:
     known = (text for key, text in PREAMBLES.items() if _is_meant(key, block))
     source = "\n".join((*map(dedent, known), block.source))
     if "def test_" in source:
-        path = place / f"test_block_{block.line}.py"
+        path = place / f"test_{Path(block.page).stem}_{block.line}.py"
         path.write_text(source)
         code, printed = run(f"pytest {path.name}")
+        path.unlink()  # a plain pytest of another block would run it
         assert code == 0, printed
         return
     if "simulate_operator" in source:  # what it says holds for the whole process
