@@ -168,6 +168,8 @@ def _commands() -> Iterator[str]:
         yield ""
         yield _sentence(name, one.description)
         yield ""
+        if examples := one.get_default("command").examples:
+            yield from ("```text", *examples, "```", "")
         yield from _table(
             ("argument", "meaning"),
             [
@@ -229,7 +231,7 @@ def _object(name: str, schema: Schema, definitions: Schema) -> Iterator[str]:
                 _sentence(title, value.get("description")),
             )
         )
-        of_each = value.get("additionalProperties")
+        of_each = value.get("additionalProperties") or value.get("items")
         below = of_each if isinstance(of_each, Mapping) else value
         if "properties" in below:
             inner.append((title, below))

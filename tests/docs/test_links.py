@@ -77,6 +77,12 @@ def test_links_of_tables_and_pictures_are_seen(tmp_path: Path) -> None:
     assert list(links(page)) == ["c.md#d", "f.png"]
 
 
+def test_every_page_of_the_guide_is_in_its_index() -> None:
+    index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8").splitlines()
+    pages = [page[len("docs/") : -len(".md")] for page in PAGES if page.startswith("docs/")]
+    assert [page for page in pages if index.count(page) != 1] == ["index"]
+
+
 def test_every_page_is_looked_at() -> None:
     assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md"} <= set(PAGES)
     assert "docs/reference/report.md" in PAGES
