@@ -2,6 +2,7 @@
 
 const LINES = {
   reserved: { name: "reserved", color: "var(--mark)" },
+  split: { name: "inactive split", color: "var(--mark)", dash: [5, 3] },
 };
 
 function timeline(line) {
