@@ -115,6 +115,8 @@ class History:
     """Where no peak counts."""
     reserved: Sequence[int] = ()
     """Bytes held from the driver before each event, and after the last; empty where unknown."""
+    split: Sequence[int] = ()
+    """Bytes of free parts of segments that are partly in use, then; empty where unknown."""
     root: str = ""
     """The folder that paths are relative to."""
     classify: Callable[[str, int, Origin], str] | None = None

@@ -11,8 +11,8 @@ from pytest_gpumem.attribution.composition import category_of, shown_path
 from pytest_gpumem.attribution.history import CATEGORIES, History, Life
 
 BUCKETS = 200
-"""Stretches of a time line; each is kept by the samples where it is lowest and highest, and by the
-one where most is reserved."""
+"""Stretches of a time line; each is kept by the samples where it is lowest and highest, and
+where most is reserved, and most of that lies in free parts of segments."""
 
 MOST_SPANS = 200
 """Windows of phases that are kept, the longest; a phase may be entered at every step."""
@@ -35,7 +35,8 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
     and the peak of each phase: no peak is lost. ``blocks`` says which block was allocated (bytes
     above 0) or freed (below 0) by the event before each sample, as the number of its place; place
     -1 is none: before the first event, and where a simulated allocator got a segment. ``reserved``,
-    where it is known, is without the ``stray_reserved`` bytes that others held before.
+    where it is known, is without the ``stray_reserved`` bytes that others held before; ``split`` is
+    what of all segments that are partly in use is free.
     """
     if not history.length:
         return None
@@ -68,9 +69,12 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
 
 
 def _reserved(history: History, kept: Sequence[int], stray: int) -> dict[str, list[int]]:
-    if not history.reserved:
-        return {}
-    return {"reserved": [history.reserved[position] - stray for position in kept]}
+    found = {}
+    if history.reserved:
+        found["reserved"] = [history.reserved[position] - stray for position in kept]
+    if history.split:
+        found["split"] = [history.split[position] for position in kept]
+    return found
 
 
 def _kept(history: History) -> set[int]:
@@ -81,8 +85,8 @@ def _kept(history: History) -> set[int]:
         stretch = range(begin, end)
         kept.add(max(stretch, key=allocated.__getitem__))
         kept.add(min(stretch, key=allocated.__getitem__))
-        if history.reserved:
-            kept.add(max(stretch, key=history.reserved.__getitem__))
+        for series in filter(None, (history.reserved, history.split)):
+            kept.add(max(stretch, key=series.__getitem__))
     return kept
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.holders import holders_of
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.record import CALL, Measurement, PhaseRecord
-from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.recorder import Recorder, Segments
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.measurement.witness import Witness
 
@@ -43,6 +43,8 @@ class Beginning:
 
     positions: Positions
     held: Mapping[int, list[tuple[int, int, Origin | None]]]
+    segments: Mapping[int, Segments] = field(default_factory=dict)
+    """What was held from the driver, where a report shows it over time."""
 
     @classmethod
     def of(cls, recorder: Recorder, own: frozenset[Block] | None) -> Beginning:
@@ -95,6 +97,9 @@ class Account:
         for holder in _holders(fixtures):
             self.witness.watch(holder)
         self._beginning = Beginning.of(self._recorder, own)
+        if self.timelines:
+            devices = range(len(self._beginning.positions))
+            self._beginning.segments = {one: self._recorder.segments(one) for one in devices}
 
     def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
         """See what memory is for inside, and find the phases of ``tracker``."""
@@ -183,10 +188,16 @@ class Account:
                 for b, e in tracker.unmeasured_windows
             ],
             reserved=self._recorder.reserved(device, begin) if self.timelines else (),
+            split=self._splits(device, begin, beginning),
             root=self._root,
             classify=self._classify,
             locate=self._locate,
         )
+
+    def _splits(self, device: int, begin: int, beginning: Beginning) -> Sequence[int]:
+        if device not in beginning.segments:
+            return ()
+        return self._recorder.splits(device, begin, beginning.segments[device])
 
 
 def composed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -189,6 +189,16 @@ class RecordedHistory:
         series = list(accumulate(changes, initial=now - last - sum(changes)))
         series[-1] = now
         return series
+
+    def segments(self, device: int) -> Sequence[dict[str, Any]]:
+        """Return nothing: recorded sizes are those asked for, from which no split follows."""
+        return ()
+
+    def splits(
+        self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
+    ) -> Sequence[int]:
+        """Return nothing, for the same reason."""
+        return ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""

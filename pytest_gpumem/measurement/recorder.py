@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from pytest_gpumem.attribution.history import Event, Origin
+
+Segments = Sequence[Mapping[str, Any]]
+"""As in ``torch.cuda.memory_snapshot()``."""
 
 
 class Recorder(Protocol):
@@ -22,6 +25,15 @@ class Recorder(Protocol):
 
     def reserved(self, device: int, begin: int) -> Sequence[int]:
         """Return the bytes held from the driver at position ``begin``, and after each event."""
+
+    def segments(self, device: int) -> Segments:
+        """Return what is held from the driver now; nothing where splits are not known."""
+
+    def splits(self, device: int, begin: int, segments: Segments) -> Sequence[int]:
+        """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
+
+        ``segments`` are those at position ``begin``. Nothing is returned where it is not known.
+        """
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.simulated.allocator.trace import FREE
+from pytest_gpumem.simulated.splits import Splits
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -45,6 +46,23 @@ class SimulatedRecorder:
         memory = self._gpus[device].allocator
         changes = [_SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
         return list(accumulate(changes, initial=memory.reserved - sum(changes)))
+
+    def segments(self, device: int) -> Sequence[Mapping[str, Any]]:
+        """Return what is held from the driver now, as a snapshot has it."""
+        return self._gpus[device].allocator.segments(frames=False)
+
+    def splits(
+        self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
+    ) -> Sequence[int]:
+        """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
+
+        ``segments`` are those at position ``begin``. Nothing is returned where what follows from
+        the events is not what the allocator says.
+        """
+        memory = self._gpus[device].allocator
+        splits = Splits(segments)
+        series = [splits.bytes, *splits.after(memory.trace.raw(begin))]
+        return series if series[-1] == memory.inactive_split else ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
         """Return the position and the origin of the last allocation that found no memory."""

@@ -81,9 +81,11 @@ def test_a_phase_that_is_entered_often_keeps_its_longest_windows() -> None:
 def test_what_is_reserved_stands_beside_it_without_what_others_held() -> None:
     told = history(alloc(1, 512), free(1))
     told.reserved = [4096, 2 << 20, 2 << 20]
+    told.split = [3584, (2 << 20) - 512, 0]
     line = timeline_of(told, stray_reserved=4096)
     assert line is not None
     assert line["reserved"] == [0, (2 << 20) - 4096, (2 << 20) - 4096]
+    assert line["split"] == [3584, (2 << 20) - 512, 0]
 
 
 def test_the_most_that_was_reserved_is_kept_however_long_it_took() -> None:

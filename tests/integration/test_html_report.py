@@ -50,6 +50,9 @@ def test_the_page_of_a_run_has_its_time_lines(project: Project, args: tuple[str,
     assert max(totals) == passed["measurement"]["peak_allocated"]
     # A segment of 2 MiB for the small block and one of 20 MiB for the large one.
     assert [bytes for bytes, _ in groupby(line["reserved"])][:3] == [0, 2 * MIB, 22 * MIB]
+    # 1 of 2 MiB, then 18 of 20 MiB too; at last the small segment is whole again.
+    splits = [bytes for bytes, _ in groupby(line["split"])]
+    assert splits[:5] == [0, MIB, 19 * MIB, 18 * MIB, 0]
     assert max(line["reserved"]) == passed["measurement"]["peak_reserved"]
     assert line["places"][0].startswith("test_it.py:")
     assert line["phases"][1] == ["first", 0, 5]

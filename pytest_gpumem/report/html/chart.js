@@ -63,6 +63,8 @@ function chart(source, pinnedAt) {
     if (pinned && pinnedAt) pinnedAt(current);
   };
   const move = (step) => {
+    pinned = false;
+    note.classList.remove("kept");
     const places = sample.positions;
     if (step === Infinity || step === -Infinity) read(step > 0 ? view[1] : view[0]);
     else {

@@ -65,9 +65,11 @@ function explanation(verdict) {
 
 function device(record, measured, several) {
   const title = several ? ` on ${measured.device}` : "";
+  const fragments = measured.timeline && reservedOf(measured.timeline);
   return [
     measured.timeline ? section(`Over time${title}`, timeline(measured.timeline)) : null,
     section(`Numbers${title}`, numbers(record, measured)),
+    fragments ? section(`Fragmentation${title}`, fragments) : null,
     phases(record, measured, title),
     sharesOf(record, measured, title),
     peaks(measured, title),

@@ -23,10 +23,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.report.past import Past
 
 LIBRARIES = ("uPlot.iife.min.js", "d3-hierarchy.min.js")
-DRAWING = ("format.js", "bars.js", "grids.js", "treemap.js", "sampling.js", "chart.js")
+DRAWING = (
+    "format.js",
+    "bars.js",
+    "grids.js",
+    "treemap.js",
+    "sampling.js",
+    "chart.js",
+    "segments.js",
+)
 """What all pages draw with."""
 TESTS = (*DRAWING, "timeline.js", "trend.js", "usage.js", "detail.js", "table.js")
-RECORDING = (*DRAWING, "tape.js", "segments.js", "recording.js")
+RECORDING = (*DRAWING, "tape.js", "recording.js")
 STYLES = ("vendor/uPlot.min.css", "page.css")
 TOGETHER = 20
 """Tests whose details are packed, and unpacked, together."""

@@ -126,7 +126,7 @@ function segmentsOf(tape) {
     box.replaceChildren(segmentList(segments, name === "recorded"));
   };
   if (choices.length) show();
-  return section("Segments and fragmentation", fragmentation(tape.runs),
+  return section("Segments and fragmentation", fragmentation(momentsOf(tape.runs)),
     choices.length ? el("label", { class: "pick" }, "Segments of ", select) : null, box);
 }
 

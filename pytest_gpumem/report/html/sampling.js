@@ -20,3 +20,10 @@ function extremes(series, from, to, stretches) {
   }
   return [...new Set(kept)].sort((a, b) => a - b);
 }
+
+// The first position where values are highest.
+function highestOf(values) {
+  let best = 0;
+  for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
+  return best;
+}

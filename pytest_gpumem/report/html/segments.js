@@ -49,12 +49,16 @@ function segmentList(segments, coloured) {
   return el("div", null, list, more);
 }
 
-// Stacked bars of each run at its peak and at its end.
-function fragmentation(runs) {
-  const rows = Object.entries(runs).flatMap(([name, run]) => [
+// What each run of a recording held from the driver at its peak and at its end.
+function momentsOf(runs) {
+  return Object.entries(runs).flatMap(([name, run]) => [
     ["when most was reserved", run.segments.peak], ["at the end", run.segments.end],
-  ].map(([when, segments]) => ({ name: Object.keys(runs).length > 1 ? `${name}, ${when}` : when, segments, ...shares(segments),
+  ].map(([when, segments]) => ({ name: Object.keys(runs).length > 1 ? `${name}, ${when}` : when, segments: segments.length, ...shares(segments),
     reserved: segments.reduce((sum, one) => sum + one.bytes, 0) })));
+}
+
+// Stacked bars of moments: {name, reserved, allocated, split, cached, segments}.
+function fragmentation(rows) {
   const scale = Math.max(...rows.map((row) => row.reserved), 1);
   const parts = [["allocated", "var(--layer-0)"], ["split", "var(--layer-7)"], ["cached", "var(--free)"]];
   const words = { allocated: "allocated", split: "free parts of segments in use", cached: "segments that nobody uses" };
@@ -83,7 +87,7 @@ function fragmentation(runs) {
     { title: "Allocated", number: true, of: (row) => size(row.allocated) },
     { title: "Free parts", number: true, of: (row) => `${size(row.split)}, ${percent(row.split, row.reserved)}` },
     { title: "Unused segments", number: true, of: (row) => `${size(row.cached)}, ${percent(row.cached, row.reserved)}` },
-    { title: "Segments", number: true, of: (row) => row.segments.length.toLocaleString("en-US") },
+    { title: "Segments", number: true, of: (row) => row.segments.toLocaleString("en-US"), optional: (row) => row.segments },
   ];
   return el("div", null, key, ...bars, grid("What is reserved", columns, rows));
 }

@@ -24,12 +24,6 @@ function summed(bytes, told, first) {
   return sums;
 }
 
-function highestOf(values) {
-  let best = 0;
-  for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
-  return best;
-}
-
 class Tape {
   constructor(device, bytes) {
     this.device = device;

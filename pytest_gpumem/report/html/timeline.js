@@ -2,12 +2,13 @@
 
 const LINES = {
   reserved: { name: "reserved", color: "var(--mark)" },
+  split: { name: "inactive split", color: "var(--mark)", dash: [5, 3] },
 };
 
 function timeline(line) {
   const names = CATEGORIES.filter((category) => line.categories[category]);
   const totals = line.positions.map((_, i) => names.reduce((sum, category) => sum + line.categories[category][i], 0));
-  const peak = totals.reduce((best, total, i) => (total > totals[best] ? i : best), 0);
+  const peak = highestOf(totals);
   const known = Object.keys(LINES).filter((name) => line[name]);
   // The sample at a position: the last one that is not behind it.
   const at = (position) => {
@@ -36,4 +37,19 @@ function sampleText(line, totals, index, pointed) {
   const others = Object.keys(LINES).filter((name) => line[name]).map((name) => `, ${LINES[name].name} ${size(line[name][index])}`).join("");
   const under = pointed ? `; under the pointer: ${pointed}, ${size(line.categories[pointed][index])}` : "";
   return `after event ${line.positions[index].toLocaleString("en-US")} of ${line.events.toLocaleString("en-US")}: ${size(totals[index])} allocated${parts ? ` (${parts})` : ""}${others}${did}${under}`;
+}
+
+// What was held from the driver at the peak, when it was most, and at the end; null where that was
+// not recorded.
+function reservedOf(line) {
+  if (!line.reserved || !line.split) return null;
+  const names = CATEGORIES.filter((category) => line.categories[category]);
+  const totals = line.positions.map((_, i) => names.reduce((sum, category) => sum + line.categories[category][i], 0));
+  const moment = (name, index) => {
+    const [reserved, allocated, split] = [line.reserved[index], totals[index], line.split[index]];
+    return { name, reserved, allocated, split, cached: Math.max(0, reserved - allocated - split) };
+  };
+  return fragmentation([
+    moment("at the peak", highestOf(totals)), moment("when most was reserved", highestOf(line.reserved)), moment("at the end", totals.length - 1),
+  ]);
 }

@@ -34,6 +34,7 @@ TIMELINE = {
     "positions": [0, 1, 2, 3],
     "categories": {"activations": [0, 512, 80 * MIB, 512]},
     "reserved": [0, 2 * MIB, 96 * MIB, 96 * MIB],
+    "split": [0, 2 * MIB - 512, 10 * MIB, 2 * MIB - 512],
     "places": ["model.py:7 torch.mm"],
     "blocks": [[-1, 0], [0, 512], [0, 80 * MIB - 512], [0, 512 - 80 * MIB]],
     "phases": [["forward", 0, 3]],
@@ -139,9 +140,13 @@ def test_what_opens_says_everything_with_its_unit(page: Any) -> None:
     for said in (
         "forward peaked at 80.0 MiB (83,886,080 B), 16.0 MiB over its baseline of 64.0 MiB",
         "peak, after event 2 of 3: 80.0 MiB allocated (activations 80.0 MiB), reserved 96.0 MiB",
+        ", inactive split 10.0 MiB",
         "allocated by model.py:7 torch.mm",
         "cuBLAS workspaces\n8.1 MiB (8,519,680 B)",
         "activations model.py:7 torch.mm head 2 × 40.0 MiB [2, 4] float32",
+        # 80 of 96 MiB at the peak, 10 in free parts; at the end all but 512 B is free.
+        "at the peak 96.0 MiB 80.0 MiB 10.0 MiB, 10.4 % 6.0 MiB, 6.3 %",
+        "at the end 96.0 MiB 512 B 2.0 MiB, 2.1 % 94.0 MiB, 97.9 %",
         "64.0 MiB to 80.0 MiB (+16.0 MiB) in 2 reports, 1 step",
         "run-2 64.0 MiB 80.0 MiB +16.0 MiB",
     ):
@@ -160,7 +165,7 @@ def test_the_time_line_is_read_and_zoomed_by_keys(page: Any) -> None:
     assert note.text.startswith("after event 3 of 3: 512 B allocated")
     assert "80.0 MiB freed, from model.py:7" in note.text
     chart.send_keys(Keys.HOME)
-    assert note.text == "after event 0 of 3: 0 B allocated, reserved 0 B"
+    assert note.text == "after event 0 of 3: 0 B allocated, reserved 0 B, inactive split 0 B"
 
 
 def test_nothing_is_wider_than_a_phone(page: Any) -> None:

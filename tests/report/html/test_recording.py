@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -73,6 +75,29 @@ def test_every_event_says_what_it_allocated_reserved_and_left_split() -> None:
     assert did == [0, 1, 0, 3, 5, 0, 6, 0, 2]
     assert reserved == [0, 30 * MIB, 0, 20 * MIB, 0, 0, 0, 0, 0]
     assert split == [0, 0, 0, 17 * MIB, -5 * MIB, 0, 5 * MIB, 0, 0]
+
+
+def test_what_events_say_adds_up_to_the_peak_of_the_allocator() -> None:
+    draw = random.Random(7)
+    allocator = Allocator(1 << 44, version=(2, 6))
+    live: list[int] = []
+    for _ in range(3_000):
+        if live and draw.random() < 0.48:
+            allocator.free(live.pop(draw.randrange(len(live))))
+        else:
+            live.append(allocator.malloc(draw.randint(1, 40 * MIB), context=FORWARD))
+    late = allocator.snapshot()
+    late["device_traces"] = [late["device_traces"][0][1_001:]]
+    for snapshot in (allocator.snapshot(), late):
+        device, (did, *_) = told(snapshot)
+        held = sum(count * device["kinds"][kind][0] for kind, count in device["start"])
+        changes = [
+            0 if not one else device["kinds"][(one - 1) // 2][0] * (1 if one % 2 else -1)
+            for one in did
+        ]
+        series = list(accumulate(changes, initial=held))
+        assert max(series) == device["recorded"]["usage"]["peak_allocated"]
+        assert series[-1] == allocator.allocated
 
 
 def test_places_say_line_and_category_with_paths_relative_to_the_program() -> None:
