@@ -326,6 +326,8 @@ class Results:
 
     def _uses(self) -> list[str]:
         """Return how full the devices were that tests shared."""
+        if not self.usages:
+            return []
         from pytest_gpumem.sharing.usage import lines
 
         return lines(self.usages)

@@ -165,7 +165,7 @@ def test_help_has_an_example_and_json(name: str, capsys: pytest.CaptureFixture[s
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert "--json" in text
-    assert f"examples:\n  {'eval' if name == 'completion' else f'gpumem {name} '}" in text
+    assert f"examples:\n  {'eval' if name == 'completion' else f'gpumem {name}'}" in text
     assert "%%" not in text
 
 
