@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,19 @@ def project(
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     return Project(pytester)
+
+
+@pytest.fixture
+def forgotten_imports(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Let what a command imports of a test's folder go with the test, as with its process."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    yield
+    folder = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,7 @@ def test_ctrl_c_is_one_word(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # shells may ignore it
     )
     deadline = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < deadline:

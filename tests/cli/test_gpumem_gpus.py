@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -209,6 +210,7 @@ def test_a_pipe_gets_one_document_after_the_other() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # shells may ignore it
     )
     assert watching.stdout is not None
     found = [json.loads(watching.stdout.readline()) for _ in range(3)]

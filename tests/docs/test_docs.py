@@ -138,6 +138,9 @@ with simulate("T4"):
 """
 
 
+pytestmark = pytest.mark.usefixtures("forgotten_imports")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's project: the files that the documentation talks of."""

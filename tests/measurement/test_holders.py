@@ -75,16 +75,18 @@ def test_an_attribute_in_a_dictionary_that_is_an_objects_own() -> None:
     assert found[wanted.address] in {f"{__name__}.KEPT['nodes'][0].value", "attributes['value']"}
 
 
-def test_a_thousand_tensors_among_many_objects_take_a_second() -> None:
+def test_a_thousand_tensors_among_many_objects_take_little_longer_than_ten() -> None:
     KEPT["many"] = [[{"object": number}] for number in range(250_000)]
     Registry.entries.extend(Node(torch.ones(128, device="cuda")) for _ in range(1000))
     wanted = frozenset(block(node.value) for node in Registry.entries)
-    start = time.process_time()
+    seconds = []
+    for blocks in (frozenset(sorted(wanted, key=lambda one: one.address)[:10]), wanted):
+        start = time.process_time()
+        found = holders_of(blocks)
+        seconds.append(time.process_time() - start)
 
-    holders_of(wanted)
-    found = holders_of(wanted)
-
-    assert time.process_time() - start < 10  # 1 s each on an idle machine
+    # One pass over all objects for all of them; one for each would be a hundred times as long.
+    assert seconds[1] < 5 * seconds[0]
     assert found[block(Registry.entries[999].value).address] == (
         f"{__name__}.Registry.entries[999].value"
     )
