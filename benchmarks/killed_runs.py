@@ -136,8 +136,14 @@ class Campaign:
             if path.name == "test_a.py.json" and (complete or self._was_complete):
                 self.found["lost baselines"] += len(tests) != NUMBER
         self._was_complete |= complete
-        left = [one for one in psutil.process_iter(["cmdline"]) if self._is_ours(one)]
+        # Workers notice at their next report that their controller is gone.
+        end = time.monotonic() + FREE_WITHIN
+        while (left := self._processes()) and time.monotonic() < end:
+            time.sleep(0.1)
         self.found["processes left"] += len(left)
+
+    def _processes(self) -> list[psutil.Process]:
+        return [one for one in psutil.process_iter(["cmdline"]) if self._is_ours(one)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         try:
