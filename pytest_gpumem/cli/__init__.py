@@ -72,9 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "_ARGCOMPLETE" in os.environ:
             _complete()
         name = _named(given)
-        arguments = parser_of([name] if name else []).parse_args(given)
-        code = _printed(_answer(arguments), arguments)
-        sys.stdout.flush()
+        try:
+            arguments = parser_of([name] if name else []).parse_args(given)
+            code = _printed(_answer(arguments), arguments)
+        finally:  # --help and --version leave by SystemExit, and a lost reader shows in a flush
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader has seen enough; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

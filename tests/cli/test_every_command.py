@@ -226,8 +226,15 @@ def test_compare_as_json(place: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_reader_that_has_seen_enough_hears_no_complaint(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
+    # Unbuffered, as some machines set it, nothing would be left to be written at the end.
+    buffered = {name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"}
     ran = subprocess.run(
-        [*PROGRAM, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+        [*PROGRAM, *arguments],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=buffered,
+        text=True,
+        check=False,
     )
     os.close(writing)
     assert ran.stderr == ""
