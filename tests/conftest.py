@@ -13,6 +13,10 @@ pytest_plugins = ["pytester"]
 
 REPOSITORY = Path(__file__).parent.parent
 
+# Hundreds of tests run pytest: without bytecode, each run compiles the package anew, for seconds.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,9 +15,21 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # before pytester forgets what a run imports: numpy loads only once
 
+from tests.forked import pytest_forked
+
 DEVICE = "--gpumem-device=sim:T4"
 
-PLUGINS_OF_SOME_TESTS = ("asyncio", "randomly", "rerunfailures", "subtests", "cacheprovider")
+PATIENCE = 600
+"""Seconds that a run may take."""
+
+PLUGINS_OF_SOME_TESTS = (
+    "asyncio",
+    "randomly",
+    "rerunfailures",
+    "subtests",
+    "cacheprovider",
+    "hypothesispytest",
+)
 
 _TERMINAL = """
     import os, pty, sys
@@ -51,6 +64,7 @@ class Project:
 
     def __init__(self, pytester: pytest.Pytester) -> None:
         self._pytester = pytester
+        self._apart = 0
         self.path: Path = pytester.path
 
     def write(self, **files: str) -> None:
@@ -83,8 +97,18 @@ class Project:
     def run_apart(
         self, *args: str, device: str = DEVICE, use: tuple[str, ...] = ()
     ) -> pytest.RunResult:
-        """Run pytest in a process of its own."""
-        return self._pytester.runpytest_subprocess(*_arguments(args, device, use))
+        """Run pytest in a process of its own, which has torch already."""
+        self._apart += 1
+        base = self._pytester.mkdir(f"runpytest-{self._apart}")
+        out, err = (base.with_suffix(f".{name}") for name in ("out", "err"))
+        arguments = (f"--basetemp={base}", *_arguments(args, device, use))
+        begun = time.perf_counter()
+        code = pytest_forked(arguments, self.path, out, err, PATIENCE)
+        seconds = time.perf_counter() - begun
+        written = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
+        print(written[0])
+        print(written[1], file=sys.stderr)
+        return pytest.RunResult(code, *(text.splitlines() for text in written), duration=seconds)
 
     def start(self, *args: str, device: str = DEVICE) -> subprocess.Popen[bytes]:
         """Start pytest in a process of its own, and do not wait for it."""
