@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # before pytester forgets what a run imports: numpy loads only once
 
-from tests.forked import pytest_forked
+from tests.forked import quick, quicken_workers
 
 DEVICE = "--gpumem-device=sim:T4"
 
-PATIENCE = 600
-"""Seconds that a run may take."""
+PYTEST = "import pytest; raise SystemExit(pytest.main())"
 
 PLUGINS_OF_SOME_TESTS = (
     "asyncio",
@@ -65,6 +63,7 @@ class Project:
     def __init__(self, pytester: pytest.Pytester) -> None:
         self._pytester = pytester
         self._apart = 0
+        quicken_workers()
         self.path: Path = pytester.path
 
     def write(self, **files: str) -> None:
@@ -100,15 +99,8 @@ class Project:
         """Run pytest in a process of its own, which has torch already."""
         self._apart += 1
         base = self._pytester.mkdir(f"runpytest-{self._apart}")
-        out, err = (base.with_suffix(f".{name}") for name in ("out", "err"))
         arguments = (f"--basetemp={base}", *_arguments(args, device, use))
-        begun = time.perf_counter()
-        code = pytest_forked(arguments, self.path, out, err, PATIENCE)
-        seconds = time.perf_counter() - begun
-        written = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
-        print(written[0])
-        print(written[1], file=sys.stderr)
-        return pytest.RunResult(code, *(text.splitlines() for text in written), duration=seconds)
+        return self._pytester.run(quick(), "-c", PYTEST, *arguments)
 
     def start(self, *args: str, device: str = DEVICE) -> subprocess.Popen[bytes]:
         """Start pytest in a process of its own, and do not wait for it."""
