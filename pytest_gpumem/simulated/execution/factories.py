@@ -30,8 +30,7 @@ def factory(runner: Runner, func: Any) -> Handler:
     machine = runner.machine
     copies = func._schema.name == "aten::_to_copy"
     checks = checks_of(func)
-    rule = tables.RULES.get(func._schema.name)
-    after = None if rule is None else rule.after
+    rule = tables.rule_of(func)
     operator = Operator.of(func)
     placement = machine.placement
 
@@ -96,8 +95,8 @@ def factory(runner: Runner, func: Any) -> Handler:
             transfers.stage_upload(device, result, args[0], non_blocking)
             if non_blocking:
                 machine.pinned.used_by(args[0], device.index)
-        if after is not None:
-            after(device, args, kwargs, result)
+        if rule is not None:
+            rule.begin(device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)
         return result
 

@@ -127,10 +127,10 @@ def _selecting(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 
 
 def _selected(flags: _Flags) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         is_truth = args[0].dtype == torch.bool and flags != _OF_CONSECUTIVE
         if args[0].numel() and not is_truth and not _goes_along_dim(args, kwargs, flags):
-            _selecting(gpu, args, kwargs, out)
+            _selecting(gpu, args, kwargs, result)
 
     return Rule(before=_looking(flags), placed=_with_room(flags), after=after)
 

@@ -30,10 +30,10 @@ COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}
 
 
 def _outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[torch.Tensor, ...]:
     """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
-    output, mask = out
+    output, mask = result
     everything = (args[1] if len(args) > 1 else kwargs["p"]) == 1
     trains = args[2] if len(args) > 2 else kwargs.get("train")
     return (output, mask) if everything or trains is False else (mask, output)

@@ -56,7 +56,7 @@ def _passing(gpu: GPU, tensor: Any) -> None:
 
 
 def _solved_by_library(operator: str) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         _unknown(gpu, "cuSOLVER", operator)
 
     return Rule(after=after)

@@ -283,9 +283,9 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _over(accumulator: Accumulator, at: int = 1) -> Rule:
     """A rule for an operator that reads its input as it is; its dims are argument ``at``."""
 
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         dims = args[at] if len(args) > at else kwargs.get("dim")
-        first = out if isinstance(out, torch.Tensor) else out[0]
+        first = result if isinstance(result, torch.Tensor) else result[0]
         reduce_tensor(gpu, args[0], dims, accumulator, first.dtype)
 
     return Rule(after=after)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.operators.calls import Signature
 
 if TYPE_CHECKING:
     import torch
@@ -14,23 +15,77 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpu.device import Device
     from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
-Before = Callable[["GPU", tuple[Any, ...], dict[str, Any]], "Scratch | None"]
-"""May return what stays allocated until the operator ends."""
-After = Callable[["GPU", tuple[Any, ...], dict[str, Any], Any], None]
-ShapesOf = Callable[["GPU", tuple[Any, ...], dict[str, Any]], Any]
-Placed = Callable[["GPU", tuple[Any, ...], dict[str, Any], Any], "Iterable[torch.Tensor]"]
+Before = Callable[..., "Scratch | None"]
+After = Callable[..., None]
+Placed = Callable[..., "Iterable[torch.Tensor]"]
+ShapesOf = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens on the device before and after an operator's outputs are allocated."""
+    """What happens on the device before and after an operator's outputs are allocated.
+
+    Each part is a function that names what it looks at: ``gpu``, arguments of the operator as its
+    schema calls them and, once there is one, ``result``. What not all overloads have has a default.
+    """
 
     before: Before | None = None
-    after: After | None = None
-    placed: Placed | None = None
-    """The outputs that take device memory, in the order CUDA allocates them; by default all."""
+    """May return what stays allocated until the operator ends."""
     shapes: ShapesOf | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
+    placed: Placed | None = None
+    """The outputs that take device memory, in the order CUDA allocates them; by default all."""
+    after: After | None = None
+
+
+class BoundRule:
+    """A rule, as one overload of an operator follows it."""
+
+    def __init__(self, rule: Rule, schema: torch.FunctionSchema) -> None:
+        self.signature = signature = Signature(schema)
+        taking = signature.taking
+        self.before = None if rule.before is None else taking(rule.before)
+        self.shapes = None if rule.shapes is None else taking(rule.shapes)
+        self.placed = None if rule.placed is None else taking(rule.placed)
+        self.after = None if rule.after is None else taking(rule.after)
+
+    def begin(self, gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Do what happens before the outputs are allocated."""
+        return Call(self, self.signature.given(gpu, args, kwargs))
+
+
+class Call:
+    """One call of an operator that has a rule, from what is before its outputs to the end."""
+
+    __slots__ = ("_given", "_rule", "_scratch")
+
+    def __init__(self, rule: BoundRule, given: list[Any]) -> None:
+        self._rule, self._given = rule, given
+        self._scratch = None if rule.before is None else rule.before(given)
+
+    def shapes(self) -> Any:
+        """The outputs, of a rule that makes them."""
+        assert self._rule.shapes is not None
+        return self._rule.shapes(self._given)
+
+    def placed(self, result: Any) -> Any:
+        """What of ``result`` takes device memory, in order; the rule may take some meanwhile."""
+        if self._rule.placed is None:
+            return result
+        self._given[self._rule.signature.result_at] = result
+        return list(self._rule.placed(self._given))
+
+    def end(self, result: Any) -> None:
+        """Do what happens after the outputs were allocated."""
+        if self._rule.after is not None:
+            self._given[self._rule.signature.result_at] = result
+            self._rule.after(self._given)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Give back what was taken before the outputs, newest first."""
+        if self._scratch is not None:
+            self._scratch.free()
 
 
 class Scratch:

@@ -52,7 +52,7 @@ _CONTIGUOUS = {
 
 
 def _copies(operands: tuple[int, ...], formatted: int | None) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         wanted = torch.contiguous_format if formatted is None else suggested_format(args[formatted])
         scratch = None
         for at in operands:

@@ -39,7 +39,7 @@ from pytest_gpumem.simulated.operators import (
     sync_batch_norm,
     whole,
 )
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, on_machine
+from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -67,6 +67,13 @@ RULES: dict[str, Rule] = {
     **spatial.RULES,
 }
 """By operator name: hidden allocations."""
+
+
+def rule_of(func: torch._ops.OpOverload) -> BoundRule | None:
+    """The rule that ``func`` follows."""
+    rule = RULES.get(func._schema.name)
+    return None if rule is None else BoundRule(rule, func._schema)
+
 
 COMPOSITES: dict[str, Composite] = {
     **activations.COMPOSITES,
