@@ -65,17 +65,12 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _lengths(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _lengths(gpu: GPU, log_probs: Tensor) -> Scratch:
     # The lengths of targets and of inputs, and where each target begins.
-    scratch = Scratch(gpu)
-    for _ in range(3):
-        scratch.take(args[0].shape[1] * _LONG_BYTES)
-    return scratch
+    return Scratch(gpu, *[log_probs.shape[1] * _LONG_BYTES] * 3)
 
 
-def _outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _outputs(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
     yield from reversed(result)
 
 

@@ -7,14 +7,11 @@ Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable) and native
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.operators.rules import Rule
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -30,13 +27,11 @@ COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}
 
 
 def _outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    p: float, train: bool | None, result: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
     output, mask = result
-    everything = (args[1] if len(args) > 1 else kwargs["p"]) == 1
-    trains = args[2] if len(args) > 2 else kwargs.get("train")
-    return (output, mask) if everything or trains is False else (mask, output)
+    return (output, mask) if p == 1 or train is False else (mask, output)
 
 
 RULES = {"aten::native_dropout": Rule(placed=_outputs)}

@@ -1,4 +1,4 @@
-"""Memory formats, as C++ reads them off sizes and strides."""
+"""Memory formats, as C++ reads them off sizes and strides, and copies into them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,17 @@ def _is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         least = strides[dim] * max(shape[dim], 1)
     return True
+
+
+def copied(
+    *tensors: torch.Tensor | None, memory_format: torch.memory_format = torch.contiguous_format
+) -> list[int]:
+    """Bytes of ``contiguous(memory_format=...)`` of each of ``tensors`` that is not, in order."""
+    return [
+        tensor.nbytes
+        for tensor in tensors
+        if tensor is not None and not tensor.is_contiguous(memory_format=memory_format)
+    ]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -89,12 +89,17 @@ class Call:
 
 
 class Scratch:
-    """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does."""
+    """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does.
 
-    def __init__(self, gpu: Device) -> None:
+    The first ones, of ``sizes`` bytes, are taken at once.
+    """
+
+    def __init__(self, gpu: Device, *sizes: int) -> None:
         self._gpu = gpu
         self._addresses: list[int] = []
         self._estimated: dict[int, int] = {}
+        for nbytes in sizes:
+            self.take(nbytes)
 
     def take(self, nbytes: int) -> int:
         """Allocate ``nbytes``; nothing, and address 0, for an empty tensor."""
@@ -164,7 +169,4 @@ def on_machine(composite: Composite, machine: SimulatedMachine) -> Callable[...,
 
 def passing(gpu: Device, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
-    scratch = Scratch(gpu)
-    for nbytes in sizes:
-        scratch.take(nbytes)
-    scratch.free()
+    Scratch(gpu, *sizes).free()

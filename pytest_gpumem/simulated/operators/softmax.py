@@ -12,28 +12,25 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
+from pytest_gpumem.simulated.operators.layout import copied
 from pytest_gpumem.simulated.operators.rules import Rule, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 
-def _copies(*tensors: Tensor) -> list[int]:
-    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
-
-
 def _forward(gpu: GPU, self: Tensor) -> None:
-    passing(gpu, *_copies(self))
+    passing(gpu, *copied(self))
 
 
 def _log_backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
-    passing(gpu, *_copies(grad_output, output))
+    passing(gpu, *copied(grad_output, output))
 
 
 def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
     product = grad_output.nbytes
-    copied = [] if _is_product_contiguous(grad_output, output) else [product]
-    passing(gpu, product, *copied, *_copies(output))
+    again = [] if _is_product_contiguous(grad_output, output) else [product]
+    passing(gpu, product, *again, *copied(output))
 
 
 def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
