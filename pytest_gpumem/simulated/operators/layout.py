@@ -1,10 +1,12 @@
-"""Memory formats, as C++ reads them off sizes and strides, and copies into them."""
+"""Memory formats, as C++ reads them off sizes and strides, copies into them, and types."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
@@ -58,3 +60,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The type that CUDA adds up values of ``dtype`` in (``toAccumulateType``)."""
+    return torch.float32 if dtype in HALVES else dtype
