@@ -26,20 +26,13 @@ class Signature:
         self.result_at = len(arguments) + 1
         self._places = {argument.name: at for at, argument in enumerate(arguments, 1)}
         self._places |= {"gpu": 0, "result": self.result_at}
-        self._places |= {"args": self.result_at + 1, "kwargs": self.result_at + 2}
-        self._absent: list[Any] = [
-            *(argument.default_value for argument in arguments),
-            None,
-            None,
-            None,
-        ]
+        self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
 
     def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What a call was given, with defaults for what it was not; the result is yet to come."""
         given = [gpu, *args, *self._absent[len(args) :]]
         for name, value in kwargs.items():
             given[self._places[name]] = value
-        given[self._places["args"]], given[self._places["kwargs"]] = args, kwargs
         return given
 
     def taking(self, function: Callable[..., _R]) -> Callable[[list[Any]], _R]:

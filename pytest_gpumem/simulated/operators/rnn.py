@@ -264,9 +264,7 @@ COMPOSITES |= {
 }
 
 
-def _fused_lstm_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _fused_lstm_outputs(result: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
     hidden, cell, workspace = result
     yield from (workspace, hidden, cell)
 

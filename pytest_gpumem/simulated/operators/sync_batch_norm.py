@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.normalization import (
-    accumulated,
-    reads_channels_last,
-    stage,
-)
+from pytest_gpumem.simulated.operators.layout import accumulated
+from pytest_gpumem.simulated.operators.normalization import reads_channels_last, stage
 from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
 
 _MOMENTS, _SUMS = 4, 2
@@ -25,7 +22,7 @@ _MOMENTS, _SUMS = 4, 2
 
 
 def _statistics(gpu: GPU, input: Tensor) -> tuple[Tensor, Tensor]:
-    size, dtype = input.shape[1], accumulated(input)
+    size, dtype = input.shape[1], accumulated(input.dtype)
     made = input.new_empty(size, dtype=dtype), input.new_empty(size, dtype=dtype)
     _reduce(gpu, input, _MOMENTS)
     return made
@@ -68,7 +65,7 @@ def _elemt(
 
 
 def _gathered(mean: Tensor) -> tuple[Tensor, Tensor]:
-    size, dtype = mean.shape[1], accumulated(mean)
+    size, dtype = mean.shape[1], accumulated(mean.dtype)
     return mean.new_empty(size, dtype=dtype), mean.new_empty(size, dtype=dtype)
 
 
