@@ -72,7 +72,9 @@ RULES: dict[str, Rule] = {
 def rule_of(func: torch._ops.OpOverload) -> BoundRule | None:
     """The rule that ``func`` follows."""
     rule = RULES.get(func._schema.name)
-    return None if rule is None else BoundRule(rule, func._schema)
+    # ``upsample_nearest2d.vec_out``: generated from what is built of others, as is its CUDA kernel.
+    is_built = func._overloadname == "vec_out"
+    return None if rule is None or is_built else BoundRule(rule, func._schema)
 
 
 COMPOSITES: dict[str, Composite] = {
