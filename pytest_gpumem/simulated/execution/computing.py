@@ -11,7 +11,7 @@ from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables
-from pytest_gpumem.simulated.operators.rules import BoundRule
+from pytest_gpumem.simulated.operators.rules import BoundRule, on_machine
 
 
 def computing(runner: Runner, func: Any) -> Handler:
@@ -42,7 +42,8 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     checks = checks_of(func)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
-    may_be_sparse = overload in sparse.PARTS
+    parts = sparse.PARTS.get(overload)
+    in_parts = None if parts is None else on_machine(parts, func._schema, machine)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = machine.current if placement is None else placement.of(name, args, kwargs)
@@ -53,11 +54,14 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
             if owner == HOST:
                 return runner.run_on_host(operator, args, kwargs)
         key, make = (None, NEW) if resizes else shapes.find(func, args, kwargs)
-        if may_be_sparse and make is NEW:
-            in_parts = sparse.parts_of(machine, overload, args)
-            if in_parts is not None and runner.owner(args, kwargs) == CUDA:
-                with runner.mode:
-                    return in_parts(*args, **kwargs)
+        if (
+            in_parts is not None
+            and make is NEW
+            and sparse.is_in_parts(overload, args)
+            and runner.owner(args, kwargs) == CUDA
+        ):
+            with runner.mode:
+                return in_parts(*args, **kwargs)
         if make is NEW and is_checked and runner.is_elsewhere(func, checks, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
         call = None if rule is None else rule.begin(device, args, kwargs)

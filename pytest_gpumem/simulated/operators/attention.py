@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     AttentionCall,
 )
 from pytest_gpumem.simulated.operators.layout import HALVES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -38,12 +38,11 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
     call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -72,7 +71,7 @@ def scaled_dot_product_attention(
 
 
 COMPOSITES: dict[str, Composite] = {
-    "aten.scaled_dot_product_attention.default": OnDevice(scaled_dot_product_attention)
+    "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
 }
 
 

@@ -6,12 +6,9 @@ Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable) and native
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from pytest_gpumem.simulated.operators.rules import Rule
+from pytest_gpumem.simulated.operators.rules import Composite, Rule
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -23,7 +20,7 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}
+COMPOSITES: dict[str, Composite] = {"aten.dropout.default": dropout}
 
 
 def _outputs(

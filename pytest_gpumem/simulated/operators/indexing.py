@@ -9,7 +9,7 @@ native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp (indexing_tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -174,16 +174,16 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
         passing(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
-def _masked_fill(tensor: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+def _masked_fill(self: Tensor, mask: Tensor) -> Tensor:
     """With a tensor of no dimensions: CUDA reads its number, wherever it lives."""
-    return torch.ops.aten.masked_fill.Scalar(tensor, mask, 0)  # type: ignore[no-any-return]  # an operator
+    return torch.ops.aten.masked_fill.Scalar(self, mask, 0)  # type: ignore[no-any-return]  # an operator
 
 
-def _masked_fill_in_place(tensor: Tensor, mask: Tensor, value: Tensor) -> Any:
-    return torch.ops.aten.masked_fill_.Scalar(tensor, mask, 0)
+def _masked_fill_in_place(self: Tensor, mask: Tensor) -> Any:
+    return torch.ops.aten.masked_fill_.Scalar(self, mask, 0)
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
+IN_VIEW: dict[str, Composite] = {
     "aten.masked_fill.Tensor": _masked_fill,
     "aten.masked_fill_.Tensor": _masked_fill_in_place,
 }

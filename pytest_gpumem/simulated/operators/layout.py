@@ -52,6 +52,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     Source: c10/core/TensorImpl.h, ``is_non_overlapping_and_dense``; in Python releases have it
     under different names.
     """
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size < 2:

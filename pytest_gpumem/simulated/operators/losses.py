@@ -9,14 +9,14 @@ ReduceOps.cpp (logsumexp_out_impl), Activation.cpp (log_sigmoid_forward_cuda).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -25,7 +25,7 @@ _MEAN = 1
 """at::Reduction::Mean."""
 
 
-def logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """``aten::logsumexp`` as its native function computes it."""
     if not self.dtype.is_floating_point:
         self = self.to(torch.get_default_dtype())
@@ -51,7 +51,7 @@ def soft_margin_loss_backward(
     return result.div_(exponential).mul_(grad_output)
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
+IN_VIEW: dict[str, Composite] = {
     "aten.logsumexp.default": logsumexp,
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
 }

@@ -139,7 +139,7 @@ RULES = {
 }
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
         return _decomposed(input, weight, bias)  # type: ignore[no-any-return]  # an operator

@@ -20,7 +20,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -83,8 +83,8 @@ def rms_norm(
     gpu: GPU,
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    weight: Tensor | None,
+    eps: float | None,
 ) -> Tensor:
     """``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
     if (
@@ -155,8 +155,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 COMPOSITES: dict[str, Composite] = {
-    "aten.batch_norm.default": OnDevice(batch_norm),
-    "aten.rms_norm.default": OnDevice(rms_norm),
+    "aten.batch_norm.default": batch_norm,
+    "aten.rms_norm.default": rms_norm,
 }
 
 

@@ -142,29 +142,21 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-class OnDevice:
-    """A composite operator that is handed the GPU it runs on, before its own arguments."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def on(self, machine: SimulatedMachine) -> Callable[..., Any]:
-        """The operator on ``machine``: on the GPU of its first tensor, else on the current one."""
-        function = self._function
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(machine.device_of(args, kwargs), *args, **kwargs)
-
-        return call
+Composite = Callable[..., Any]
+"""What an operator is made of, in Python: a function that names what it looks at, as rules do."""
 
 
-Composite = Callable[..., Any] | OnDevice
-"""What an operator is made of, in Python."""
+def on_machine(
+    composite: Composite, schema: torch.FunctionSchema, machine: SimulatedMachine
+) -> Callable[..., Any]:
+    """``composite`` as it is called on ``machine``: on the GPU of its first tensor, if any."""
+    signature = Signature(schema)
+    taken = signature.taking(composite)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return taken(signature.given(machine.device_of(args, kwargs), args, kwargs))
 
-def on_machine(composite: Composite, machine: SimulatedMachine) -> Callable[..., Any]:
-    """``composite`` as it is called on ``machine``."""
-    return composite.on(machine) if isinstance(composite, OnDevice) else composite
+    return call
 
 
 def passing(gpu: Device, *sizes: int) -> None:

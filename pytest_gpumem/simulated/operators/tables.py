@@ -113,7 +113,8 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     try:
         for name, implementation in COMPOSITES.items():
             operator = name.removeprefix("aten.").removesuffix(".default")
-            library.impl(operator, on_machine(implementation, machine), "AutogradMeta")
+            kernel = on_machine(implementation, _overload(operator)._schema, machine)
+            library.impl(operator, kernel, "AutogradMeta")
         for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from pytest_gpumem.simulated.execution.composites import is_composite
-from pytest_gpumem.simulated.operators import tables
+from pytest_gpumem.simulated.operators import sparse, tables
 from pytest_gpumem.simulated.operators.calls import Signature
 
 _ADDMM = torch.ops.aten.addmm.default._schema
@@ -62,7 +62,7 @@ _TYPES = {
     "Tensor": "Tensor",
     "Tensor?": "Tensor | None",
     "Tensor[]": "Sequence[Tensor]",
-    "Tensor?[]": "_Indices",
+    "Tensor?[]": "Sequence[Tensor | None]",
     "int": "int",
     "SymInt": "int",
     "int?": "int | None",
@@ -73,10 +73,19 @@ _TYPES = {
     "bool?": "bool | None",
     "bool[]": "Sequence[bool]",
     "float": "float",
+    "float?": "float | None",
     "Scalar": "float",
     "ScalarType?": "torch.dtype | None",
+    "Layout?": "torch.layout | None",
 }
 """A type of a schema, as rules write it."""
+_ALIASES = {
+    "torch.Tensor": "Tensor",
+    "list[": "Sequence[",
+    "complex": "float",
+    "_Indices": "Sequence[Tensor | None]",
+    "_Sizes": "Sequence[int]",
+}
 
 
 def _type_in(schema: Any, name: str) -> str:
@@ -86,20 +95,32 @@ def _type_in(schema: Any, name: str) -> str:
     return re.sub(r"\d", "", found[1] + (found[3] or ""))
 
 
-def _is_type_of(written: str, expected: str) -> bool:
-    written = written.replace("torch.Tensor", "Tensor").replace("complex", "float")
-    return set(expected.split(" | ")) <= set(written.split(" | "))
+def _assert_fits(function: Callable[..., Any], schema: Any) -> None:
+    Signature(schema).taking(function)
+    names = {argument.name for argument in schema.arguments}
+    for name, parameter in inspect.signature(function).parameters.items():
+        assert parameter.kind is not parameter.KEYWORD_ONLY
+        written = str(parameter.annotation)
+        if name in names and written != "Any" and parameter.annotation is not parameter.empty:
+            for alias, plain in _ALIASES.items():
+                written = written.replace(alias, plain)
+            expected = _TYPES[_type_in(schema, name)]
+            assert set(expected.split(" | ")) <= set(written.split(" | ")), (function, schema)
 
 
 @pytest.mark.parametrize("name", tables.RULES)
 def test_rules_name_arguments_as_every_overload_does_and_of_its_types(name: str) -> None:
     rule = tables.RULES[name]
     for func in _overloads(name):
-        if tables.rule_of(func) is None:
-            continue
-        names = {argument.name for argument in func._schema.arguments}
-        for part in filter(None, (rule.before, rule.shapes, rule.placed, rule.after)):
-            for argument, parameter in inspect.signature(part).parameters.items():
-                if argument in names:
-                    expected = _TYPES[_type_in(func._schema, argument)]
-                    assert _is_type_of(parameter.annotation, expected), (part, func._schema)
+        if tables.rule_of(func) is not None:
+            for part in filter(None, (rule.before, rule.shapes, rule.placed, rule.after)):
+                _assert_fits(part, func._schema)
+
+
+@pytest.mark.parametrize("name", [*tables.COMPOSITES, *tables.IN_VIEW, *sparse.PARTS])
+def test_what_is_built_of_others_names_arguments_as_its_overload_does(name: str) -> None:
+    packet, _, overload = name.removeprefix("aten.").partition(".")
+    func = getattr(getattr(torch.ops.aten, packet), overload)
+    for table in (tables.COMPOSITES, tables.IN_VIEW, sparse.PARTS):
+        if name in table:
+            _assert_fits(table[name], func._schema)
