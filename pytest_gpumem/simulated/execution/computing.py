@@ -11,7 +11,7 @@ from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables
-from pytest_gpumem.simulated.operators.rules import BoundRule, on_machine
+from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
 
 
 def computing(runner: Runner, func: Any) -> Handler:
@@ -64,7 +64,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
                 return in_parts(*args, **kwargs)
         if make is NEW and is_checked and runner.is_elsewhere(func, checks, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
-        call = None if rule is None else rule.begin(device, args, kwargs)
+        call = None if rule is None else Call(rule, device, args, kwargs)
         if make is NEW or make is None:
             try:
                 if call is not None and is_shaped:
@@ -80,8 +80,10 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
         else:
             result = make(args)
         if fresh or resizes:
-            adopt(result if call is None else call.placed(result), device)
-            if is_placed:
+            if call is None or not is_placed:
+                adopt(result, device)
+            else:
+                adopt(call.placed(result), device)
                 storages.adopt_numbers(tensors_in(result))
         if resizes:
             for tensor in tensors_in((args, kwargs)):

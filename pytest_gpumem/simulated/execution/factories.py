@@ -18,6 +18,7 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.placement import source_of_node
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables, transfers
+from pytest_gpumem.simulated.operators.rules import Call
 
 
 def is_factory(func: Any) -> bool:
@@ -96,7 +97,7 @@ def factory(runner: Runner, func: Any) -> Handler:
             if non_blocking:
                 machine.pinned.used_by(args[0], device.index)
         if rule is not None:
-            rule.begin(device, args, kwargs).end(result)
+            Call(rule, device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)
         return result
 

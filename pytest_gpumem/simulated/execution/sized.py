@@ -13,6 +13,7 @@ from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables
+from pytest_gpumem.simulated.operators.rules import Call
 
 _empty_strided = torch.empty_strided
 
@@ -39,7 +40,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
             return otherwise(args, kwargs)
         runner.is_elsewhere(func, checks, args, kwargs)
         device = machine.current if placement is None else placement.of(name, args, kwargs)
-        call = None if rule is None else rule.begin(device, args, kwargs)
+        call = None if rule is None else Call(rule, device, args, kwargs)
         result = _shaped_as(func, computed)
         runner.adopt(result if call is None else call.placed(result), device)
         if call is not None:

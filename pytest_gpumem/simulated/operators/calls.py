@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 _R = TypeVar("_R")
@@ -31,12 +32,13 @@ class Signature:
     def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """What a call was given, with defaults for what it was not; the result is yet to come."""
         given = [gpu, *args, *self._absent[len(args) :]]
-        for name, value in kwargs.items():
-            given[self._places[name]] = value
+        if kwargs:
+            for name, value in kwargs.items():
+                given[self._places[name]] = value
         return given
 
     def taking(self, function: Callable[..., _R]) -> Callable[[list[Any]], _R]:
-        """``function``, called with what it names of what was given; ``*args`` are all arguments.
+        """``function``, called with what it names of what was given; ``*args`` is every argument.
 
         What only other overloads have is its default. Raises ``TypeError`` where it has none.
         """
@@ -51,4 +53,13 @@ class Signature:
                 places.append(len(self._absent))
             else:
                 raise TypeError(f"{function} names {name}, which is not in {self._schema}")
-        return lambda given: function(*map(given.__getitem__, places))
+        if len(places) < 2:
+            return lambda given: function(*[given[at] for at in places])
+        pick = itemgetter(*places)
+        return lambda given: function(*pick(given))
+
+
+def overload_of(name: str) -> Any:
+    """The operator of ATen called ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
-_INDEX_BYTES = 8
 _SHORT_INDEX_BYTES = 4
 
 
@@ -34,7 +33,7 @@ def _before(gpu: GPU, self: torch.Tensor, return_inverse: bool) -> Scratch | Non
         return scratch
     _sort(gpu, scratch, self, return_inverse)
     if return_inverse:
-        _number(gpu, scratch, self.numel(), _INDEX_BYTES)
+        _number(gpu, scratch, self.numel(), INDEX_BYTES)
     return scratch
 
 
@@ -52,14 +51,14 @@ def _before_consecutive(
 def _sort(gpu: GPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> None:
     count, size = tensor.numel(), tensor.element_size()
     scratch.take(count * size)
-    indices = scratch.take(count * _INDEX_BYTES) if inverse else 0
+    indices = scratch.take(count * INDEX_BYTES) if inverse else 0
     if inverse:
-        scratch.take(count * _INDEX_BYTES)
+        scratch.take(count * INDEX_BYTES)
     model = gpu.model
     storage = cub.radix_sort_pairs_bytes(
         count,
         size,
-        _INDEX_BYTES if inverse else 0,
+        INDEX_BYTES if inverse else 0,
         8 * size,
         model.compute_capability,
         model.sm_count,
@@ -70,7 +69,7 @@ def _sort(gpu: GPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> No
 
 def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
     # The inverse is there already; it comes to stay where this leaves room.
-    inverse = scratch.take(count * _INDEX_BYTES)
+    inverse = scratch.take(count * INDEX_BYTES)
     numbers = scratch.take(count * number_bytes)
     storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
     scratch.drop(scratch.estimate(storage, "CUB", "a prefix sum"))
@@ -123,7 +122,7 @@ def _select_consecutive(gpu: GPU, self: torch.Tensor, dim: int | None) -> None:
 
 
 def _select_first(gpu: GPU, count: int) -> None:
-    scratch = Scratch(gpu, _INDEX_BYTES)
+    scratch = Scratch(gpu, INDEX_BYTES)
     storage = cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)
     scratch.estimate(storage, "CUB", "a selection")
     scratch.free()

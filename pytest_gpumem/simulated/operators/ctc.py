@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
-_LONG_BYTES = 8
 _MEAN, _SUM = 1, 2
 
 
@@ -32,11 +32,10 @@ def _ctc_loss(overload: Any) -> Composite:
         blank: int,
         reduction: int,
         zero_infinity: bool,
+        *args: Any,
     ) -> Any:
         if not log_probs.is_cuda:
-            return overload.decompose(
-                log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
-            )
+            return overload.decompose(*args)
         lengths = [_as_list(given) for given in (input_lengths, target_lengths)]
         batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
         target = targets.to(log_probs.device, torch.int64)
@@ -67,7 +66,7 @@ COMPOSITES: dict[str, Composite] = {
 
 def _lengths(gpu: GPU, log_probs: Tensor) -> Scratch:
     # The lengths of targets and of inputs, and where each target begins.
-    return Scratch(gpu, *[log_probs.shape[1] * _LONG_BYTES] * 3)
+    return Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3)
 
 
 def _outputs(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators import cub
-from pytest_gpumem.simulated.operators.layout import accumulated, copied
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
@@ -29,7 +29,6 @@ _LARGEST_BLOCK = 1024
 _ATOMIC_SINCE = (2, 11)
 _ATOMIC_BLOCKS_PER_SM = 4
 """Where the last step has fewer blocks than this, partial sums are added atomically."""
-_COUNT_BYTES = 8
 _MAX = 2
 """EmbeddingBagMode: its backward only adds."""
 
@@ -82,7 +81,7 @@ def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) ->
     count, element = indices.numel(), indices.element_size()
     rows, width = result.shape
     version, capability = gpu.version, gpu.model.compute_capability
-    scratch = Scratch(gpu, count * element, _COUNT_BYTES)
+    scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
     storage = cub.unique_by_key_bytes(count, element, capability, version)
     scratch.drop(scratch.take(storage))
@@ -91,7 +90,7 @@ def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) ->
     scratch.take(segments * element)
     scratch.take(segments * element)
     scratch.drop(scratch.take(cub.scan_bytes(segments, element, version)))
-    scratch.take(_COUNT_BYTES)
+    scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
     if may_be_atomic and _is_atomic(gpu, segments, partial_sums, width):
@@ -149,11 +148,11 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     if not count:
         return
     scratch = Scratch(gpu, nbytes)
-    positions = scratch.take(count * _COUNT_BYTES)
+    positions = scratch.take(count * INDEX_BYTES)
     sort_row(gpu, count, indices.element_size())
     scratch.drop(positions)
     scratch.take(nbytes)
-    scratch.take(_COUNT_BYTES)
+    scratch.take(INDEX_BYTES)
     scratch.drop(scratch.take(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)))
     scratch.free()
 

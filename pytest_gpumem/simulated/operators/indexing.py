@@ -17,14 +17,13 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.operators import cub
-from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
     from pytest_gpumem.simulated.machine.storages import Storages
 
-_INDEX_BYTES = 8
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
@@ -47,7 +46,7 @@ def _convert(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
             scratch.take(count * index.element_size())
     for index in given:
         if index.dtype == torch.int32:
-            scratch.take(count * _INDEX_BYTES)
+            scratch.take(count * INDEX_BYTES)
 
 
 def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
@@ -120,8 +119,8 @@ def _linear_index(scratch: Scratch, given: list[Tensor], count: int) -> None:
     first = 0
     for index in given:
         # An index on the CPU is wrapped and scaled there, and comes to the device after.
-        wrapped = 0 if _on_cpu(index) else scratch.take(index.numel() * _INDEX_BYTES)
-        scaled = scratch.take(count * _INDEX_BYTES)
+        wrapped = 0 if _on_cpu(index) else scratch.take(index.numel() * INDEX_BYTES)
+        scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped)
         if first:
             scratch.drop(scaled)
@@ -131,10 +130,10 @@ def _linear_index(scratch: Scratch, given: list[Tensor], count: int) -> None:
 
 def _sort(gpu: GPU, scratch: Scratch, count: int, keys: int) -> None:
     for _ in ("sorted", "original", "range"):
-        scratch.take(count * _INDEX_BYTES)
+        scratch.take(count * INDEX_BYTES)
     bits = cub.bits_of(keys - 1)
     capability = gpu.model.compute_capability
-    storage = cub.radix_sort_pairs_bytes(count, _INDEX_BYTES, _INDEX_BYTES, bits, capability)
+    storage = cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability)
     scratch.drop(scratch.take(storage))
 
 

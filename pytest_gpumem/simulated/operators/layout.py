@@ -7,6 +7,10 @@ from functools import lru_cache
 import torch
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
+INDEX_BYTES = 8
+"""Of the indices and counts that torch keeps: 64 bits."""
+INDEXABLE = 2**31 - 1
+"""Elements, or bytes, up to which kernels index with 32 bits."""
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied, suggested_format
+from pytest_gpumem.simulated.operators.layout import (
+    HALVES,
+    INDEXABLE,
+    accumulated,
+    copied,
+    suggested_format,
+)
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By the input, by its weight and by its bias."""
-_INDEXABLE = 2**31 - 1
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Samples that cuDNN normalises, by whether it trains."""
 
@@ -57,7 +62,7 @@ def batch_norm(
         and (running_mean is not None or training)
         and input.dim() >= 3
         and input.shape[0] <= _LARGEST_BATCH[training]
-        and (input.numel() < _INDEXABLE or gpu.version < (2, 14))
+        and (input.numel() < INDEXABLE or gpu.version < (2, 14))
     ):
         kept = [
             input.contiguous(memory_format=suggested_format(input)),
@@ -176,7 +181,7 @@ def _implementation(input: Tensor, *others: Tensor) -> str:
 
 
 def _implementation_of(tensor: Tensor) -> str:
-    if tensor.numel() > _INDEXABLE:
+    if tensor.numel() > INDEXABLE:
         return _GENERAL
     if tensor.is_contiguous():
         return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
@@ -199,16 +204,12 @@ _LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
 
 def _staging(channels: int, per_channel: int) -> tuple[int, int]:
     """flexible_launch_configs: blocks over channels, and over what is reduced."""
-    width = min(_power_below(channels), _TILE)
-    height = min(_power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
+    width = min(reductions.power_below(channels), _TILE)
+    height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
     if width * height != _LARGEST_BLOCK:
-        width = min(_power_below(channels), _LARGEST_BLOCK // height)
+        width = min(reductions.power_below(channels), _LARGEST_BLOCK // height)
     rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
     return -(-channels // width), 1 if rows < 8 else rows
-
-
-def _power_below(value: int) -> int:
-    return 1 << (max(value, 1).bit_length() - 1)
 
 
 def stage(gpu: GPU, input: Tensor, values: int) -> None:
@@ -246,7 +247,7 @@ def _batch_norm_backward(
     by_input, by_weight, by_bias = output_mask
     grad_input, grad_weight, grad_bias = result
     reduces = train or by_weight or by_bias
-    if reduces and by_input and not reads_channels_last(input) and input.numel() <= _INDEXABLE:
+    if reduces and by_input and not reads_channels_last(input) and input.numel() <= INDEXABLE:
         scratch = Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes)
         for gradient, wanted in zip(result, output_mask, strict=True):
             if wanted and gradient is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.layout import HALVES, accumulated, copied
+from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ Dims = tuple[int, ...]
 
 MIN_VALUES, MAX_VALUES = 16, 256
 """Values one thread reduces before, and at most without, splitting over blocks."""
-_INDEXABLE = 2**31 - 1
 
 
 def global_reduction_bytes(
@@ -86,7 +85,7 @@ def _configured(
         dim0 //= output_vector
 
     limit = (256 if element_bytes == 16 else 512) // output_vector
-    width0, height0 = _power_below(dim0, limit), _power_below(dim1, limit)
+    width0, height0 = min(power_below(dim0), limit), min(power_below(dim1), limit)
     width = min(width0, 32)
     height = min(height0, limit // width)
     width = min(width0, limit // height)
@@ -110,8 +109,9 @@ def _configured(
     return (buffer if fast else buffer * width * output_vector), 4 * grid
 
 
-def _power_below(value: int, limit: int) -> int:
-    return limit if value >= limit else 1 << (max(value, 1).bit_length() - 1)
+def power_below(value: int) -> int:
+    """The largest power of two that is not above ``value``: ``last_pow2``."""
+    return 1 << (max(value, 1).bit_length() - 1)
 
 
 def _coalesced(shape: Dims, strides: Dims, reduced: frozenset[int]) -> list[_Dim]:
@@ -166,7 +166,7 @@ def _output_vector(dims: Sequence[_Dim], reduced_dims: int) -> int:
 def _indexable_parts(dims: list[_Dim], element_bytes: int) -> Iterator[list[_Dim]]:
     """TensorIterator::with_32bit_indexing: halves of the dim with the largest extent in bytes."""
     extents = [(size - 1) * abs(stride) * element_bytes for size, stride, _ in dims]
-    if math.prod(size for size, _, _ in dims) <= _INDEXABLE and 1 + sum(extents) <= _INDEXABLE:
+    if math.prod(size for size, _, _ in dims) <= INDEXABLE and 1 + sum(extents) <= INDEXABLE:
         yield dims
         return
     # The last of equal extents is found first.

@@ -105,12 +105,10 @@ def _padded(name: str, overload: Any) -> Composite:
         train: bool,
         bidirectional: bool,
         batch_first: bool,
+        *args: Any,
     ) -> Any:
         if not is_acceptable(input):
-            return overload.decompose(
-                input, hx, params, has_biases, num_layers, dropout, train, bidirectional,
-                batch_first,
-            )  # fmt: skip
+            return overload.decompose(*args)
         shape = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
         return _run(name, input, hx, params, shape, [])
 
@@ -128,12 +126,10 @@ def _packed(name: str, overload: Any) -> Composite:
         dropout: float,
         train: bool,
         bidirectional: bool,
+        *args: Any,
     ) -> Any:
         if not is_acceptable(data):
-            return overload.decompose(
-                data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
-                bidirectional,
-            )  # fmt: skip
+            return overload.decompose(*args)
         shape = (has_biases, num_layers, dropout, train, bidirectional, False)
         return _run(name, data, hx, params, shape, batch_sizes.tolist())
 

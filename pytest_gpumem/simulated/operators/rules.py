@@ -42,25 +42,25 @@ class BoundRule:
     """A rule, as one overload of an operator follows it."""
 
     def __init__(self, rule: Rule, schema: torch.FunctionSchema) -> None:
-        self.signature = signature = Signature(schema)
+        signature = Signature(schema)
+        self.given, self.result_at = signature.given, signature.result_at
         taking = signature.taking
         self.before = None if rule.before is None else taking(rule.before)
         self.shapes = None if rule.shapes is None else taking(rule.shapes)
         self.placed = None if rule.placed is None else taking(rule.placed)
         self.after = None if rule.after is None else taking(rule.after)
 
-    def begin(self, gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Do what happens before the outputs are allocated."""
-        return Call(self, self.signature.given(gpu, args, kwargs))
-
 
 class Call:
-    """One call of an operator that has a rule, from what is before its outputs to the end."""
+    """One call of an operator that has a rule; making it does what is before the outputs."""
 
     __slots__ = ("_given", "_rule", "_scratch")
 
-    def __init__(self, rule: BoundRule, given: list[Any]) -> None:
-        self._rule, self._given = rule, given
+    def __init__(
+        self, rule: BoundRule, gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._rule = rule
+        self._given = given = rule.given(gpu, args, kwargs)
         self._scratch = None if rule.before is None else rule.before(given)
 
     def shapes(self) -> Any:
@@ -70,20 +70,23 @@ class Call:
 
     def placed(self, result: Any) -> Any:
         """What of ``result`` takes device memory, in order; the rule may take some meanwhile."""
-        if self._rule.placed is None:
+        rule = self._rule
+        if rule.placed is None:
             return result
-        self._given[self._rule.signature.result_at] = result
-        return list(self._rule.placed(self._given))
+        self._given[rule.result_at] = result
+        return list(rule.placed(self._given))
 
     def end(self, result: Any) -> None:
         """Do what happens after the outputs were allocated."""
-        if self._rule.after is not None:
-            self._given[self._rule.signature.result_at] = result
-            self._rule.after(self._given)
-        self.abandon()
+        rule = self._rule
+        if rule.after is not None:
+            self._given[rule.result_at] = result
+            rule.after(self._given)
+        if self._scratch is not None:
+            self._scratch.free()
 
     def abandon(self) -> None:
-        """Give back what was taken before the outputs, newest first."""
+        """Give back what was taken before the outputs, of a call that has failed."""
         if self._scratch is not None:
             self._scratch.free()
 

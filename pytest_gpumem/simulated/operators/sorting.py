@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.layout import copied, is_dense
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
-_INDEX_BYTES = 8
 _SORTED_IN_SHARED_MEMORY = 4096
 """Elements of a dimension that one block sorts."""
 _OWN_SORT_FROM = 1_000_000
@@ -51,7 +50,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         return
     length = tensor.shape[dim]
     if length <= _SORTED_IN_SHARED_MEMORY:
-        passing(gpu, length * _INDEX_BYTES)
+        passing(gpu, length * INDEX_BYTES)
         return
     scratch = Scratch(gpu)
     strides = tensor.stride()
@@ -60,7 +59,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
         scratch.take(tensor.nbytes)
     if tuple(result_strides) != tuple(strides):
         scratch.take(tensor.nbytes)
-        scratch.take(tensor.numel() * _INDEX_BYTES)
+        scratch.take(tensor.numel() * INDEX_BYTES)
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
     scratch.free()
 
@@ -68,7 +67,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
 def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
     """Allocate and free what sorting a contiguous row into given results takes."""
     if elements <= _SORTED_IN_SHARED_MEMORY:
-        passing(gpu, elements * _INDEX_BYTES)
+        passing(gpu, elements * INDEX_BYTES)
     else:
         _sort_contiguous(gpu, elements, elements, element_bytes)
 
@@ -99,25 +98,25 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
     slices = elements // length
     own = Scratch(gpu)
     if slices == 1 or length >= _OWN_SORT_FROM:
-        own.take(length * _INDEX_BYTES)
+        own.take(length * INDEX_BYTES)
         storage = cub.radix_sort_pairs_bytes(
-            length, element_bytes, _INDEX_BYTES, 8 * element_bytes, capability, sms
+            length, element_bytes, INDEX_BYTES, 8 * element_bytes, capability, sms
         )
         for _ in range(slices):
             own.drop(own.take(storage))
     elif slices < _SLICES_SORTED_AT_ONCE:
-        own.take(elements * _INDEX_BYTES)
-        own.take(elements * _INDEX_BYTES)
+        own.take(elements * INDEX_BYTES)
+        own.take(elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
         bits = 8 * element_bytes
-        pairs = (element_bytes, _INDEX_BYTES, bits, capability, sms)
+        pairs = (element_bytes, INDEX_BYTES, bits, capability, sms)
         own.drop(own.take(cub.radix_sort_pairs_bytes(elements, *pairs)))
         own.drop(keys)
         bits = max(1, math.ceil(math.log2(slices)))
         own.drop(own.take(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability)))
     else:
-        own.take(elements * _INDEX_BYTES)
-        storage = cub.segmented_sort_pairs_bytes(elements, element_bytes, _INDEX_BYTES)
+        own.take(elements * INDEX_BYTES)
+        storage = cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES)
         own.drop(own.take(storage))
     own.free()
 
@@ -204,10 +203,10 @@ def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
     scratch = _sorted_values(gpu, self)
     # index(sorted, ((size - 1 - sorted.isnan().sum()) / 2).to(int64))
     are_nan = scratch.take(self.numel())
-    steps = [are_nan, scratch.take(_INDEX_BYTES)]
-    scratch.drop(scratch.take(self.numel() * _INDEX_BYTES))
-    steps += [scratch.take(_INDEX_BYTES), scratch.take(4)]
-    scratch.take(_INDEX_BYTES)
+    steps = [are_nan, scratch.take(INDEX_BYTES)]
+    scratch.drop(scratch.take(self.numel() * INDEX_BYTES))
+    steps += [scratch.take(INDEX_BYTES), scratch.take(4)]
+    scratch.take(INDEX_BYTES)
     for address in reversed(steps):
         scratch.drop(address)
     return scratch
@@ -218,7 +217,7 @@ def _sorted_values(gpu: GPU, tensor: Tensor) -> Scratch:
     scratch = Scratch(gpu)
     flat = 0 if tensor.is_contiguous() else scratch.take(tensor.nbytes)
     scratch.take(tensor.nbytes)
-    indices = scratch.take(tensor.numel() * _INDEX_BYTES)
+    indices = scratch.take(tensor.numel() * INDEX_BYTES)
     sort_row(gpu, tensor.numel(), tensor.element_size())
     scratch.drop(indices)
     scratch.drop(flat)
