@@ -30,13 +30,16 @@ def is_composite(func: Any) -> bool:
 
 def composite(runner: Runner, func: Any) -> Handler:
     """What CUDA builds ``func`` from, else what torch does."""
-    implementation = tables.COMPOSITES.get(str(func), func.decompose)
-    return of_parts(runner, on_machine(implementation, runner.machine))
+    implementation = tables.COMPOSITES.get(str(func))
+    if implementation is None:
+        return of_parts(runner, func.decompose)
+    return of_parts(runner, on_machine(implementation, func._schema, runner.machine))
 
 
 def in_view(runner: Runner, func: Any) -> Handler:
     """An operator that autograd sees whole and that CUDA builds from others."""
-    parts = of_parts(runner, on_machine(tables.IN_VIEW[str(func)], runner.machine))
+    built = on_machine(tables.IN_VIEW[str(func)], func._schema, runner.machine)
+    parts = of_parts(runner, built)
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
     return whole(runner, func, _on_cuda(runner, _checked(runner, func, parts), elsewhere))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pytest_gpumem.simulated.common.nesting import tensors_in
@@ -10,18 +9,14 @@ from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
 from pytest_gpumem.simulated.execution.shapes import NEW
 from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
-from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables
-from pytest_gpumem.simulated.operators.rules import Rule, ShapesOf
-
-_Execute = Callable[[GPU, Any, tuple[Any, ...], dict[str, Any]], Any]
+from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
 
 
 def computing(runner: Runner, func: Any) -> Handler:
     """Any operator that is of no other kind."""
-    schema = func._schema
-    return of_rule(runner, func, tables.RULES.get(schema.name), resizes=may_resize(func))
+    return of_rule(runner, func, tables.rule_of(func), resizes=may_resize(func))
 
 
 def may_resize(func: Any) -> bool:
@@ -30,25 +25,25 @@ def may_resize(func: Any) -> bool:
     return "out" in schema.overload_name or "resize" in schema.name or "set_" in schema.name
 
 
-def of_rule(runner: Runner, func: Any, rule: Rule | None, *, resizes: bool) -> Handler:
+def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool) -> Handler:
     """``func``, with what ``rule`` says that it allocates beyond its outputs."""
     machine = runner.machine
     adopt = runner.adopt
     shapes = runner.shapes
     storages = runner.storages
     fresh = not any(r.alias_info is not None for r in func._schema.returns)
-    placed = None if rule is None else rule.placed
+    is_placed = rule is not None and rule.placed is not None
+    is_shaped = rule is not None and rule.shapes is not None and not resizes
     operator = Operator.of(func)
     follow = runner.values.follow
+    run = runner.run_seeded
     placement = machine.placement
     name = func._schema.name
-    execute: _Execute = runner.run_seeded
-    if rule is not None and rule.shapes is not None and not resizes:
-        execute = _shaped_by(rule.shapes)
     checks = checks_of(func)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
-    may_be_sparse = overload in sparse.PARTS
+    parts = sparse.PARTS.get(overload)
+    in_parts = None if parts is None else on_machine(parts, func._schema, machine)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = machine.current if placement is None else placement.of(name, args, kwargs)
@@ -59,48 +54,46 @@ def of_rule(runner: Runner, func: Any, rule: Rule | None, *, resizes: bool) -> H
             if owner == HOST:
                 return runner.run_on_host(operator, args, kwargs)
         key, make = (None, NEW) if resizes else shapes.find(func, args, kwargs)
-        if may_be_sparse and make is NEW:
-            in_parts = sparse.parts_of(machine, overload, args)
-            if in_parts is not None and runner.owner(args, kwargs) == CUDA:
-                with runner.mode:
-                    return in_parts(*args, **kwargs)
+        if (
+            in_parts is not None
+            and make is NEW
+            and sparse.is_in_parts(overload, args)
+            and runner.owner(args, kwargs) == CUDA
+        ):
+            with runner.mode:
+                return in_parts(*args, **kwargs)
         if make is NEW and is_checked and runner.is_elsewhere(func, checks, args, kwargs):
             return runner.run_elsewhere(func, args, kwargs)
-        scratch = None
-        if rule is not None and rule.before is not None:
-            scratch = rule.before(device, args, kwargs)
+        call = None if rule is None else Call(rule, device, args, kwargs)
         if make is NEW or make is None:
             try:
-                result = execute(device, func, args, kwargs)
+                if call is not None and is_shaped:
+                    result = call.shapes()
+                else:
+                    result = run(func, args, kwargs)
             except BaseException:
-                if scratch is not None:
-                    scratch.free()
+                if call is not None:
+                    call.abandon()
                 raise
             if make is NEW and key is not None:
                 shapes.learn(key, args, kwargs, result)
         else:
             result = make(args)
         if fresh or resizes:
-            if placed is None:
+            if call is None or not is_placed:
                 adopt(result, device)
             else:
-                adopt(list(placed(device, args, kwargs, result)), device)
+                adopt(call.placed(result), device)
                 storages.adopt_numbers(tensors_in(result))
         if resizes:
             for tensor in tensors_in((args, kwargs)):
                 storages.resized(tensor)
-        if rule is not None and rule.after is not None:
-            rule.after(device, args, kwargs, result)
-        if scratch is not None:
-            scratch.free()
+        if call is not None:
+            call.end(result)
         follow(operator, args, kwargs, result)
         return result
 
     return handle
-
-
-def _shaped_by(shapes: ShapesOf) -> _Execute:
-    return lambda gpu, func, args, kwargs: shapes(gpu, args, kwargs)
 
 
 def each_device(runner: Runner, func: Any, handler: Handler) -> Handler:

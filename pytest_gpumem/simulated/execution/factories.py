@@ -18,6 +18,7 @@ from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.placement import source_of_node
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables, transfers
+from pytest_gpumem.simulated.operators.rules import Call
 
 
 def is_factory(func: Any) -> bool:
@@ -30,8 +31,7 @@ def factory(runner: Runner, func: Any) -> Handler:
     machine = runner.machine
     copies = func._schema.name == "aten::_to_copy"
     checks = checks_of(func)
-    rule = tables.RULES.get(func._schema.name)
-    after = None if rule is None else rule.after
+    rule = tables.rule_of(func)
     operator = Operator.of(func)
     placement = machine.placement
 
@@ -96,8 +96,8 @@ def factory(runner: Runner, func: Any) -> Handler:
             transfers.stage_upload(device, result, args[0], non_blocking)
             if non_blocking:
                 machine.pinned.used_by(args[0], device.index)
-        if after is not None:
-            after(device, args, kwargs, result)
+        if rule is not None:
+            Call(rule, device, args, kwargs).end(result)
         runner.values.make(operator, args, kwargs, result)
         return result
 

@@ -59,12 +59,14 @@ def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
     Source: aten/src/ATen/native/IndexingUtils.h (expandTensors).
     """
 
+    writes = "put" in func._schema.name
+
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             any(map(_is_mask, args[1]))
             and runner.owner(args[:1], {}) == CUDA
             and all(_is_countable(runner, index) for index in args[1])
-            and not is_masked_fill(runner.storages, args, kwargs)
+            and not (writes and is_masked_fill(runner.storages, *args[1:4]))
         ):
             with runner.mode:
                 indices = _expanded(args[1], args[0])

@@ -67,7 +67,7 @@ class Runner:
         finally:
             self._dispatch.inside = False
 
-    def run_seeded(self, gpu: GPU, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel of torch's, whose random numbers nobody draws."""
         if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
             kwargs = {**kwargs, "generator": None}

@@ -13,6 +13,7 @@ from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables
+from pytest_gpumem.simulated.operators.rules import Call
 
 _empty_strided = torch.empty_strided
 
@@ -24,7 +25,7 @@ def is_sized_by_values(func: Any) -> bool:
 
 def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
     """``func`` where the values are known; ``otherwise`` runs it where they are not."""
-    rule = tables.RULES.get(func._schema.name)
+    rule = tables.rule_of(func)
     operator = Operator.of(func)
     machine = runner.machine
     checks = checks_of(func)
@@ -39,18 +40,11 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
             return otherwise(args, kwargs)
         runner.is_elsewhere(func, checks, args, kwargs)
         device = machine.current if placement is None else placement.of(name, args, kwargs)
-        scratch = None
-        if rule is not None and rule.before is not None:
-            scratch = rule.before(device, args, kwargs)
+        call = None if rule is None else Call(rule, device, args, kwargs)
         result = _shaped_as(func, computed)
-        placed = result
-        if rule is not None and rule.placed is not None:
-            placed = list(rule.placed(device, args, kwargs, result))
-        runner.adopt(placed, device)
-        if rule is not None and rule.after is not None:
-            rule.after(device, args, kwargs, result)
-        if scratch is not None:
-            scratch.free()
+        runner.adopt(result if call is None else call.placed(result), device)
+        if call is not None:
+            call.end(result)
         for tensor, values in zip(tensors_in(result), tensors_in(computed), strict=True):
             runner.values.keep(tensor, values)
         return result

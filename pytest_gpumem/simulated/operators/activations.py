@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
+from pytest_gpumem.simulated.operators.rules import Composite
 
 
-def mish_backward(gpu: GPU, grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def mish_backward(gpu: GPU, grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
     """``aten::mish_backward``: the product has the shape, type and strides of its output."""
-    result = torch.mul(grad_output, input)
+    result = torch.mul(grad_output, self)
     kernel = torch.ops.aten.mish_backward
-    gpu.simulation.values.assign(result, kernel, grad_output, input)
+    gpu.simulation.values.assign(result, kernel, grad_output, self)
     return result
 
 
-COMPOSITES: dict[str, Composite] = {"aten.mish_backward.default": OnDevice(mish_backward)}
+COMPOSITES: dict[str, Composite] = {"aten.mish_backward.default": mish_backward}
 """By overload."""

@@ -6,7 +6,7 @@ does not hold stops the process's CUDA at its next call; here it stops the call 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 
-def _check(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    condition = args[0]
-    if condition.numel() != 1:
-        many = "more than one value" if condition.numel() else "no values"
+def _check(gpu: GPU, self: torch.Tensor) -> None:
+    if self.numel() != 1:
+        many = "more than one value" if self.numel() else "no values"
         raise RuntimeError(f"Boolean value of Tensor with {many} is ambiguous")
-    known = gpu.simulation.values.known(condition)
+    known = gpu.simulation.values.known(self)
     if known is not None and not known.item():
         error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
         raise error("CUDA error: device-side assert triggered")

@@ -9,8 +9,8 @@ kernels/cutlassB.h, of torch 2.6 to 2.15.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     CUDNN,
     EFFICIENT,
     FLASH,
-    HALVES,
     AttentionCall,
 )
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch
+from pytest_gpumem.simulated.operators.layout import HALVES, copied
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -38,12 +38,11 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
     call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -72,7 +71,7 @@ def scaled_dot_product_attention(
 
 
 COMPOSITES: dict[str, Composite] = {
-    "aten.scaled_dot_product_attention.default": OnDevice(scaled_dot_product_attention)
+    "aten.scaled_dot_product_attention.default": scaled_dot_product_attention
 }
 
 
@@ -138,9 +137,7 @@ def _by_products(
 # What the kernels allocate.
 
 
-def _flash_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _flash_outputs(gpu: GPU, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
     # out, logsumexp, ..., seed, offset, ...: the last two are CPU tensors up to 2.6.
     yield result[0]
     yield result[1]
@@ -149,20 +146,15 @@ def _flash_outputs(
         yield result[7]
 
 
-def _efficient_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _efficient_outputs(result: tuple[Tensor, ...]) -> Iterator[Tensor]:
     yield result[0]
     yield result[1]
 
 
-def _cudnn_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _cudnn_outputs(compute_log_sumexp: bool, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
     # _cudnn_attention_forward: seed and offset even without dropout; logsumexp only to train.
-    keeps = args[4] if len(args) > 4 else kwargs["compute_log_sumexp"]
     yield from (result[6], result[7], result[0])
-    if keeps:
+    if compute_log_sumexp:
         yield result[1]
 
 
@@ -170,22 +162,20 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _flash_forward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    query, key = args[:2]
-    dropout = args[3] if len(args) > 3 else kwargs.get("dropout_p", 0.0)
+def _head_size_rounded(size: int) -> int:
+    return _round_up(size, 32) if size <= 192 else 256
+
+
+def _flash_forward(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> None:
     batch, heads, length, size = query.shape
-    if dropout:
+    if dropout_p:
         return
     if length == 1 and heads > key.shape[1]:
         length, heads = heads // key.shape[1], key.shape[1]
     splits = _splits(gpu, batch * heads * -(-length // 64), size, key.shape[2])
     if splits > 1:
         rows = splits * batch * heads * length
-        rounded = _round_up(size, 32) if size <= 192 else 256
-        scratch = Scratch(gpu)
-        scratch.take(rows * 4)
-        scratch.take(rows * rounded * 4)
-        scratch.free()
+        passing(gpu, rows * 4, rows * _head_size_rounded(size) * 4)
 
 
 def _splits(gpu: GPU, blocks: int, size: int, keys: int) -> int:
@@ -205,54 +195,42 @@ def _splits(gpu: GPU, blocks: int, size: int, keys: int) -> int:
     return next((n for n, value in efficiency.items() if value >= 0.85 * best), 1)
 
 
-def _is_contiguous_by_length(tensor: Tensor) -> bool:
-    return tensor.transpose(1, 2).is_contiguous()
+def _copied_by_length(*tensors: Tensor) -> list[int]:
+    return copied(*(tensor.transpose(1, 2) for tensor in tensors))
 
 
-def _copies_by_length(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
-    copies = Scratch(gpu)
-    for tensor in (args[0], args[4]):
-        if not _is_contiguous_by_length(tensor):
-            copies.take(tensor.nbytes)
-    return copies
+def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
+    return Scratch(gpu, *_copied_by_length(grad_out, out))
 
 
-def _flash_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    query, key = args[1:3]
+def _flash_backward(gpu: GPU, query: Tensor, key: Tensor) -> None:
     batch, heads, length, size = query.shape
     rows = batch * heads * _round_up(length, 128)
-    rounded = _round_up(size, 32) if size <= 192 else 256
-    scratch = Scratch(gpu)
-    scratch.take(rows * 4)
     copies = 1
     if torch.are_deterministic_algorithms_enabled():
         copies = -(-gpu.model.sm_count // (batch * heads))
-    scratch.take(copies * rows * rounded * 4)
+    expanded = []
     if key.shape[1] != heads:
-        expanded = batch * key.shape[2] * heads * size * key.element_size()
-        scratch.take(expanded)
-        scratch.take(expanded)
-    scratch.free()
+        expanded = [batch * key.shape[2] * heads * size * key.element_size()] * 2
+    passing(gpu, rows * 4, copies * rows * _head_size_rounded(size) * 4, *expanded)
 
 
 _KEYS_AT_ONCE = 128
 """Value head size up to which the efficient kernel keeps its output in registers."""
 
 
-def _efficient_forward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
-    query, value = args[0], args[2]
+def _efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
     if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
-        scratch = Scratch(gpu)
-        scratch.take(result[0].numel() * 4)
-        scratch.free()
+        passing(gpu, result[0].numel() * 4)
+
+
+def _before_efficient_backward(gpu: GPU, grad_out_: Tensor) -> Scratch:
+    return Scratch(gpu, *_copied_by_length(grad_out_))
 
 
 def _efficient_backward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, grad_out_: Tensor, query: Tensor, key: Tensor, value: Tensor
 ) -> None:
-    gradient, query, key, value = args[:4]
     batch, heads, length, size = query.shape
     rows = batch * heads * length
     half = query.dtype in HALVES
@@ -268,7 +246,7 @@ def _efficient_backward(
     if half and (in_registers or gpu.model.compute_capability != (7, 0)):
         delta = scratch.take(rows * 4)
     else:
-        products = [scratch.take(gradient.numel() * 4) for _ in range(3 if half else 1)]
+        products = [scratch.take(grad_out_.numel() * 4) for _ in range(3 if half else 1)]
         sums = scratch.take(rows * 4)
         delta = scratch.take(rows * 4)
         scratch.drop(sums)
@@ -304,28 +282,23 @@ def _sum_groups(gpu: GPU, tensor: Tensor, heads: int) -> None:
 
 
 def _gradients_by_length(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    grad_input_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the efficient kernel: up to 2.13 torch's shapes are those of equal heads."""
-    query, key, value, bias = args[1:5]
-    mask = args[10] if len(args) > 10 else kwargs["grad_input_mask"]
     by_query, by_key, by_value = (
         torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype, device=META)
         for tensor in (query, key, value)
     )
-    if bias is None or not mask[3]:
+    if attn_bias is None or not grad_input_mask[3]:
         return by_query, by_key, by_value, None
-    *sizes, last = bias.shape
+    *sizes, last = attn_bias.shape
     rows = _round_up(last, _MASK_ALIGNMENT)
-    by_bias = torch.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
+    by_bias = torch.empty((*sizes, rows), dtype=attn_bias.dtype, device=META)[..., :last]
     return by_query, by_key, by_value, by_bias
-
-
-def _copy_by_length(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
-    copy = Scratch(gpu)
-    if not _is_contiguous_by_length(args[0]):
-        copy.take(args[0].nbytes)
-    return copy
 
 
 def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:
@@ -364,24 +337,21 @@ def _workspace(
     return pairs * _round_up(elements, 4) * 4
 
 
-def _safe_softmax(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    scratch = Scratch(gpu)
-    scratch.take(result.numel())
-    scratch.take(result.numel() // max(result.shape[-1], 1))
-    scratch.take(result.element_size())
-    scratch.free()
+def _safe_softmax(gpu: GPU, result: Tensor) -> None:
+    rows = result.numel() // max(result.shape[-1], 1)
+    passing(gpu, result.numel(), rows, result.element_size())
 
 
 RULES = {
     "aten::_scaled_dot_product_flash_attention": Rule(after=_flash_forward, placed=_flash_outputs),
     "aten::_scaled_dot_product_flash_attention_backward": Rule(
-        before=_copies_by_length, after=_flash_backward
+        before=_before_flash_backward, after=_flash_backward
     ),
     "aten::_scaled_dot_product_efficient_attention": Rule(
         after=_efficient_forward, placed=_efficient_outputs
     ),
     "aten::_scaled_dot_product_efficient_attention_backward": Rule(
-        before=_copy_by_length, after=_efficient_backward, shapes=_gradients_by_length
+        before=_before_efficient_backward, after=_efficient_backward, shapes=_gradients_by_length
     ),
     "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
     "aten::_safe_softmax": Rule(after=_safe_softmax),

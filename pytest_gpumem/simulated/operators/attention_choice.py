@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.operators.layout import HALVES
+
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
-
-HALVES = frozenset({torch.float16, torch.bfloat16})
 
 MATH, FLASH, EFFICIENT, CUDNN = "math", "flash", "efficient", "cudnn"
 _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}

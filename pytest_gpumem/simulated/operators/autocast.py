@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.simulated.operators.calls import overload_of
 from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 
 LOWER_PRECISION = """
@@ -91,7 +92,7 @@ class CastCache:
                 (BANNED, self._banned),
             ):
                 for name in names:
-                    overload = _overload(name)
+                    overload = overload_of(name)
                     if overload is not None:
                         _implement(library, name, policy(overload))
 
@@ -252,12 +253,6 @@ def _eligible(tensor: Any) -> bool:
         and tensor.dtype.is_floating_point
         and tensor.dtype != torch.float64
     )
-
-
-def _overload(name: str) -> Any:
-    operator, _, overload = name.partition(".")
-    packet = getattr(torch.ops.aten, operator, None)
-    return getattr(packet, overload or "default", None)
 
 
 def _implement(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:

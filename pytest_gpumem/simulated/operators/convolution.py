@@ -29,7 +29,7 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
     parameters_of,
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -64,7 +64,6 @@ def convolution_backward(
     grad_output: Tensor,
     input: Tensor,
     weight: Tensor,
-    bias_sizes: Sequence[int] | None,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
@@ -93,8 +92,8 @@ def convolution_backward(
 
 
 IN_VIEW: dict[str, Composite] = {
-    "aten.convolution.default": OnDevice(convolution),
-    "aten.convolution_backward.default": OnDevice(convolution_backward),
+    "aten.convolution.default": convolution,
+    "aten.convolution_backward.default": convolution_backward,
 }
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.layout import suggested_format
+from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, suggested_format
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 CUDNN, DEPTHWISE, SLOW, EMPTY = "cudnn", "depthwise", "slow", "empty"
 """Kernels: ConvBackend::Cudnn and CudnnTranspose, CudaDepthwise2d and 3d, Slow*, Empty."""
 
-_INT_MAX = 2**31 - 1
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 _BROKEN_VOLUMES = frozenset({(2, 9), (2, 10)})
 """Releases with a cuDNN from 9.8 to 9.14, which they do not use for 3-d convolutions of halves."""
 CONTIGUOUS = torch.contiguous_format
@@ -114,7 +112,7 @@ class Choice:
             return False
         if (
             self.gpu.version in _BROKEN_VOLUMES
-            and input.dtype in _HALVES
+            and input.dtype in HALVES
             and weight.dim() == 5
             and set(weight.shape[2:]) != {1}
             and common_format(input, weight) is CONTIGUOUS
@@ -156,10 +154,10 @@ class Choice:
 
     def _exceeds_int(self, input: Tensor, weight: Tensor) -> bool:
         # needs_64bit_indexing_no_split
-        if input.numel() // input.shape[0] > _INT_MAX:
+        if input.numel() // input.shape[0] > INDEXABLE:
             return True
         output = self.parameters.output_shape(input.shape, weight.shape)
-        return math.prod(output[1:]) > _INT_MAX
+        return math.prod(output[1:]) > INDEXABLE
 
     @property
     def ampere(self) -> bool:

@@ -9,69 +9,56 @@ exact; the scans and selections, of a state for each of many hundred elements, a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.rules import Before, Placed, Rule, Scratch
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
-_INDEX_BYTES = 8
-_Flags = tuple[int, int]
-"""Where an operator has ``return_inverse`` and ``return_counts`` among its arguments."""
+_SHORT_INDEX_BYTES = 4
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any], flags: _Flags) -> tuple[bool, bool]:
-    names = ("return_inverse", "return_counts")
-    inverse, counts = (
-        bool(args[at] if len(args) > at else kwargs.get(name, False))
-        for at, name in zip(flags, names, strict=True)
-    )
-    return inverse, counts
-
-
-def _goes_along_dim(args: tuple[Any, ...], kwargs: dict[str, Any], flags: _Flags) -> bool:
-    return flags == _OF_CONSECUTIVE and (len(args) > 3 or kwargs.get("dim") is not None)
-
-
-def _looking(flags: _Flags) -> Before:
+def _before(gpu: GPU, self: torch.Tensor, return_inverse: bool) -> Scratch | None:
     """What happens before the results are there: sorting, and numbering the distinct values."""
-    consecutive = flags == _OF_CONSECUTIVE
-
-    def before(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-        tensor = args[0]
-        if _goes_along_dim(args, kwargs, flags) or not tensor.numel():
-            return None
-        scratch = Scratch(gpu)
-        if not tensor.is_contiguous():
-            scratch.take(tensor.nbytes)
-        if tensor.dtype == torch.bool and not consecutive:
-            scratch.take(4)
-            return scratch
-        inverse, _ = _given(args, kwargs, flags)
-        if not consecutive:
-            _sort(gpu, scratch, tensor, inverse)
-        if inverse:
-            _number(gpu, scratch, tensor.numel(), 4 if consecutive else _INDEX_BYTES)
+    if not self.numel():
+        return None
+    scratch = Scratch(gpu, *copied(self))
+    if self.dtype == torch.bool:
+        scratch.take(4)
         return scratch
+    _sort(gpu, scratch, self, return_inverse)
+    if return_inverse:
+        _number(gpu, scratch, self.numel(), INDEX_BYTES)
+    return scratch
 
-    return before
+
+def _before_consecutive(
+    gpu: GPU, self: torch.Tensor, return_inverse: bool, dim: int | None
+) -> Scratch | None:
+    if dim is not None or not self.numel():
+        return None
+    scratch = Scratch(gpu, *copied(self))
+    if return_inverse:
+        _number(gpu, scratch, self.numel(), _SHORT_INDEX_BYTES)
+    return scratch
 
 
 def _sort(gpu: GPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> None:
     count, size = tensor.numel(), tensor.element_size()
     scratch.take(count * size)
-    indices = scratch.take(count * _INDEX_BYTES) if inverse else 0
+    indices = scratch.take(count * INDEX_BYTES) if inverse else 0
     if inverse:
-        scratch.take(count * _INDEX_BYTES)
+        scratch.take(count * INDEX_BYTES)
     model = gpu.model
     storage = cub.radix_sort_pairs_bytes(
         count,
         size,
-        _INDEX_BYTES if inverse else 0,
+        INDEX_BYTES if inverse else 0,
         8 * size,
         model.compute_capability,
         model.sm_count,
@@ -82,7 +69,7 @@ def _sort(gpu: GPU, scratch: Scratch, tensor: torch.Tensor, inverse: bool) -> No
 
 def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
     # The inverse is there already; it comes to stay where this leaves room.
-    inverse = scratch.take(count * _INDEX_BYTES)
+    inverse = scratch.take(count * INDEX_BYTES)
     numbers = scratch.take(count * number_bytes)
     storage = cub.scan_bytes(min(count, cub.LARGEST_SCAN), 4, gpu.version)
     scratch.drop(scratch.estimate(storage, "CUB", "a prefix sum"))
@@ -90,53 +77,55 @@ def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
     scratch.drop(inverse)
 
 
-def _with_room(flags: _Flags) -> Placed:
+_Distinct = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Values, which of them each element is, and how often each is there."""
+
+
+def _placed(self: torch.Tensor, return_counts: bool, result: _Distinct) -> Iterator[torch.Tensor]:
     """The results, which CUDA makes as large as the input and then shortens in place."""
+    values, inverse, counts = result
+    is_truth = self.dtype == torch.bool
+    room = 2 if is_truth else self.numel()
+    yield inverse
+    _make_room(values, room)
+    yield values
+    if is_truth or return_counts:
+        _make_room(counts, room)
+    yield counts
 
-    def placed(
-        gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> Iterator[torch.Tensor]:
-        values, inverse, *counts = result
-        yield inverse
-        if _goes_along_dim(args, kwargs, flags):
-            yield from (values, *counts)
-            return
-        is_truth = args[0].dtype == torch.bool and flags != _OF_CONSECUTIVE
-        room = 2 if is_truth else args[0].numel()
-        _make_room(values, room)
-        yield values
-        for tensor in counts:
-            if is_truth or _given(args, kwargs, flags)[1]:
-                _make_room(tensor, room)
-            yield tensor
 
-    return placed
+def _placed_consecutive(
+    self: torch.Tensor, return_counts: bool, dim: int | None, result: _Distinct
+) -> Iterator[torch.Tensor]:
+    values, inverse, counts = result
+    yield inverse
+    if dim is None:
+        _make_room(values, self.numel())
+    yield values
+    if dim is None and return_counts:
+        _make_room(counts, self.numel())
+    yield counts
 
 
 def _make_room(tensor: torch.Tensor, elements: int) -> None:
     tensor.untyped_storage().resize_(elements * tensor.element_size())
 
 
-def _selecting(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    count = args[0].numel()
-    scratch = Scratch(gpu)
-    scratch.take(_INDEX_BYTES)
+def _select(gpu: GPU, self: torch.Tensor) -> None:
+    if self.numel() and self.dtype != torch.bool:
+        _select_first(gpu, self.numel())
+
+
+def _select_consecutive(gpu: GPU, self: torch.Tensor, dim: int | None) -> None:
+    if self.numel() and dim is None:
+        _select_first(gpu, self.numel())
+
+
+def _select_first(gpu: GPU, count: int) -> None:
+    scratch = Scratch(gpu, INDEX_BYTES)
     storage = cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)
     scratch.estimate(storage, "CUB", "a selection")
     scratch.free()
-
-
-def _selected(flags: _Flags) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        is_truth = args[0].dtype == torch.bool and flags != _OF_CONSECUTIVE
-        if args[0].numel() and not is_truth and not _goes_along_dim(args, kwargs, flags):
-            _selecting(gpu, args, kwargs, out)
-
-    return Rule(before=_looking(flags), placed=_with_room(flags), after=after)
-
-
-_OF_UNIQUE = (2, 3)
-_OF_CONSECUTIVE = (1, 2)
 
 
 def _extreme(gpu: GPU, tensor: torch.Tensor) -> None:
@@ -146,30 +135,27 @@ def _extreme(gpu: GPU, tensor: torch.Tensor) -> None:
     scratch.free()
 
 
-def _bins(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    tensor = args[0]
-    weights = args[1] if len(args) > 1 else kwargs.get("weights")
+def _bins(gpu: GPU, self: torch.Tensor, weights: torch.Tensor | None) -> Scratch:
     scratch = Scratch(gpu)
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
         scratch.take(weights.numel() * torch.float64.itemsize)
-    if tensor.numel():
-        for _ in range(1 if tensor.dtype == torch.uint8 else 2):
-            _extreme(gpu, tensor)
+    if self.numel():
+        for _ in range(1 if self.dtype == torch.uint8 else 2):
+            _extreme(gpu, self)
     return scratch
 
 
-def _range(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    low, high = (
-        args[at] if len(args) > at else kwargs.get(name, 0) for at, name in ((2, "min"), (3, "max"))
-    )
-    if low == high and args[0].numel():
+def _range(gpu: GPU, self: torch.Tensor, min: float, max: float) -> None:
+    if min == max and self.numel():
         for _ in range(2):
-            _extreme(gpu, args[0])
+            _extreme(gpu, self)
 
 
 RULES = {
-    "aten::_unique2": _selected(_OF_UNIQUE),
-    "aten::unique_consecutive": _selected(_OF_CONSECUTIVE),
+    "aten::_unique2": Rule(before=_before, placed=_placed, after=_select),
+    "aten::unique_consecutive": Rule(
+        before=_before_consecutive, placed=_placed_consecutive, after=_select_consecutive
+    ),
     "aten::bincount": Rule(before=_bins),
     "aten::histc": Rule(after=_range),
 }

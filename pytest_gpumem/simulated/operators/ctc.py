@@ -7,36 +7,35 @@ takes 32-bit targets in CPU memory, is not simulated: such a loss is computed by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
-_LONG_BYTES = 8
 _MEAN, _SUM = 1, 2
 
 
-def _ctc_loss(overload: Any) -> Callable[..., Any]:
+def _ctc_loss(overload: Any) -> Composite:
     def ctc_loss(
         log_probs: Tensor,
         targets: Tensor,
         input_lengths: Tensor | Sequence[int],
         target_lengths: Tensor | Sequence[int],
-        blank: int = 0,
-        reduction: int = _MEAN,
-        zero_infinity: bool = False,
+        blank: int,
+        reduction: int,
+        zero_infinity: bool,
+        *args: Any,
     ) -> Any:
         if not log_probs.is_cuda:
-            return overload.decompose(
-                log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
-            )
+            return overload.decompose(*args)
         lengths = [_as_list(given) for given in (input_lengths, target_lengths)]
         batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
         target = targets.to(log_probs.device, torch.int64)
@@ -59,37 +58,22 @@ def _as_list(lengths: Tensor | Sequence[int]) -> list[int]:
     return list(lengths)
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {
+COMPOSITES: dict[str, Composite] = {
     "aten.ctc_loss.Tensor": _ctc_loss(_aten.ctc_loss.Tensor),
     "aten.ctc_loss.IntList": _ctc_loss(_aten.ctc_loss.IntList),
 }
 
 
-def _lengths(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _lengths(gpu: GPU, log_probs: Tensor) -> Scratch:
     # The lengths of targets and of inputs, and where each target begins.
-    scratch = Scratch(gpu)
-    for _ in range(3):
-        scratch.take(args[0].shape[1] * _LONG_BYTES)
-    return scratch
+    return Scratch(gpu, *[log_probs.shape[1] * INDEX_BYTES] * 3)
 
 
-def _outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _outputs(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
     yield from reversed(result)
 
 
-def _backward(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Sequence[int],
-    target_lengths: Sequence[int],
-    neg_log_likelihood: Tensor,
-    log_alpha: Tensor,
-    blank: int,
-    zero_infinity: bool = False,
-) -> Tensor:
+def _backward(log_probs: Tensor, log_alpha: Tensor) -> Tensor:
     lengths = [log_alpha.new_empty(log_probs.shape[1], dtype=torch.int64) for _ in range(3)]
     log_beta = torch.empty_like(log_alpha, memory_format=torch.contiguous_format)
     gradient = torch.empty_like(log_probs, memory_format=torch.contiguous_format)
@@ -97,5 +81,5 @@ def _backward(
     return gradient
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {"aten._ctc_loss_backward.default": _backward}
+IN_VIEW: dict[str, Composite] = {"aten._ctc_loss_backward.default": _backward}
 RULES = {"aten::_ctc_loss": Rule(before=_lengths, placed=_outputs)}

@@ -8,84 +8,49 @@ cudnn_convolution_relu, cudnn_convolution_add_relu) and native/Convolution.cpp (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.convolution import convolution
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
+from pytest_gpumem.simulated.operators.rules import Composite
 
 _Sizes = Sequence[int]
 
 
 def _forward(
     gpu: GPU,
-    input: Tensor,
+    self: Tensor,
     weight: Tensor,
-    padding: _Sizes,
     stride: _Sizes,
+    padding: _Sizes,
     dilation: _Sizes,
     groups: int,
-    *_: bool,
 ) -> Tensor:
-    return convolution(gpu, input, weight, None, stride, padding, dilation, False, (0,), groups)
+    return convolution(gpu, self, weight, None, stride, padding, dilation, False, (0,), groups)
 
 
 def _transposed(
     gpu: GPU,
-    input: Tensor,
+    self: Tensor,
     weight: Tensor,
-    padding: _Sizes,
-    output_padding: _Sizes,
     stride: _Sizes,
+    padding: _Sizes,
     dilation: _Sizes,
+    output_padding: _Sizes,
     groups: int,
-    *_: bool,
 ) -> Tensor:
     return convolution(
-        gpu, input, weight, None, stride, padding, dilation, True, output_padding, groups
+        gpu, self, weight, None, stride, padding, dilation, True, output_padding, groups
     )
 
 
-def _relu(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
-    groups: int,
-) -> Tensor:
-    return convolution(gpu, input, weight, None, stride, padding, dilation, False, (0,), groups)
-
-
-def _add_relu(
-    gpu: GPU,
-    input: Tensor,
-    weight: Tensor,
-    z: Tensor,
-    alpha: float | None,
-    bias: Tensor | None,
-    stride: _Sizes,
-    padding: _Sizes,
-    dilation: _Sizes,
-    groups: int,
-) -> Tensor:
-    return convolution(gpu, input, weight, None, stride, padding, dilation, False, (0,), groups)
-
-
-def _any(gpu: GPU, *args: Any) -> Tensor:
-    """Without the four switches at the end: those of torch's context hold."""
-    return convolution(gpu, *args[:9])
-
-
 IN_VIEW: dict[str, Composite] = {
-    "aten.cudnn_convolution.default": OnDevice(_forward),
-    "aten.cudnn_convolution_transpose.default": OnDevice(_transposed),
-    "aten.cudnn_convolution_relu.default": OnDevice(_relu),
-    "aten.cudnn_convolution_add_relu.default": OnDevice(_add_relu),
-    "aten._convolution.default": OnDevice(_any),
+    "aten.cudnn_convolution.default": _forward,
+    "aten.cudnn_convolution_transpose.default": _transposed,
+    "aten.cudnn_convolution_relu.default": _forward,
+    "aten.cudnn_convolution_add_relu.default": _forward,
+    # Its four switches at the end are those of torch's context, which hold.
+    "aten._convolution.default": convolution,
 }
 """By overload."""

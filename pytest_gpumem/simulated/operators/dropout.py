@@ -6,15 +6,9 @@ Source: aten/src/ATen/native/Dropout.cpp (is_fused_kernel_acceptable) and native
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import torch
 
-from pytest_gpumem.simulated.operators.rules import Rule
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU
+from pytest_gpumem.simulated.operators.rules import Composite, Rule
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -26,17 +20,15 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]  # an operator
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {"aten.dropout.default": dropout}
+COMPOSITES: dict[str, Composite] = {"aten.dropout.default": dropout}
 
 
 def _outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    p: float, train: bool | None, result: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """dropout_cuda makes the mask first; where everything is dropped, zeros come before theirs."""
-    output, mask = out
-    everything = (args[1] if len(args) > 1 else kwargs["p"]) == 1
-    trains = args[2] if len(args) > 2 else kwargs.get("train")
-    return (output, mask) if everything or trains is False else (mask, output)
+    output, mask = result
+    return (output, mask) if p == 1 or train is False else (mask, output)
 
 
 RULES = {"aten::native_dropout": Rule(placed=_outputs)}

@@ -9,11 +9,13 @@ EmbeddingBag.cu (_embedding_bag_cuda, embedding_bag_backward_cuda_sum_avg) and c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pytest_gpumem.simulated.operators import cub
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
@@ -27,46 +29,33 @@ _LARGEST_BLOCK = 1024
 _ATOMIC_SINCE = (2, 11)
 _ATOMIC_BLOCKS_PER_SM = 4
 """Where the last step has fewer blocks than this, partial sums are added atomically."""
-_COUNT_BYTES = 8
 _MAX = 2
 """EmbeddingBagMode: its backward only adds."""
 
 
-def _accumulated(dtype: torch.dtype) -> int:
-    return max(dtype.itemsize, 4)
-
-
-def _by_frequency(args: tuple[Any, ...], kwargs: dict[str, Any], at: int) -> bool:
-    return bool(args[at] if len(args) > at else kwargs.get("scale_grad_by_freq", False))
-
-
-# embedding_dense_backward(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
-
-
-def _before_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    gradient, indices, rows, padding = args[:4]
-    scratch = Scratch(gpu)
-    for tensor in (indices, gradient):
-        if not tensor.is_contiguous():
-            scratch.take(tensor.nbytes)
-    by_frequency = _by_frequency(args, kwargs, 4)
-    if indices.numel() > INDICES_WITHOUT_SORT or by_frequency:
-        _sort(gpu, scratch, indices, rows, padding, by_frequency)
+def _before_backward(
+    gpu: GPU,
+    grad_output: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> Scratch:
+    scratch = Scratch(gpu, *copied(indices, grad_output))
+    if indices.numel() > INDICES_WITHOUT_SORT or scale_grad_by_freq:
+        _sort(gpu, scratch, indices, num_weights, padding_idx, scale_grad_by_freq)
     return scratch
 
 
-def _after_backward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
-    indices = args[1]
-    if indices.numel() > INDICES_WITHOUT_SORT or _by_frequency(args, kwargs, 4):
+def _after_backward(gpu: GPU, indices: Tensor, scale_grad_by_freq: bool, result: Tensor) -> None:
+    if indices.numel() > INDICES_WITHOUT_SORT or scale_grad_by_freq:
         _sum_rows(gpu, indices, result, may_be_atomic=True)
 
 
 def _sort(
     gpu: GPU,
     scratch: Scratch,
-    indices: torch.Tensor,
+    indices: Tensor,
     rows: int,
     padding: int,
     by_frequency: bool,
@@ -87,14 +76,12 @@ def _sort(
             scratch.drop(scratch.take(cub.sum_by_key_bytes(count, element, capability)))
 
 
-def _sum_rows(gpu: GPU, indices: torch.Tensor, result: torch.Tensor, may_be_atomic: bool) -> None:
+def _sum_rows(gpu: GPU, indices: Tensor, result: Tensor, may_be_atomic: bool) -> None:
     """embedding_backward_cuda_kernel: sums of up to ten rows, then sums of those."""
     count, element = indices.numel(), indices.element_size()
     rows, width = result.shape
     version, capability = gpu.version, gpu.model.compute_capability
-    scratch = Scratch(gpu)
-    scratch.take(count * element)
-    scratch.take(_COUNT_BYTES)
+    scratch = Scratch(gpu, count * element, INDEX_BYTES)
     keys = scratch.take(count * element)
     storage = cub.unique_by_key_bytes(count, element, capability, version)
     scratch.drop(scratch.take(storage))
@@ -103,7 +90,7 @@ def _sum_rows(gpu: GPU, indices: torch.Tensor, result: torch.Tensor, may_be_atom
     scratch.take(segments * element)
     scratch.take(segments * element)
     scratch.drop(scratch.take(cub.scan_bytes(segments, element, version)))
-    scratch.take(_COUNT_BYTES)
+    scratch.take(INDEX_BYTES)
     partial_sums = count // _ROWS_PER_PARTIAL_SUM + segments
     scratch.take(partial_sums * element)
     if may_be_atomic and _is_atomic(gpu, segments, partial_sums, width):
@@ -111,7 +98,7 @@ def _sum_rows(gpu: GPU, indices: torch.Tensor, result: torch.Tensor, may_be_atom
         if result.element_size() < 4:
             scratch.take(result.numel() * 4)
     else:
-        scratch.take(partial_sums * width * _accumulated(result.dtype))
+        scratch.take(partial_sums * width * accumulated(result.dtype).itemsize)
     scratch.free()
 
 
@@ -126,53 +113,46 @@ def _is_atomic(gpu: GPU, segments: int, partial_sums: int, width: int) -> bool:
     )
 
 
-# _embedding_bag_backward(grad, indices, offsets, offset2bag, bag_size, maximum_indices,
-#                         num_weights, scale_grad_by_freq, mode, sparse, per_sample_weights, ...)
+def _adds_bags(indices: Tensor, mode: int, sparse: bool) -> bool:
+    return bool(indices.numel()) and mode != _MAX and not sparse
 
 
-def _adds_bags(args: tuple[Any, ...]) -> bool:
-    indices, mode, is_sparse = args[1], args[8], args[9]
-    return bool(indices.numel()) and mode != _MAX and not is_sparse
-
-
-def _before_bag_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    gradient, indices = args[:2]
-    rows, by_frequency = args[6:8]
-    scratch = Scratch(gpu)
-    if not gradient.is_contiguous():
-        scratch.take(gradient.nbytes)
-    if _adds_bags(args):
-        padding = args[11] if len(args) > 11 else kwargs.get("padding_idx", -1)
-        _sort(gpu, scratch, indices, rows, padding, by_frequency)
+def _before_bag_backward(
+    gpu: GPU,
+    grad: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    padding_idx: int,
+) -> Scratch:
+    scratch = Scratch(gpu, *copied(grad))
+    if _adds_bags(indices, mode, sparse):
+        _sort(gpu, scratch, indices, num_weights, padding_idx, scale_grad_by_freq)
     return scratch
 
 
-def _after_bag_backward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
-    if _adds_bags(args):
-        _sum_rows(gpu, args[1], result, may_be_atomic=False)
+def _after_bag_backward(gpu: GPU, indices: Tensor, mode: int, sparse: bool, result: Tensor) -> None:
+    if _adds_bags(indices, mode, sparse):
+        _sum_rows(gpu, indices, result, may_be_atomic=False)
 
 
-def _bag_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[torch.Tensor]:
+def _bag_outputs(result: tuple[Tensor, Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
     output, bag_of_index, bag_sizes, highest = result
     yield from (bag_sizes, bag_of_index, output, highest)
 
 
-def _renorm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
-    indices = args[1]
+def _renorm(gpu: GPU, indices: Tensor) -> None:
     count, nbytes = indices.numel(), indices.nbytes
     if not count:
         return
-    scratch = Scratch(gpu)
-    scratch.take(nbytes)
-    positions = scratch.take(count * _COUNT_BYTES)
+    scratch = Scratch(gpu, nbytes)
+    positions = scratch.take(count * INDEX_BYTES)
     sort_row(gpu, count, indices.element_size())
     scratch.drop(positions)
     scratch.take(nbytes)
-    scratch.take(_COUNT_BYTES)
+    scratch.take(INDEX_BYTES)
     scratch.drop(scratch.take(cub.unique_bytes(count, gpu.model.compute_capability, gpu.version)))
     scratch.free()
 

@@ -9,15 +9,13 @@ has kernels of its own, which are not followed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.operators.attention_choice import EFFICIENT, FLASH, chosen_kernel
+from pytest_gpumem.simulated.operators.rules import Composite
 
 _aten = torch.ops.aten
 
@@ -39,36 +37,29 @@ def _by_head(tokens: Tensor, heads: int) -> Tensor:
 
 def _attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    width: int,
-    heads: int,
-    weight: Tensor,
-    bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    mask: Tensor | None = None,
-    need_weights: bool = True,
-    average_attn_weights: bool = True,
-    mask_type: int | None = None,
+    num_head: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
 ) -> tuple[Tensor, None]:
-    projected = functional.linear(query, weight, bias)
-    q, k, v = (_by_head(chunk, heads) for chunk in projected.chunk(3, -1))
+    projected = functional.linear(query, qkv_weight, qkv_bias)
+    q, k, v = (_by_head(chunk, num_head) for chunk in projected.chunk(3, -1))
     attended = functional.scaled_dot_product_attention(q, k, v)
     merged = attended.transpose(1, 2).reshape(query.shape)
-    result = functional.linear(merged, out_weight, out_bias)
+    result = functional.linear(merged, proj_weight, proj_bias)
     del merged, attended, q, k, v, projected
     return result, None
 
 
 def _encoder_layer(
     src: Tensor,
-    width: int,
-    heads: int,
-    weight: Tensor,
-    bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
     use_gelu: bool,
     norm_first: bool,
     eps: float,
@@ -80,17 +71,15 @@ def _encoder_layer(
     ffn_bias_1: Tensor,
     ffn_weight_2: Tensor,
     ffn_bias_2: Tensor,
-    mask: Tensor | None = None,
-    mask_type: int | None = None,
 ) -> Tensor:
     def first_norm(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (width,), norm_weight_1, norm_bias_1, eps)
+        return functional.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
 
     def second_norm(x: Tensor) -> Tensor:
-        return functional.layer_norm(x, (width,), norm_weight_2, norm_bias_2, eps)
+        return functional.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
     x = first_norm(src) if norm_first else src
-    x = _attention(x, x, x, width, heads, weight, bias, out_weight, out_bias)[0]
+    x = _attention(x, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias)[0]
     x.add_(src)
     if not norm_first:
         x = first_norm(x)
@@ -106,7 +95,7 @@ def _encoder_layer(
     return x if norm_first else second_norm(x)
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
+IN_VIEW: dict[str, Composite] = {
     "aten._native_multi_head_attention.default": _attention,
     "aten._transformer_encoder_layer_fwd.default": _encoder_layer,
 }

@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.rules import Composite
+
 InPlace = Callable[[tuple[Any, ...], str], Any]
 """(arguments, name of the running autograd node) -> the operator CUDA runs, or ``None``."""
 
@@ -89,23 +92,11 @@ def _accumulation(args: tuple[Any, ...], node: str) -> Any:
     held, new = args
     if not isinstance(new, torch.Tensor) or held.shape != new.shape or held.dtype != new.dtype:
         return None
-    return _aten.add_.Tensor if _is_temporary(held) and _is_dense(held) else None
+    return _aten.add_.Tensor if _is_temporary(held) and is_dense(held) else None
 
 
 _FORMULAS_THAT_ADD = ("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu")
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    sizes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(pair for pair in sizes if pair[1] != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _in(nodes: str, operator: Any) -> InPlace:
@@ -160,5 +151,5 @@ def cumprod_backward(grad: Tensor, input: Tensor, dim: int, output: Tensor) -> T
     return reversed_sum.div(input.conj())
 
 
-COMPOSITES: dict[str, Callable[..., Any]] = {"aten.cumprod_backward.default": cumprod_backward}
+COMPOSITES: dict[str, Composite] = {"aten.cumprod_backward.default": cumprod_backward}
 """By overload: formulas that look at values, and for tensor subclasses take a road of their own."""

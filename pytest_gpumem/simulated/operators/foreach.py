@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.layout import accumulated, is_dense
 from pytest_gpumem.simulated.operators.reductions import sum_of_all
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
@@ -28,14 +29,9 @@ CHUNK = 65_536
 """Elements one block reduces."""
 
 _FAST_ORDERS = frozenset({1, 2, math.inf})
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
-def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-
-
-def _is_one_launch(tensors: Sequence[torch.Tensor]) -> bool:
+def _is_one_launch(tensors: Sequence[Tensor]) -> bool:
     first = tensors[0]
     return all(
         tensor.dtype == first.dtype and tensor.device == first.device and is_dense(tensor)
@@ -43,38 +39,37 @@ def _is_one_launch(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _norm_is_one_launch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _norm_is_one_launch(tensors: Sequence[Tensor], order: float) -> bool:
     return (
-        _order(args, kwargs) in _FAST_ORDERS
-        and all(tensor.dtype.is_floating_point for tensor in args[0])
-        and _is_one_launch(args[0])
+        order in _FAST_ORDERS
+        and all(tensor.dtype.is_floating_point for tensor in tensors)
+        and _is_one_launch(tensors)
     )
 
 
-def _partial_results(gpu: GPU, tensors: Sequence[torch.Tensor], itemsize: int) -> Scratch:
+def _partial_results(gpu: GPU, tensors: Sequence[Tensor], itemsize: int) -> Scratch:
     chunks = max(-(-tensor.numel() // CHUNK) for tensor in tensors)
-    partial = Scratch(gpu)
-    partial.take(len(tensors) * chunks * itemsize)
-    return partial
+    return Scratch(gpu, len(tensors) * chunks * itemsize)
 
 
-def _before_norm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    if not args[0] or not _norm_is_one_launch(args, kwargs):
+def _before_norm(
+    gpu: GPU, self: Sequence[Tensor], ord: float, dtype: torch.dtype | None
+) -> Scratch | None:
+    if not self or not _norm_is_one_launch(self, ord):
         return None
-    dtype = (args[2] if len(args) > 2 else kwargs.get("dtype")) or args[0][0].dtype
-    return _partial_results(gpu, args[0], 4 if dtype in _HALVES else dtype.itemsize)
+    return _partial_results(gpu, self, accumulated(dtype or self[0].dtype).itemsize)
 
 
-def _after_norm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    if not _norm_is_one_launch(args, kwargs):
-        for tensor in args[0]:
+def _after_norm(gpu: GPU, self: Sequence[Tensor], ord: float) -> None:
+    if not _norm_is_one_launch(self, ord):
+        for tensor in self:
             sum_of_all(gpu, tensor)
 
 
-def _before_max(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    if not args[0] or not _is_one_launch(args[0]):
+def _before_max(gpu: GPU, self: Sequence[Tensor]) -> Scratch | None:
+    if not self or not _is_one_launch(self):
         return None
-    return _partial_results(gpu, args[0], args[0][0].element_size())
+    return _partial_results(gpu, self, self[0].element_size())
 
 
 RULES = {

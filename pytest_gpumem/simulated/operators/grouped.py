@@ -11,9 +11,10 @@ else is multiplied group by group by cuBLAS.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
@@ -38,37 +39,17 @@ _DESCRIPTOR = 128
 """Bytes of a tensor map, which tells the copying unit where a matrix lies."""
 
 
-class _Call(NamedTuple):
-    a: torch.Tensor
-    b: torch.Tensor
-    offs: torch.Tensor | None
-    bias: torch.Tensor | None
-    out_dtype: torch.dtype | None
+def _groups(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
+    if a.dim() == b.dim() == 2:
+        return 0 if offs is None else offs.shape[0]
+    return b.shape[0] if a.dim() == 2 else a.shape[0]
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-        a, b, *rest = (*args, *[None] * 5)[:5]
-        offs, bias, out_dtype = rest
-        return cls(
-            a,
-            b,
-            kwargs.get("offs", offs),
-            kwargs.get("bias", bias),
-            kwargs.get("out_dtype", out_dtype),
-        )
 
-    @property
-    def groups(self) -> int:
-        if self.a.dim() == self.b.dim() == 2:
-            return 0 if self.offs is None else self.offs.shape[0]
-        return self.b.shape[0] if self.a.dim() == 2 else self.a.shape[0]
-
-    def is_fast(self, gpu: GPU) -> bool:
-        """Whether one kernel of CUTLASS multiplies all groups."""
-        half = all(t.dtype is torch.bfloat16 for t in (self.a, self.b))
-        wanted = self.out_dtype in (None, torch.bfloat16)
-        major = gpu.model.compute_capability[0]
-        return half and wanted and (major == 9 or (major == 10 and gpu.version >= (2, 9)))
+def _is_fast(gpu: GPU, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether one kernel of CUTLASS multiplies all groups."""
+    half = a.dtype is b.dtype is torch.bfloat16 and out_dtype in (None, torch.bfloat16)
+    major = gpu.model.compute_capability[0]
+    return half and (major == 9 or (major == 10 and gpu.version >= (2, 9)))
 
 
 def _check(condition: bool, sentence: str) -> None:
@@ -76,10 +57,24 @@ def _check(condition: bool, sentence: str) -> None:
         raise RuntimeError(sentence)
 
 
-def _shapes(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    call = _Call.of(args, kwargs)
-    _validate(call, gpu)
-    a, b, offs = call.a, call.b, call.offs
+def _shapes(
+    gpu: GPU,
+    self: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    a, b = self, mat2
+    _validate(gpu, a, b, offs)
+    _check(bias is None, "Bias not supported yet")
+    _check(out_dtype in (None, a.dtype), "Grouped gemm output dtype must match `mat_a` dtype")
+    # Group by group it is a product of two matrices (Blas.cpp, addmm_out_cuda_impl).
+    _check(
+        a.dtype is b.dtype,
+        "expected mat1 and mat2 to have the same dtype, but got: "
+        f"{_IN_CPP[a.dtype]} != {_IN_CPP[b.dtype]}",
+    )
     if a.dim() == 2 and b.dim() == 2:
         assert offs is not None
         size: Sequence[int] = (offs.shape[0], a.shape[0], b.shape[1])
@@ -94,15 +89,14 @@ def _shapes(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Te
     else:
         _check(a.shape[0] == b.shape[0], "batched dimension has to match")
         size = (a.shape[0], a.shape[1], b.shape[-1])
-    dtype = call.out_dtype or a.dtype
+    dtype = out_dtype or a.dtype
     step = _ALIGNMENT // dtype.itemsize
     row = -(-size[-1] // step) * step
     stride = (row, 1) if len(size) == 2 else (size[1] * row, row, 1)
     return _empty_strided(size, stride, dtype=dtype, device=META)
 
 
-def _validate(call: _Call, gpu: GPU) -> None:
-    a, b = call.a, call.b
+def _validate(gpu: GPU, a: Tensor, b: Tensor, offs: Tensor | None) -> None:
     if gpu.version < (2, 9):
         _check(
             gpu.model.compute_capability[0] == 9,
@@ -123,23 +117,15 @@ def _validate(call: _Call, gpu: GPU) -> None:
     for matrix in (a, b):
         _check_strides(matrix)
     _check(
-        (call.offs is not None) == ragged,
+        (offs is not None) == ragged,
         "Have to provide offsets if there is a 2d matrix, or no offset if both matrices are 3d",
     )
-    if call.offs is not None:
-        _check(call.offs.dim() == 1, "offs has to be 1D")
-        _check(call.offs.dtype is torch.int32, "Offsets have to be int32")
-    _check(call.bias is None, "Bias not supported yet")
-    _check(call.out_dtype in (None, a.dtype), "Grouped gemm output dtype must match `mat_a` dtype")
-    # Group by group it is a product of two matrices (Blas.cpp, addmm_out_cuda_impl).
-    _check(
-        a.dtype is b.dtype,
-        "expected mat1 and mat2 to have the same dtype, but got: "
-        f"{_IN_CPP[a.dtype]} != {_IN_CPP[b.dtype]}",
-    )
+    if offs is not None:
+        _check(offs.dim() == 1, "offs has to be 1D")
+        _check(offs.dtype is torch.int32, "Offsets have to be int32")
 
 
-def _check_strides(matrix: torch.Tensor) -> None:
+def _check_strides(matrix: Tensor) -> None:
     rows, columns = matrix.shape[-2:]
     down, across = matrix.stride()[-2:]
     step = _ALIGNMENT // matrix.element_size()
@@ -155,28 +141,33 @@ def _check_strides(matrix: torch.Tensor) -> None:
     _check(leading % step == 0, "strides should be multiple of 16 bytes")
 
 
-def _grouped(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    call = _Call.of(args, kwargs)
-    if call.is_fast(gpu):
-        _fast(gpu, call.groups)
+def _grouped(
+    gpu: GPU,
+    self: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None,
+    out_dtype: torch.dtype | None,
+    result: Tensor,
+) -> None:
+    if _is_fast(gpu, self, mat2, out_dtype):
+        _fast(gpu, _groups(self, mat2, offs))
         return
-    if call.offs is not None:
+    if offs is not None:
         gpu.simulation.streams.host_waits(gpu.index)
-    if result.numel() and call.a.numel():
+    if result.numel() and self.numel():
         gpu.workspaces.gemm(gpu.stream)
 
 
 def _fast(gpu: GPU, groups: int) -> None:
     """Pointers, strides and sizes of all groups; then CUTLASS's own, a map of each matrix by SM."""
     pointers = (groups + 1) // 2 * 2 * 3 * 8
-    scratch = Scratch(gpu)
-    scratch.take(pointers + groups * 3 * 4 + groups * 3 * 8)
+    scratch = Scratch(gpu, pointers + groups * 3 * 4 + groups * 3 * 8)
     maps = 4 * _DESCRIPTOR * gpu.model.sm_count
     scratch.estimate(maps, "CUTLASS", "a grouped product")
     scratch.free()
 
 
-def _scaled_grouped_device(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _scaled_grouped_device(gpu: GPU) -> None:
     major = gpu.model.compute_capability[0]
     if major == 9 or (major == 10 and gpu.version >= (2, 9)):
         return
@@ -187,7 +178,7 @@ def _scaled_grouped_device(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, An
     )
 
 
-def _scaled_device(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _scaled_device(gpu: GPU) -> None:
     if gpu.model.compute_capability >= (8, 9):
         return
     raise _refusal(gpu)(
@@ -200,13 +191,11 @@ def _refusal(gpu: GPU) -> type[Exception]:
     return ValueError if gpu.version >= (2, 10) else RuntimeError
 
 
-def _scaled_grouped(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    a, b = args[:2]
-    offs = kwargs.get("offs", args[4] if len(args) > 4 else None)
-    _fast(gpu, _Call(a, b, offs if isinstance(offs, torch.Tensor) else None, None, None).groups)
+def _scaled_grouped(gpu: GPU, self: Tensor, mat2: Tensor, offs: Tensor | None) -> None:
+    _fast(gpu, _groups(self, mat2, offs))
 
 
-def _scaled(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _scaled(gpu: GPU, result: Tensor) -> None:
     if result.numel():
         gpu.workspaces.gemm_lt(gpu.stream)
 

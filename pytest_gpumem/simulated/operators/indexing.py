@@ -8,30 +8,35 @@ native/Pow.cpp (pow_Scalar_out), torch/csrc/utils/tensor_new.cpp (indexing_tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.operators import cub
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
     from pytest_gpumem.simulated.machine.storages import Storages
 
-_INDEX_BYTES = 8
 _FLAGS = frozenset({torch.bool, torch.uint8})
 
 
-def _converted(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+_Indices = Sequence[Tensor | None]
+
+
+def _converted(gpu: GPU, indices: _Indices) -> Scratch:
     scratch = Scratch(gpu)
-    _convert(gpu, scratch, _given(gpu, args[1]))
+    _convert(gpu, scratch, _given(gpu, indices))
     return scratch
 
 
-def _convert(gpu: GPU, scratch: Scratch, given: list[torch.Tensor]) -> None:
+def _convert(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
     """make_info: indices from the CPU, and 32-bit ones, become 64-bit ones on the device."""
     if not given or any(index.dtype in _FLAGS for index in given):
         return
@@ -41,10 +46,10 @@ def _convert(gpu: GPU, scratch: Scratch, given: list[torch.Tensor]) -> None:
             scratch.take(count * index.element_size())
     for index in given:
         if index.dtype == torch.int32:
-            scratch.take(count * _INDEX_BYTES)
+            scratch.take(count * INDEX_BYTES)
 
 
-def _given(gpu: GPU, indices: list[torch.Tensor | None]) -> list[torch.Tensor]:
+def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
     given = [index for index in indices if index is not None]
     for index in given:
         # A list of numbers has become a tensor on the indexed tensor's device, out of sight.
@@ -53,128 +58,92 @@ def _given(gpu: GPU, indices: list[torch.Tensor | None]) -> list[torch.Tensor]:
     return given
 
 
-def _on_cpu(index: torch.Tensor) -> bool:
+def _on_cpu(index: Tensor) -> bool:
     return not raw.is_meta(index)
 
 
-def _before_index_put(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    indices, values = args[1:3]
-    if is_masked_fill(gpu.simulation.storages, args, kwargs):
+def _before_index_put(
+    gpu: GPU, indices: _Indices, values: Tensor, accumulate: bool
+) -> Scratch | None:
+    storages = gpu.simulation.storages
+    if is_masked_fill(storages, indices, values, accumulate):
         return None
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     given = _given(gpu, indices)
-    is_number = _is_number(gpu.simulation.storages, values)
-    scratch = Scratch(gpu)
-    scratch.take(values.element_size() if is_number else 0)
+    scratch = Scratch(gpu, values.element_size() if _is_number(storages, values) else 0)
     if not _is_sorted(values, accumulate):
         _convert(gpu, scratch, given)
     return scratch
 
 
-def _is_number(storages: Storages, values: torch.Tensor) -> bool:
+def _is_number(storages: Storages, values: Tensor) -> bool:
     # A number, as in x[i] = 1.0, is a tensor that holds no CUDA memory.
     return not values.dim() and storages.of(values) is None
 
 
-def is_masked_fill(storages: Storages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_masked_fill(
+    storages: Storages, indices: _Indices, values: Tensor, accumulate: bool = False
+) -> bool:
     """Whether an index_put fills where one mask is set, by a number: canDispatchToMaskedFill."""
-    if len(args) < 3 or (args[3] if len(args) > 3 else kwargs.get("accumulate", False)):
-        return False
-    given = [index for index in args[1] if index is not None]
-    return len(given) == 1 and given[0].dtype in _FLAGS and _is_number(storages, args[2])
+    given = [index for index in indices if index is not None]
+    is_mask = len(given) == 1 and given[0].dtype in _FLAGS
+    return is_mask and not accumulate and _is_number(storages, values)
 
 
-def _is_sorted(values: torch.Tensor, accumulate: bool) -> bool:
+def _is_sorted(values: Tensor, accumulate: bool) -> bool:
     return accumulate or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1)
 
 
-def _index_put(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any = None) -> None:
-    tensor, indices, values = args[:3]
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+def _index_put(gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumulate: bool) -> None:
+    """index_put_with_sort_kernel, allocation by allocation."""
     given = _given(gpu, indices)
     # Which elements a mask selects is not known, nor then how many indices there are.
     if not given or any(index.dtype in _FLAGS for index in given):
         return
     if not _is_sorted(values, accumulate):
         return
-    with _Sorted(gpu, tensor, indices, given, values):
-        pass
+    scratch = Scratch(gpu, *copied(self))
+    count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
+    _linear_index(scratch, given, count)
+    places = [at for at, index in enumerate(indices) if index is not None]
+    slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
+    wanted = count * slices
+    if values.numel() != wanted or not values.is_contiguous():
+        scratch.take(wanted * self.element_size())
+    if wanted:
+        _sort(gpu, scratch, count, self.numel() // math.prod(self.shape[places[-1] + 1 :]))
+    scratch.free()
 
 
-class _Sorted:
-    """index_put_with_sort_kernel, allocation by allocation."""
-
-    def __init__(
-        self,
-        gpu: GPU,
-        tensor: torch.Tensor,
-        indices: list[torch.Tensor | None],
-        given: list[torch.Tensor],
-        values: torch.Tensor,
-    ) -> None:
-        self._gpu = gpu
-        self._scratch = scratch = Scratch(gpu)
-        element = tensor.element_size()
-        if not tensor.is_contiguous():
-            scratch.take(tensor.numel() * element)
-        count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
-        places = [at for at, index in enumerate(indices) if index is not None]
-        linear = self._linear_index(given, count)
-        rows = 1
-        for place in places:
-            rows *= tensor.shape[place]
-        slices = tensor.numel() // max(rows, 1)
-        after = 1
-        for size in tensor.shape[places[-1] + 1 :]:
-            after *= size
-        wanted = count * slices
-        if values.numel() != wanted or not values.is_contiguous():
-            scratch.take(wanted * element)
-        if count and slices:
-            self._sort(gpu, count, tensor.numel() // after)
-        del linear
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        self._scratch.free()
-
-    def _linear_index(self, given: list[torch.Tensor], count: int) -> int:
-        scratch = self._scratch
-        first = 0
-        for index in given:
-            # An index on the CPU is wrapped and scaled there, and comes to the device after.
-            on_cpu = _on_cpu(index)
-            wrapped = 0 if on_cpu else scratch.take(index.numel() * _INDEX_BYTES)
-            scaled = scratch.take(count * _INDEX_BYTES)
-            scratch.drop(wrapped)
-            if first:
-                scratch.drop(scaled)
-            else:
-                first = scaled
-        return first
-
-    def _sort(self, gpu: GPU, count: int, keys: int) -> None:
-        scratch = self._scratch
-        for _ in ("sorted", "original", "range"):
-            scratch.take(count * _INDEX_BYTES)
-        bits = cub.bits_of(keys - 1)
-        capability = gpu.model.compute_capability
-        storage = scratch.take(
-            cub.radix_sort_pairs_bytes(count, _INDEX_BYTES, _INDEX_BYTES, bits, capability)
-        )
-        scratch.drop(storage)
+def _linear_index(scratch: Scratch, given: list[Tensor], count: int) -> None:
+    """computeLinearIndex: the sum of the indices, each wrapped and times its stride."""
+    first = 0
+    for index in given:
+        # An index on the CPU is wrapped and scaled there, and comes to the device after.
+        wrapped = 0 if _on_cpu(index) else scratch.take(index.numel() * INDEX_BYTES)
+        scaled = scratch.take(count * INDEX_BYTES)
+        scratch.drop(wrapped)
+        if first:
+            scratch.drop(scaled)
+        else:
+            first = scaled
 
 
-def _where(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    storages = gpu.simulation.storages
+def _sort(gpu: GPU, scratch: Scratch, count: int, keys: int) -> None:
+    for _ in ("sorted", "original", "range"):
+        scratch.take(count * INDEX_BYTES)
+    bits = cub.bits_of(keys - 1)
+    capability = gpu.model.compute_capability
+    storage = cub.radix_sort_pairs_bytes(count, INDEX_BYTES, INDEX_BYTES, bits, capability)
+    scratch.drop(scratch.take(storage))
+
+
+def _where(gpu: GPU, self: Tensor, other: Tensor) -> Scratch:
     scratch = Scratch(gpu)
-    tensors = args[1:]
-    result = torch.result_type(*tensors)
-    for tensor in tensors:
+    result = torch.result_type(self, other)
+    for tensor in (self, other):
         if not tensor.dim() and raw.is_meta(tensor):
             # A number has become a tensor of no dimensions on the condition's device.
-            storages.adopt(tensor, gpu)
+            gpu.simulation.storages.adopt(tensor, gpu)
         elif not tensor.dim() and tensor.dtype == result:
             scratch.take(tensor.element_size())
         if tensor.dtype != result:
@@ -182,44 +151,38 @@ def _where(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch |
     return scratch
 
 
-def _power(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
-    base = args[0]
-    if not isinstance(base, torch.Tensor) and base != 1:
+def _power(gpu: GPU, self: Tensor | complex) -> None:
+    if not isinstance(self, Tensor) and self != 1:
         # The base becomes a tensor of its own type: 64-bit, or complex.
-        passing(gpu, 16 if isinstance(base, complex) else 8)
+        passing(gpu, 16 if isinstance(self, complex) else 8)
 
 
-def _count_set(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    tensor, model = args[0], gpu.model
-    scratch = Scratch(gpu)
-    if not tensor.is_contiguous():
-        scratch.take(tensor.nbytes)
-    if tensor.numel():
+def _count_set(gpu: GPU, self: Tensor) -> Scratch:
+    scratch = Scratch(gpu, *copied(self))
+    if self.numel():
         scratch.take(4)
-        storage = cub.count_bytes(tensor.numel(), model.sm_count, model.max_threads_per_sm)
+        model = gpu.model
+        storage = cub.count_bytes(self.numel(), model.sm_count, model.max_threads_per_sm)
         scratch.drop(scratch.take(storage))
     return scratch
 
 
-def _place_set(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
-    tensor = args[0]
-    if tensor.dim() and tensor.numel():
+def _place_set(gpu: GPU, self: Tensor) -> None:
+    if self.dim() and self.numel():
         capability = gpu.model.compute_capability
-        passing(gpu, cub.flagged_bytes(tensor.numel(), capability, gpu.version))
+        passing(gpu, cub.flagged_bytes(self.numel(), capability, gpu.version))
 
 
-def _masked_fill(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _masked_fill(self: Tensor, mask: Tensor) -> Tensor:
     """With a tensor of no dimensions: CUDA reads its number, wherever it lives."""
-    return torch.ops.aten.masked_fill.Scalar(tensor, mask, 0)  # type: ignore[no-any-return]  # an operator
+    return torch.ops.aten.masked_fill.Scalar(self, mask, 0)  # type: ignore[no-any-return]  # an operator
 
 
-def _masked_fill_in_place(tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-    return torch.ops.aten.masked_fill_.Scalar(tensor, mask, 0)
+def _masked_fill_in_place(self: Tensor, mask: Tensor) -> Any:
+    return torch.ops.aten.masked_fill_.Scalar(self, mask, 0)
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
+IN_VIEW: dict[str, Composite] = {
     "aten.masked_fill.Tensor": _masked_fill,
     "aten.masked_fill_.Tensor": _masked_fill_in_place,
 }

@@ -1,10 +1,16 @@
-"""Memory formats, as C++ reads them off sizes and strides."""
+"""Memory formats, as C++ reads them off sizes and strides, copies into them, and types."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 
 import torch
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+INDEX_BYTES = 8
+"""Of the indices and counts that torch keeps: 64 bits."""
+INDEXABLE = 2**31 - 1
+"""Elements, or bytes, up to which kernels index with 32 bits."""
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
@@ -33,12 +39,25 @@ def _is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+def copied(
+    *tensors: torch.Tensor | None, memory_format: torch.memory_format = torch.contiguous_format
+) -> list[int]:
+    """Bytes of ``contiguous(memory_format=...)`` of each of ``tensors`` that is not, in order."""
+    return [
+        tensor.nbytes
+        for tensor in tensors
+        if tensor is not None and not tensor.is_contiguous(memory_format=memory_format)
+    ]
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory without gaps, each place once, in any order.
 
     Source: c10/core/TensorImpl.h, ``is_non_overlapping_and_dense``; in Python releases have it
     under different names.
     """
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size < 2:
@@ -47,3 +66,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The type that CUDA adds up values of ``dtype`` in (``toAccumulateType``)."""
+    return torch.float32 if dtype in HALVES else dtype

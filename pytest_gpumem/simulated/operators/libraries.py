@@ -7,9 +7,12 @@ _fft_c2c_cufft), linalg/BatchLinearAlgebra.cpp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.rules import Rule, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -18,9 +21,9 @@ _DIMS_AT_ONCE = 3
 """Dimensions that cuFFT transforms in one call."""
 
 
-def _is_one_call(dims: list[int]) -> bool:
+def _is_one_call(dims: Sequence[int]) -> bool:
     """use_optimized_cufft_path."""
-    return len(dims) <= _DIMS_AT_ONCE and dims[:2] != [0, 1]
+    return len(dims) <= _DIMS_AT_ONCE and tuple(dims[:2]) != (0, 1)
 
 
 def _unknown(gpu: GPU, library: str, operator: str) -> None:
@@ -30,36 +33,27 @@ def _unknown(gpu: GPU, library: str, operator: str) -> None:
     )
 
 
-def _complex(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
     _unknown(gpu, "cuFFT", "fft")
-    if len(args[1]) > _DIMS_AT_ONCE:
+    if len(dim) > _DIMS_AT_ONCE:
         # The calls go to and fro between two results.
-        _passing(gpu, result)
+        passing(gpu, result.nbytes)
 
 
-def _to_complex(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _to_complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
     _unknown(gpu, "cuFFT", "rfft")
-    if not _is_one_call(list(args[1])) and len(args[1]) > 1:
-        _passing(gpu, result)
+    if not _is_one_call(dim) and len(dim) > 1:
+        passing(gpu, result.nbytes)
 
 
-def _to_real(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+def _to_real(gpu: GPU, self: Tensor) -> None:
     # The library overwrites its input.
     _unknown(gpu, "cuFFT", "irfft")
-    _passing(gpu, args[0])
-
-
-def _passing(gpu: GPU, tensor: Any) -> None:
-    scratch = Scratch(gpu)
-    scratch.take(tensor.nbytes)
-    scratch.free()
+    passing(gpu, self.nbytes)
 
 
 def _solved_by_library(operator: str) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        _unknown(gpu, "cuSOLVER", operator)
-
-    return Rule(after=after)
+    return Rule(after=lambda gpu: _unknown(gpu, "cuSOLVER", operator))
 
 
 _SOLVERS = (

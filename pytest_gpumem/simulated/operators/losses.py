@@ -9,14 +9,14 @@ ReduceOps.cpp (logsumexp_out_impl), Activation.cpp (log_sigmoid_forward_cuda).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -25,7 +25,7 @@ _MEAN = 1
 """at::Reduction::Mean."""
 
 
-def logsumexp(self: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
+def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     """``aten::logsumexp`` as its native function computes it."""
     if not self.dtype.is_floating_point:
         self = self.to(torch.get_default_dtype())
@@ -51,7 +51,7 @@ def soft_margin_loss_backward(
     return result.div_(exponential).mul_(grad_output)
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {
+IN_VIEW: dict[str, Composite] = {
     "aten.logsumexp.default": logsumexp,
     "aten.soft_margin_loss_backward.default": soft_margin_loss_backward,
 }
@@ -61,101 +61,81 @@ IN_VIEW: dict[str, Callable[..., Any]] = {
 # Each loss is reduced from one value per element; what differs is which of the two is the result.
 
 
-def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], at: int) -> int:
-    return int(args[at] if len(args) > at else kwargs.get("reduction", 1))
-
-
 def _reduce_all(gpu: GPU, elements: int, dtype: torch.dtype) -> None:
     reductions.reduce(gpu, (elements,), (1,), dtype, None, reductions.SUMS, dtype)
 
 
-def _elements(args: tuple[Any, ...]) -> int:
-    return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+def _elements(self: Tensor, target: Tensor) -> int:
+    return math.prod(torch.broadcast_shapes(self.shape, target.shape))
 
 
-def _into_result(at: int) -> Rule:
+def _into_result(self: Tensor, target: Tensor, reduction: int, result: Tensor) -> Iterator[Tensor]:
     """The result is as large as the input; the values are in a temporary of that size."""
-
-    def placed(
-        gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> Iterator[Tensor]:
-        if _reduction(args, kwargs, at):
-            result.untyped_storage().resize_(_elements(args) * result.element_size())
-        yield result
-
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        if _reduction(args, kwargs, at):
-            elements = _elements(args)
-            scratch = Scratch(gpu)
-            scratch.take(elements * result.element_size())
-            _reduce_all(gpu, elements, result.dtype)
-            scratch.free()
-
-    return Rule(placed=placed, after=after)
+    if reduction:
+        _enlarge(result, _elements(self, target))
+    yield result
 
 
-def _in_result(at: int) -> Rule:
+def _reduce_temporary(
+    gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor
+) -> None:
+    if reduction:
+        elements = _elements(self, target)
+        values = Scratch(gpu, elements * result.element_size())
+        _reduce_all(gpu, elements, result.dtype)
+        values.free()
+
+
+def _in_result(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
     """The values are in the result, which shrinks to their mean or sum."""
-
-    def placed(
-        gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> Iterator[Tensor]:
-        result.untyped_storage().resize_(_elements(args) * result.element_size())
-        yield result
-
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        if _reduction(args, kwargs, at):
-            scratch = Scratch(gpu)
-            scratch.take(result.element_size())
-            _reduce_all(gpu, _elements(args), result.dtype)
-            scratch.free()
-
-    return Rule(placed=placed, after=after)
+    _enlarge(result, _elements(self, target))
+    yield result
 
 
-def _huber_values(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    if not _reduction(args, kwargs, 2):
-        return None
-    scratch = Scratch(gpu)
-    scratch.take(args[0].nbytes)
-    return scratch
+def _reduce_result(gpu: GPU, self: Tensor, target: Tensor, reduction: int, result: Tensor) -> None:
+    if reduction:
+        reduced = Scratch(gpu, result.element_size())
+        _reduce_all(gpu, _elements(self, target), result.dtype)
+        reduced.free()
 
 
-def _huber(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-    if _reduction(args, kwargs, 2):
-        _reduce_all(gpu, args[0].numel(), result.dtype)
+def _enlarge(result: Tensor, elements: int) -> None:
+    result.untyped_storage().resize_(elements * result.element_size())
 
 
-def _weight_first(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
-    yield from (result[1], result[0])
+def _huber_values(gpu: GPU, self: Tensor, reduction: int) -> Scratch | None:
+    return Scratch(gpu, self.nbytes) if reduction else None
 
 
-def _margin_of_rows(at: int) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        scores = args[0]
-        if scores.dim() == 2 and _reduction(args, kwargs, at):
-            passing(gpu, scores.shape[0] * scores.element_size())
-
-    return Rule(after=after)
+def _huber(gpu: GPU, self: Tensor, reduction: int, result: Tensor) -> None:
+    if reduction:
+        _reduce_all(gpu, self.numel(), result.dtype)
 
 
-def _log_sigmoid_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _weight_first(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
+    yield from reversed(result)
+
+
+def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
+    if self.dim() == 2 and reduction:
+        passing(gpu, self.shape[0] * self.element_size())
+
+
+def _without_buffer(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
     # The buffer is empty on CUDA.
     yield result[0]
 
 
+_INTO_RESULT = Rule(placed=_into_result, after=_reduce_temporary)
+_IN_RESULT = Rule(placed=_in_result, after=_reduce_result)
 RULES = {
-    "aten::log_sigmoid_forward": Rule(placed=_log_sigmoid_outputs),
-    "aten::mse_loss": _into_result(2),
-    "aten::smooth_l1_loss": _into_result(2),
-    "aten::binary_cross_entropy": _in_result(3),
-    "aten::soft_margin_loss": _in_result(2),
+    "aten::log_sigmoid_forward": Rule(placed=_without_buffer),
+    "aten::mse_loss": _INTO_RESULT,
+    "aten::smooth_l1_loss": _INTO_RESULT,
+    "aten::binary_cross_entropy": _IN_RESULT,
+    "aten::soft_margin_loss": _IN_RESULT,
     "aten::huber_loss": Rule(before=_huber_values, after=_huber),
     "aten::nll_loss2d_forward": Rule(placed=_weight_first),
-    "aten::multi_margin_loss": _margin_of_rows(5),
-    "aten::multilabel_margin_loss_forward": _margin_of_rows(2),
+    "aten::multi_margin_loss": Rule(after=_margin_of_rows),
+    "aten::multilabel_margin_loss_forward": Rule(after=_margin_of_rows),
 }

@@ -7,12 +7,12 @@ CUDABlas.cpp (gemm, bgemm, gemv and dot take getCurrentCUDABlasHandle()), native
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -20,21 +20,19 @@ if TYPE_CHECKING:
 _LT_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-def _mm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    _product(gpu, args[0], args[1], result)
+def _mm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
+    _product(gpu, self, mat2, result)
 
 
-def _addmm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    bias, mat1, mat2 = args[:3]
-    beta = kwargs.get("beta", 1)
-    _product(gpu, mat1, mat2, result, _bias_in_epilogue(gpu, bias, mat1, mat2, beta, result))
+def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor) -> None:
+    _product(gpu, mat1, mat2, result, _bias_in_epilogue(gpu, self, mat1, mat2, beta, result))
 
 
 def _product(
     gpu: GPU,
-    mat1: torch.Tensor,
-    mat2: torch.Tensor,
-    result: torch.Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    result: Tensor,
     in_epilogue: bool = False,
 ) -> None:
     if not result.numel() or not mat1.numel():
@@ -53,7 +51,7 @@ def _product(
         copies.free()
 
 
-def _readable(matrix: torch.Tensor) -> bool:
+def _readable(matrix: Tensor) -> bool:
     rows, columns = matrix.shape
     down, across = matrix.stride()
     return (
@@ -64,15 +62,11 @@ def _readable(matrix: torch.Tensor) -> bool:
     )
 
 
-def _bmm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    _batched(gpu, args[0], args[1], result)
+def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
+    _batched(gpu, self, mat2, result)
 
 
-def _baddbmm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    _batched(gpu, args[1], args[2], result)
-
-
-def _batched(gpu: GPU, batch1: torch.Tensor, batch2: torch.Tensor, result: torch.Tensor) -> None:
+def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
     if not result.numel() or not batch1.numel():
         return
     _, down, across = result.stride()
@@ -92,7 +86,7 @@ def _batched(gpu: GPU, batch1: torch.Tensor, batch2: torch.Tensor, result: torch
         copies.free()
 
 
-def _batch_readable(matrix: torch.Tensor, fast: int, leading: int, along: int, other: int) -> bool:
+def _batch_readable(matrix: Tensor, fast: int, leading: int, along: int, other: int) -> bool:
     strides = matrix.stride()
     return (
         (strides[fast] == 1 and strides[leading] >= max(1, along))
@@ -103,11 +97,11 @@ def _batch_readable(matrix: torch.Tensor, fast: int, leading: int, along: int, o
 
 def _bias_in_epilogue(
     gpu: GPU,
-    bias: torch.Tensor,
-    mat1: torch.Tensor,
-    mat2: torch.Tensor,
-    beta: Any,
-    result: torch.Tensor,
+    bias: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    beta: float,
+    result: Tensor,
 ) -> bool:
     one_row_excluded = gpu.version < (2, 12)
     return (
@@ -122,20 +116,20 @@ def _bias_in_epilogue(
     )
 
 
-def _mv(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    if result.numel() and all(t.numel() for t in args if isinstance(t, torch.Tensor)):
+def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
+    if result.numel() and vec.numel():
         gpu.workspaces.gemm(gpu.stream)
 
 
-def _dot(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    if args[0].numel() > 1:
+def _dot(gpu: GPU, self: Tensor) -> None:
+    if self.numel() > 1:
         gpu.workspaces.gemm(gpu.stream)
 
 
 RULES = {
     "aten::mm": Rule(after=_mm),
     "aten::bmm": Rule(after=_bmm),
-    "aten::baddbmm": Rule(after=_baddbmm),
+    "aten::baddbmm": Rule(after=_batched),
     "aten::mv": Rule(after=_mv),
     "aten::addmv": Rule(after=_mv),
     "aten::addmm": Rule(after=_addmm),
@@ -145,9 +139,7 @@ RULES = {
 }
 
 
-def linear(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``aten::linear`` as CUDA takes it apart: the bias is added in place where it is added."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
         return _decomposed(input, weight, bias)  # type: ignore[no-any-return]  # an operator
@@ -156,4 +148,4 @@ def linear(
 
 _decomposed = torch.ops.aten.linear.default.decompose
 
-COMPOSITES: dict[str, Callable[..., Any]] = {"aten.linear.default": linear}
+COMPOSITES: dict[str, Composite] = {"aten.linear.default": linear}

@@ -19,14 +19,20 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
-from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.layout import (
+    HALVES,
+    INDEXABLE,
+    accumulated,
+    copied,
+    suggested_format,
+)
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-_INDEXABLE = 2**31 - 1
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""By the input, by its weight and by its bias."""
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
 """Samples that cuDNN normalises, by whether it trains."""
 
@@ -56,7 +62,7 @@ def batch_norm(
         and (running_mean is not None or training)
         and input.dim() >= 3
         and input.shape[0] <= _LARGEST_BATCH[training]
-        and (input.numel() < _INDEXABLE or gpu.version < (2, 14))
+        and (input.numel() < INDEXABLE or gpu.version < (2, 14))
     ):
         kept = [
             input.contiguous(memory_format=suggested_format(input)),
@@ -82,8 +88,8 @@ def rms_norm(
     gpu: GPU,
     input: Tensor,
     normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    weight: Tensor | None,
+    eps: float | None,
 ) -> Tensor:
     """``aten::rms_norm``: one kernel since 2.9, for one type and contiguous layouts."""
     if (
@@ -116,7 +122,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         rows = input.dim() - len(normalized_shape)
         output = torch.empty_like(input, memory_format=torch.contiguous_format)
         rstd = input.new_empty(
-            (*input.shape[:rows], *[1] * len(normalized_shape)), dtype=accumulated(input)
+            (*input.shape[:rows], *[1] * len(normalized_shape)), dtype=accumulated(input.dtype)
         )
         del kept
         ctx.save_for_backward(input, weight, rstd)
@@ -154,22 +160,13 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 COMPOSITES: dict[str, Composite] = {
-    "aten.batch_norm.default": OnDevice(batch_norm),
-    "aten.rms_norm.default": OnDevice(rms_norm),
+    "aten.batch_norm.default": batch_norm,
+    "aten.rms_norm.default": rms_norm,
 }
 
 
-def accumulated(tensor: Tensor) -> torch.dtype:
-    """The type that CUDA adds up values of ``tensor`` in (``toAccumulateType``)."""
-    return torch.float32 if tensor.dtype in _HALVES else tensor.dtype
-
-
 def _accumulated_bytes(tensor: Tensor) -> int:
-    return accumulated(tensor).itemsize
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name)
+    return accumulated(tensor.dtype).itemsize
 
 
 # Batch norm's own kernels.
@@ -184,7 +181,7 @@ def _implementation(input: Tensor, *others: Tensor) -> str:
 
 
 def _implementation_of(tensor: Tensor) -> str:
-    if tensor.numel() > _INDEXABLE:
+    if tensor.numel() > INDEXABLE:
         return _GENERAL
     if tensor.is_contiguous():
         return _CHANNELS_LAST if tensor.stride(1) == 1 else _CONTIGUOUS
@@ -207,16 +204,12 @@ _LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
 
 def _staging(channels: int, per_channel: int) -> tuple[int, int]:
     """flexible_launch_configs: blocks over channels, and over what is reduced."""
-    width = min(_power_below(channels), _TILE)
-    height = min(_power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
+    width = min(reductions.power_below(channels), _TILE)
+    height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
     if width * height != _LARGEST_BLOCK:
-        width = min(_power_below(channels), _LARGEST_BLOCK // height)
+        width = min(reductions.power_below(channels), _LARGEST_BLOCK // height)
     rows = min(-(-per_channel // (height * _PER_THREAD)), _MOST_ROWS)
     return -(-channels // width), 1 if rows < 8 else rows
-
-
-def _power_below(value: int) -> int:
-    return 1 << (max(value, 1).bit_length() - 1)
 
 
 def stage(gpu: GPU, input: Tensor, values: int) -> None:
@@ -228,10 +221,8 @@ def stage(gpu: GPU, input: Tensor, values: int) -> None:
 
 
 def _batch_norm_forward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool
 ) -> None:
-    input, weight, bias = args[:3]
-    training = _argument(args, kwargs, 5, "training")
     implementation = _implementation(input)
     if training and implementation == _CHANNELS_LAST:
         stage(gpu, input, 4)
@@ -244,32 +235,39 @@ def _batch_norm_forward(
 
 
 def _batch_norm_backward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU,
+    grad_out: Tensor,
+    input: Tensor,
+    save_mean: Tensor | None,
+    train: bool,
+    output_mask: Sequence[bool],
+    result: _Gradients,
 ) -> Iterator[Tensor]:
-    gradient, input = args[:2]
-    training, mask = args[7], args[9]
     adopt = gpu.simulation.storages.adopt
-    reduces = training or mask[1] or mask[2]
-    scratch = Scratch(gpu)
-    if reduces and mask[0] and not reads_channels_last(input) and input.numel() <= _INDEXABLE:
-        if not _merges(gradient):
-            scratch.take(gradient.nbytes)
-        yield from (tensor for tensor, wanted in zip(result, mask, strict=True) if wanted)
+    by_input, by_weight, by_bias = output_mask
+    grad_input, grad_weight, grad_bias = result
+    reduces = train or by_weight or by_bias
+    if reduces and by_input and not reads_channels_last(input) and input.numel() <= INDEXABLE:
+        scratch = Scratch(gpu, 0 if _merges(grad_out) else grad_out.nbytes)
+        for gradient, wanted in zip(result, output_mask, strict=True):
+            if wanted and gradient is not None:
+                yield gradient
         scratch.free()
         return
+    scratch = Scratch(gpu)
     if reduces:
         sums = input.shape[1] * _accumulated_bytes(input)
-        if not args[5].numel() if args[5] is not None else False:
+        if save_mean is not None and not save_mean.numel():
             scratch.take(sums)
         scratch.take(sums)
         scratch.take(sums)
-        for tensor in (result[1], result[2]):
-            if tensor is not None:
-                adopt(tensor, gpu)
-        if reads_channels_last(gradient) and reads_channels_last(input):
+        for gradient in (grad_weight, grad_bias):
+            if gradient is not None:
+                adopt(gradient, gpu)
+        if reads_channels_last(grad_out) and reads_channels_last(input):
             stage(gpu, input, 2)
-    if mask[0]:
-        adopt(result[0], gpu)
+    if by_input and grad_input is not None:
+        adopt(grad_input, gpu)
     scratch.free()
 
 
@@ -303,45 +301,32 @@ def _blocks(rows: int, columns: int) -> int:
     return min(_LARGEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
 
 
-def _contiguous_copies(
-    gpu: GPU, tensors: Sequence[Tensor | None], scratch: Scratch | None = None
-) -> Scratch | None:
-    """Copies of those of ``tensors`` that are not contiguous."""
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_contiguous():
-            scratch = scratch or Scratch(gpu)
-            scratch.take(tensor.nbytes)
-    return scratch
+def _layer_norm_before(
+    gpu: GPU, input: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Scratch:
+    return Scratch(gpu, *copied(input, weight, bias))
 
 
-def _layer_norm_before(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    return _contiguous_copies(gpu, (args[0], *args[2:4]))
-
-
-def _layer_norm_backward_before(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Scratch | None:
-    return _contiguous_copies(gpu, (args[1], *args[5:7]))
-
-
-def _layer_norm_backward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+def _layer_norm_gradients(
+    gpu: GPU,
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    result: _Gradients,
 ) -> Iterator[Tensor]:
-    gradient, input, normalized_shape = args[:3]
-    adopt = gpu.simulation.storages.adopt
-    columns = math.prod(normalized_shape)
-    rows = input.numel() // max(columns, 1)
-    grad_weight, grad_bias = result[1], result[2]
-    if (grad_weight is None and grad_bias is None) or not _sums_by_blocks(gpu, rows, columns):
+    grad_input, *others = result
+    given = [tensor for tensor in others if tensor is not None]
+    rows, columns = _rows_and_columns(input, normalized_shape)
+    if not given or not _sums_by_blocks(gpu, rows, columns):
         yield from (tensor for tensor in result if tensor is not None)
         return
+    adopt = gpu.simulation.storages.adopt
     scratch = Scratch(gpu)
-    if result[0] is not None:
-        adopt(result[0], gpu)
-    given = [tensor for tensor in (grad_weight, grad_bias) if tensor is not None]
+    if grad_input is not None:
+        adopt(grad_input, gpu)
     first = [scratch.take(tensor.nbytes) for tensor in given]
-    if not gradient.is_contiguous():
-        scratch.take(gradient.nbytes)
+    if not grad_out.is_contiguous():
+        scratch.take(grad_out.nbytes)
     blocks = _blocks(rows, columns)
     for _ in given:
         scratch.take(blocks * columns * input.element_size())
@@ -354,14 +339,16 @@ def _layer_norm_backward(
     scratch.free()
 
 
-def _layer_norm_gradient(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+def _layer_norm_backward(
+    gpu: GPU, grad_out: Tensor, input: Tensor, normalized_shape: Sequence[int]
 ) -> None:
-    gradient, input, normalized_shape = args[:3]
+    if not _sums_by_blocks(gpu, *_rows_and_columns(input, normalized_shape)):
+        passing(gpu, *copied(grad_out))
+
+
+def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[int, int]:
     columns = math.prod(normalized_shape)
-    rows = input.numel() // max(columns, 1)
-    if not gradient.is_contiguous() and not _sums_by_blocks(gpu, rows, columns):
-        passing(gpu, gradient.nbytes)
+    return input.numel() // max(columns, 1), columns
 
 
 # Group norm.
@@ -370,35 +357,49 @@ _FLOAT_STATISTICS: tuple[int, int] = (2, 14)
 """Since this release group norm of halves computes its statistics in float32 first."""
 
 
-def _group_norm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    input, weight, bias, batch, channels, pixels, groups = args[:7]
+def _group_norm(
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+) -> None:
+    nbytes = _accumulated_bytes(input)
     scratch = Scratch(gpu)
-    accumulated = _accumulated_bytes(input)
-    if input.dtype in _HALVES and gpu.version >= _FLOAT_STATISTICS:
-        scratch.take(batch * groups * accumulated)
-        scratch.take(batch * groups * accumulated)
-    if pixels > 1 and (weight is not None or bias is not None):
-        scratch.take(batch * channels * accumulated)
-        scratch.take(batch * channels * accumulated)
+    if input.dtype in HALVES and gpu.version >= _FLOAT_STATISTICS:
+        scratch.take(N * group * nbytes)
+        scratch.take(N * group * nbytes)
+    if HxW > 1 and (weight is not None or bias is not None):
+        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes)
     scratch.free()
 
 
 def _group_norm_backward(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    gpu: GPU,
+    input: Tensor,
+    weight: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    result: _Gradients,
 ) -> None:
-    input, weight, batch, channels, pixels, groups = args[1], *args[4:9]
-    if not batch:
+    if not N:
         return
-    accumulated = _accumulated_bytes(input)
+    nbytes = _accumulated_bytes(input)
     scratch = Scratch(gpu)
-    if pixels > 1:
-        scratch.take(batch * channels * accumulated)
-        scratch.take(batch * channels * accumulated)
+    if HxW > 1:
+        scratch.take(N * C * nbytes)
+        scratch.take(N * C * nbytes)
     if result[0] is not None:
-        scratch.take(batch * groups * accumulated)
-        scratch.take(batch * groups * accumulated)
-        if pixels > 1 and weight is not None:
-            scratch.take(batch * channels * accumulated)
+        scratch.take(N * group * nbytes)
+        scratch.take(N * group * nbytes)
+        if HxW > 1 and weight is not None:
+            scratch.take(N * C * nbytes)
     scratch.free()
 
 
@@ -407,9 +408,7 @@ RULES = {
     "aten::native_batch_norm_backward": Rule(placed=_batch_norm_backward),
     "aten::native_layer_norm": Rule(before=_layer_norm_before),
     "aten::native_layer_norm_backward": Rule(
-        before=_layer_norm_backward_before,
-        placed=_layer_norm_backward,
-        after=_layer_norm_gradient,
+        before=_layer_norm_before, placed=_layer_norm_gradients, after=_layer_norm_backward
     ),
     "aten::native_group_norm": Rule(after=_group_norm),
     "aten::native_group_norm_backward": Rule(after=_group_norm_backward),

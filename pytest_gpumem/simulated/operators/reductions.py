@@ -13,10 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from pytest_gpumem.simulated.operators.layout import HALVES, INDEXABLE, accumulated, copied
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ Dims = tuple[int, ...]
 
 MIN_VALUES, MAX_VALUES = 16, 256
 """Values one thread reduces before, and at most without, splitting over blocks."""
-_INDEXABLE = 2**31 - 1
 
 
 def global_reduction_bytes(
@@ -84,7 +85,7 @@ def _configured(
         dim0 //= output_vector
 
     limit = (256 if element_bytes == 16 else 512) // output_vector
-    width0, height0 = _power_below(dim0, limit), _power_below(dim1, limit)
+    width0, height0 = min(power_below(dim0), limit), min(power_below(dim1), limit)
     width = min(width0, 32)
     height = min(height0, limit // width)
     width = min(width0, limit // height)
@@ -108,8 +109,9 @@ def _configured(
     return (buffer if fast else buffer * width * output_vector), 4 * grid
 
 
-def _power_below(value: int, limit: int) -> int:
-    return limit if value >= limit else 1 << (max(value, 1).bit_length() - 1)
+def power_below(value: int) -> int:
+    """The largest power of two that is not above ``value``: ``last_pow2``."""
+    return 1 << (max(value, 1).bit_length() - 1)
 
 
 def _coalesced(shape: Dims, strides: Dims, reduced: frozenset[int]) -> list[_Dim]:
@@ -164,7 +166,7 @@ def _output_vector(dims: Sequence[_Dim], reduced_dims: int) -> int:
 def _indexable_parts(dims: list[_Dim], element_bytes: int) -> Iterator[list[_Dim]]:
     """TensorIterator::with_32bit_indexing: halves of the dim with the largest extent in bytes."""
     extents = [(size - 1) * abs(stride) * element_bytes for size, stride, _ in dims]
-    if math.prod(size for size, _, _ in dims) <= _INDEXABLE and 1 + sum(extents) <= _INDEXABLE:
+    if math.prod(size for size, _, _ in dims) <= INDEXABLE and 1 + sum(extents) <= INDEXABLE:
         yield dims
         return
     # The last of equal extents is found first.
@@ -195,8 +197,6 @@ def _launches(
 
 # The rules, operator by operator.
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-
 
 @dataclass(frozen=True)
 class Accumulator:
@@ -209,7 +209,7 @@ class Accumulator:
 
 
 def _sum_bytes(dtype: torch.dtype) -> int:
-    return 4 if dtype in _HALVES else dtype.itemsize
+    return accumulated(dtype).itemsize
 
 
 def _norm_bytes(dtype: torch.dtype) -> int:
@@ -246,19 +246,19 @@ def reduce(
     if isinstance(dims, int):
         dims = (dims,)
     reduced = tuple([d % rank for d in dims]) if dims else tuple(range(rank))
-    accumulated = accumulator.nbytes(dtype)
+    partial_bytes = accumulator.nbytes(dtype)
     model = gpu.model
     processors = model.sm_count, model.max_threads_per_sm
-    launches = _launches(shape, strides, reduced, dtype.itemsize, accumulated, *processors)
+    launches = _launches(shape, strides, reduced, dtype.itemsize, partial_bytes, *processors)
     if launches == _NOTHING:
         return
     scratch = Scratch(gpu)
     if len(launches) > 1:
         # Parts of one output are added up in a buffer where the output's type would lose digits.
-        apart = not accumulator.in_output or (result == dtype and dtype in _HALVES)
-        if apart and result.itemsize < accumulated:
+        apart = not accumulator.in_output or (result == dtype and dtype in HALVES)
+        if apart and result.itemsize < partial_bytes:
             outputs = elements // math.prod(shape[d] for d in reduced)
-            scratch.take(outputs * accumulated)
+            scratch.take(outputs * partial_bytes)
     for sizes in launches:
         if sizes is not None:
             buffer, semaphores = map(scratch.take, sizes)
@@ -270,30 +270,30 @@ def reduce(
 _NOTHING = (None,)
 
 
-def sum_of_all(gpu: GPU, tensor: torch.Tensor) -> None:
+def sum_of_all(gpu: GPU, tensor: Tensor) -> None:
     """Allocate and free what reducing all of ``tensor`` to one number, as a norm does, takes."""
     dtype = tensor.dtype
     reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, None, _NORMS, dtype)
 
 
-def _dims(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[1] if len(args) > 1 else kwargs.get("dim")
+def _over(accumulator: Accumulator) -> Rule:
+    """A rule for an operator that reads its input as it is."""
 
-
-def _over(accumulator: Accumulator, at: int = 1) -> Rule:
-    """A rule for an operator that reads its input as it is; its dims are argument ``at``."""
-
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        dims = args[at] if len(args) > at else kwargs.get("dim")
-        first = out if isinstance(out, torch.Tensor) else out[0]
-        reduce_tensor(gpu, args[0], dims, accumulator, first.dtype)
+    def after(
+        gpu: GPU,
+        self: Tensor,
+        result: Tensor | tuple[Tensor, ...],
+        dim: Sequence[int] | int | None = None,
+    ) -> None:
+        first = result if isinstance(result, Tensor) else result[0]
+        reduce_tensor(gpu, self, dim, accumulator, first.dtype)
 
     return Rule(after=after)
 
 
 def reduce_tensor(
     gpu: GPU,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dims: Sequence[int] | int | None,
     accumulator: Accumulator,
     result: torch.dtype,
@@ -303,64 +303,46 @@ def reduce_tensor(
     reduce(gpu, shape, strides, tensor.dtype, dims, accumulator, result)
 
 
-def _sum(gpu: GPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
+def _sum(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None = None) -> None:
     """A sum: other than from 16 bits to 32, the input is first converted to the result's type."""
-    if tensor.dtype == result or (tensor.dtype in _HALVES and result == torch.float32):
-        reduce_tensor(gpu, tensor, dims, SUMS, result)
+    if self.dtype == result.dtype or (self.dtype in HALVES and result.dtype == torch.float32):
+        reduce_tensor(gpu, self, dim, SUMS, result.dtype)
     else:
-        _converted_sum(gpu, tensor, dims, result)
+        _converted_sum(gpu, self, result, dim)
 
 
-def _converted_sum(gpu: GPU, tensor: torch.Tensor, dims: Any, result: torch.dtype) -> None:
-    scratch = Scratch(gpu)
-    scratch.take(tensor.numel() * result.itemsize)
-    reduce(gpu, tuple(tensor.shape), tensor.stride(), result, dims, SUMS, result)
-    scratch.free()
+def _converted_sum(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None) -> None:
+    dtype = result.dtype
+    converted = Scratch(gpu, self.numel() * dtype.itemsize)
+    reduce(gpu, tuple(self.shape), self.stride(), dtype, dim, SUMS, dtype)
+    converted.free()
 
 
-def _summed(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
-    _sum(gpu, args[0], _dims(args, kwargs), result.dtype)
+def _highest(gpu: GPU, self: Tensor, dim: int | None = None) -> None:
+    reduce_tensor(gpu, self, dim, VALUES if dim is None else VALUE_AND_INDEX, self.dtype)
 
 
-def _highest(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    dims = _dims(args, kwargs)
-    if not isinstance(dims, torch.Tensor):
-        accumulator = VALUES if dims is None else VALUE_AND_INDEX
-        reduce_tensor(gpu, args[0], dims, accumulator, args[0].dtype)
-
-
-def _position(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
-) -> None:
-    tensor, dim = args[0], _dims(args, kwargs)
+def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
     if dim is not None:
-        reduce_tensor(gpu, tensor, dim, VALUE_AND_INDEX, result.dtype)
+        reduce_tensor(gpu, self, dim, VALUE_AND_INDEX, result.dtype)
         return
-    scratch = Scratch(gpu)
-    if not tensor.is_contiguous():
-        scratch.take(tensor.nbytes)
-    reduce(gpu, (tensor.numel(),), (1,), tensor.dtype, 0, VALUE_AND_INDEX, result.dtype)
-    scratch.free()
+    row = Scratch(gpu, *copied(self))
+    reduce(gpu, (self.numel(),), (1,), self.dtype, 0, VALUE_AND_INDEX, result.dtype)
+    row.free()
 
 
-def _truth_values(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch:
+def _truth_values(gpu: GPU, self: Tensor) -> Scratch:
     # count_nonzero is (self != 0).sum(dim).
-    scratch = Scratch(gpu)
-    scratch.take(args[0].numel())
-    return scratch
-
-
-def _count(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> None:
-    _converted_sum(gpu, args[0], _dims(args, kwargs), result.dtype)
+    return Scratch(gpu, self.numel())
 
 
 RULES = {
-    "aten::sum": Rule(after=_summed),
-    "aten::nansum": Rule(after=_summed),
-    "aten::mean": Rule(after=_summed),
-    "aten::prod": Rule(after=_summed),
-    "aten::linalg_vector_norm": _over(_NORMS, 2),
-    "aten::norm": _over(_NORMS, 2),
+    "aten::sum": Rule(after=_sum),
+    "aten::nansum": Rule(after=_sum),
+    "aten::mean": Rule(after=_sum),
+    "aten::prod": Rule(after=_sum),
+    "aten::linalg_vector_norm": _over(_NORMS),
+    "aten::norm": _over(_NORMS),
     "aten::var": _over(MOMENTS),
     "aten::std": _over(MOMENTS),
     "aten::var_mean": _over(MOMENTS),
@@ -374,5 +356,5 @@ RULES = {
     "aten::aminmax": _over(TWO_VALUES),
     "aten::any": _over(_TRUTH),
     "aten::all": _over(_TRUTH),
-    "aten::count_nonzero": Rule(before=_truth_values, after=_count),
+    "aten::count_nonzero": Rule(before=_truth_values, after=_converted_sum),
 }

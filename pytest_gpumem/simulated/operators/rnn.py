@@ -9,7 +9,7 @@ the state of its dropout, of a size that only cuDNN knows, is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.backends.cudnn import rnn as cudnn_rnn
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.operators import cudnn
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -94,7 +94,7 @@ def _buffer_of(weights: list[Tensor]) -> Tensor | None:
 # The composite operators, one for padded and one for packed sequences.
 
 
-def _padded(name: str, overload: Any) -> Callable[..., Any]:
+def _padded(name: str, overload: Any) -> Composite:
     def layer(
         input: Tensor,
         hx: Any,
@@ -105,19 +105,17 @@ def _padded(name: str, overload: Any) -> Callable[..., Any]:
         train: bool,
         bidirectional: bool,
         batch_first: bool,
+        *args: Any,
     ) -> Any:
         if not is_acceptable(input):
-            return overload.decompose(
-                input, hx, params, has_biases, num_layers, dropout, train, bidirectional,
-                batch_first,
-            )  # fmt: skip
+            return overload.decompose(*args)
         shape = (has_biases, num_layers, dropout, train, bidirectional, batch_first)
         return _run(name, input, hx, params, shape, [])
 
     return layer
 
 
-def _packed(name: str, overload: Any) -> Callable[..., Any]:
+def _packed(name: str, overload: Any) -> Composite:
     def layer(
         data: Tensor,
         batch_sizes: Tensor,
@@ -128,12 +126,10 @@ def _packed(name: str, overload: Any) -> Callable[..., Any]:
         dropout: float,
         train: bool,
         bidirectional: bool,
+        *args: Any,
     ) -> Any:
         if not is_acceptable(data):
-            return overload.decompose(
-                data, batch_sizes, hx, params, has_biases, num_layers, dropout, train,
-                bidirectional,
-            )  # fmt: skip
+            return overload.decompose(*args)
         shape = (has_biases, num_layers, dropout, train, bidirectional, False)
         return _run(name, data, hx, params, shape, batch_sizes.tolist())
 
@@ -189,8 +185,8 @@ def _lstm_cell(
     hx: list[Tensor],
     w_ih: Tensor,
     w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
 ) -> Any:
     if not input.is_cuda:
         return _aten.lstm_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
@@ -205,8 +201,8 @@ def _gru_cell(
     hx: Tensor,
     w_ih: Tensor,
     w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
 ) -> Any:
     if not input.is_cuda:
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
@@ -260,13 +256,11 @@ class _FusedGruCell(torch.autograd.Function):
 
 COMPOSITES |= {
     "aten.lstm_cell.default": _lstm_cell,
-    "aten.gru_cell.default": OnDevice(_gru_cell),
+    "aten.gru_cell.default": _gru_cell,
 }
 
 
-def _fused_lstm_outputs(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Iterator[Tensor]:
+def _fused_lstm_outputs(result: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
     hidden, cell, workspace = result
     yield from (workspace, hidden, cell)
 
@@ -290,12 +284,10 @@ def _forward(
     proj_size: int,
     num_layers: int,
     batch_first: bool,
-    dropout: float,
     train: bool,
     bidirectional: bool,
     batch_sizes: list[int],
-    dropout_state: Tensor | None,
-) -> Any:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     by_time = input.transpose(0, 1) if batch_first and not batch_sizes else input
     copied = by_time.contiguous()
     width = (proj_size or hidden_size) * (2 if bidirectional else 1)
@@ -351,7 +343,6 @@ def _backward(
     gpu: GPU,
     input: Tensor,
     weight: list[Tensor],
-    weight_stride0: int,
     weight_buf: Tensor,
     hx: Tensor,
     cx: Tensor | None,
@@ -361,17 +352,12 @@ def _backward(
     grad_cy: Tensor | None,
     mode: int,
     hidden_size: int,
-    proj_size: int,
     num_layers: int,
     batch_first: bool,
-    dropout: float,
-    train: bool,
     bidirectional: bool,
     batch_sizes: list[int],
-    dropout_state: Tensor | None,
-    reserve: Tensor,
     output_mask: list[bool],
-) -> Any:
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
     transposed = batch_first and not batch_sizes
     if grad_output is None:
         grad_output = torch.zeros_like(output, memory_format=torch.contiguous_format)
@@ -402,6 +388,6 @@ def _backward(
 
 
 IN_VIEW: dict[str, Composite] = {
-    "aten._cudnn_rnn.default": OnDevice(_forward),
-    "aten._cudnn_rnn_backward.default": OnDevice(_backward),
+    "aten._cudnn_rnn.default": _forward,
+    "aten._cudnn_rnn_backward.default": _backward,
 }

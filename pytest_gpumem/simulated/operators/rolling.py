@@ -6,7 +6,10 @@ native/TensorTransformations.h (roll_common), torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch
 
@@ -14,17 +17,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 
-def _rolled_so_far(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
+def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:
     """What the last of the dims is rolled from: the roll of those before it, or a copy."""
-    tensor = args[0]
-    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-    nbytes = tensor.nbytes
-    if tensor.is_contiguous() and len(dims) < 2:
+    if self.is_contiguous() and len(dims) < 2:
         return None
     scratch = Scratch(gpu)
-    earlier = 0 if tensor.is_contiguous() else scratch.take(nbytes)
+    earlier = 0 if self.is_contiguous() else scratch.take(self.nbytes)
     for _ in dims[1:]:
-        rolled = scratch.take(nbytes)
+        rolled = scratch.take(self.nbytes)
         scratch.drop(earlier)
         earlier = rolled
     return scratch

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.common.callsite import provenance
+from pytest_gpumem.simulated.operators.calls import Signature
 
 if TYPE_CHECKING:
     import torch
@@ -14,32 +15,94 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpu.device import Device
     from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 
-Before = Callable[["GPU", tuple[Any, ...], dict[str, Any]], "Scratch | None"]
-"""May return what stays allocated until the operator ends."""
-After = Callable[["GPU", tuple[Any, ...], dict[str, Any], Any], None]
-ShapesOf = Callable[["GPU", tuple[Any, ...], dict[str, Any]], Any]
-Placed = Callable[["GPU", tuple[Any, ...], dict[str, Any], Any], "Iterable[torch.Tensor]"]
+Before = Callable[..., "Scratch | None"]
+After = Callable[..., None]
+Placed = Callable[..., "Iterable[torch.Tensor]"]
+ShapesOf = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens on the device before and after an operator's outputs are allocated."""
+    """What happens on the device before and after an operator's outputs are allocated.
+
+    Each part is a function that names what it looks at: ``gpu``, arguments of the operator as its
+    schema calls them and, once there is one, ``result``. What not all overloads have has a default.
+    """
 
     before: Before | None = None
-    after: After | None = None
-    placed: Placed | None = None
-    """The outputs that take device memory, in the order CUDA allocates them; by default all."""
+    """May return what stays allocated until the operator ends."""
     shapes: ShapesOf | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
+    placed: Placed | None = None
+    """The outputs that take device memory, in the order CUDA allocates them; by default all."""
+    after: After | None = None
+
+
+class BoundRule:
+    """A rule, as one overload of an operator follows it."""
+
+    def __init__(self, rule: Rule, schema: torch.FunctionSchema) -> None:
+        signature = Signature(schema)
+        self.given, self.result_at = signature.given, signature.result_at
+        taking = signature.taking
+        self.before = None if rule.before is None else taking(rule.before)
+        self.shapes = None if rule.shapes is None else taking(rule.shapes)
+        self.placed = None if rule.placed is None else taking(rule.placed)
+        self.after = None if rule.after is None else taking(rule.after)
+
+
+class Call:
+    """One call of an operator that has a rule; making it does what is before the outputs."""
+
+    __slots__ = ("_given", "_rule", "_scratch")
+
+    def __init__(
+        self, rule: BoundRule, gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._rule = rule
+        self._given = given = rule.given(gpu, args, kwargs)
+        self._scratch = None if rule.before is None else rule.before(given)
+
+    def shapes(self) -> Any:
+        """The outputs, of a rule that makes them."""
+        assert self._rule.shapes is not None
+        return self._rule.shapes(self._given)
+
+    def placed(self, result: Any) -> Any:
+        """What of ``result`` takes device memory, in order; the rule may take some meanwhile."""
+        rule = self._rule
+        if rule.placed is None:
+            return result
+        self._given[rule.result_at] = result
+        return list(rule.placed(self._given))
+
+    def end(self, result: Any) -> None:
+        """Do what happens after the outputs were allocated."""
+        rule = self._rule
+        if rule.after is not None:
+            self._given[rule.result_at] = result
+            rule.after(self._given)
+        if self._scratch is not None:
+            self._scratch.free()
+
+    def abandon(self) -> None:
+        """Give back what was taken before the outputs, of a call that has failed."""
+        if self._scratch is not None:
+            self._scratch.free()
 
 
 class Scratch:
-    """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does."""
+    """Temporaries of one operator call; :meth:`free` gives back the newest first, as C++ does.
 
-    def __init__(self, gpu: Device) -> None:
+    The first ones, of ``sizes`` bytes, are taken at once.
+    """
+
+    def __init__(self, gpu: Device, *sizes: int) -> None:
         self._gpu = gpu
         self._addresses: list[int] = []
         self._estimated: dict[int, int] = {}
+        for nbytes in sizes:
+            self.take(nbytes)
 
     def take(self, nbytes: int) -> int:
         """Allocate ``nbytes``; nothing, and address 0, for an empty tensor."""
@@ -82,34 +145,23 @@ class Scratch:
             self._gpu.estimates.freed(nbytes)
 
 
-class OnDevice:
-    """A composite operator that is handed the GPU it runs on, before its own arguments."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def on(self, machine: SimulatedMachine) -> Callable[..., Any]:
-        """The operator on ``machine``: on the GPU of its first tensor, else on the current one."""
-        function = self._function
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(machine.device_of(args, kwargs), *args, **kwargs)
-
-        return call
+Composite = Callable[..., Any]
+"""What an operator is made of, in Python: a function that names what it looks at, as rules do."""
 
 
-Composite = Callable[..., Any] | OnDevice
-"""What an operator is made of, in Python."""
+def on_machine(
+    composite: Composite, schema: torch.FunctionSchema, machine: SimulatedMachine
+) -> Callable[..., Any]:
+    """``composite`` as it is called on ``machine``: on the GPU of its first tensor, if any."""
+    signature = Signature(schema)
+    taken = signature.taking(composite)
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return taken(signature.given(machine.device_of(args, kwargs), args, kwargs))
 
-def on_machine(composite: Composite, machine: SimulatedMachine) -> Callable[..., Any]:
-    """``composite`` as it is called on ``machine``."""
-    return composite.on(machine) if isinstance(composite, OnDevice) else composite
+    return call
 
 
 def passing(gpu: Device, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
-    scratch = Scratch(gpu)
-    for nbytes in sizes:
-        scratch.take(nbytes)
-    scratch.free()
+    Scratch(gpu, *sizes).free()

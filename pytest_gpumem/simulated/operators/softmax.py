@@ -7,34 +7,30 @@ the meta kernels give their sizes, types and strides as CUDA's do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
+from pytest_gpumem.simulated.operators.layout import copied
 from pytest_gpumem.simulated.operators.rules import Rule, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 
-def _copies(*tensors: Tensor) -> list[int]:
-    return [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
+def _forward(gpu: GPU, self: Tensor) -> None:
+    passing(gpu, *copied(self))
 
 
-def _forward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    passing(gpu, *_copies(args[0]))
+def _log_backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
+    passing(gpu, *copied(grad_output, output))
 
 
-def _log_backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    passing(gpu, *_copies(*args[:2]))
-
-
-def _backward(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    gradient, output = args[:2]
-    product = gradient.nbytes
-    copied = [] if _is_product_contiguous(gradient, output) else [product]
-    passing(gpu, product, *copied, *_copies(output))
+def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
+    product = grad_output.nbytes
+    again = [] if _is_product_contiguous(grad_output, output) else [product]
+    passing(gpu, product, *again, *copied(output))
 
 
 def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from pytest_gpumem.simulated.operators import cub, reductions
-from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
-_INDEX_BYTES = 8
 _SORTED_IN_SHARED_MEMORY = 4096
 """Elements of a dimension that one block sorts."""
 _OWN_SORT_FROM = 1_000_000
@@ -30,39 +29,28 @@ _SLICES_SORTED_AT_ONCE = 128
 """Fewer slices are sorted as one, by value and then by slice."""
 
 
-def _dim(tensor: torch.Tensor, dim: int) -> int:
+_Pair = tuple[Tensor, Tensor]
+"""Values and indices."""
+
+
+def _dim(tensor: Tensor, dim: int) -> int:
     return dim % tensor.dim() if tensor.dim() else 0
-
-
-def _contiguous(scratch: Scratch, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        scratch.take(tensor.nbytes)
 
 
 # Sort.
 
 
-def _argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str, default: Any
-) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, default)
+def _sort(gpu: GPU, self: Tensor, dim: int, result: _Pair) -> None:
+    sort_slices(gpu, self, _dim(self, dim), result[0].stride())
 
 
-def _sort(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    tensor = args[0]
-    # sort(self, dim, descending), sort.stable(self, *, stable, dim, descending).
-    sort_slices(
-        gpu, tensor, _dim(tensor, _argument(args, kwargs, 1, "dim", -1)), result[0].stride()
-    )
-
-
-def sort_slices(gpu: GPU, tensor: torch.Tensor, dim: int, result_strides: Sequence[int]) -> None:
+def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int]) -> None:
     """Allocate and free what sorting ``tensor`` along ``dim`` into given results takes."""
     if not tensor.dim() or not tensor.numel():
         return
     length = tensor.shape[dim]
     if length <= _SORTED_IN_SHARED_MEMORY:
-        passing(gpu, length * _INDEX_BYTES)
+        passing(gpu, length * INDEX_BYTES)
         return
     scratch = Scratch(gpu)
     strides = tensor.stride()
@@ -71,7 +59,7 @@ def sort_slices(gpu: GPU, tensor: torch.Tensor, dim: int, result_strides: Sequen
         scratch.take(tensor.nbytes)
     if tuple(result_strides) != tuple(strides):
         scratch.take(tensor.nbytes)
-        scratch.take(tensor.numel() * _INDEX_BYTES)
+        scratch.take(tensor.numel() * INDEX_BYTES)
     _sort_contiguous(gpu, tensor.numel(), length, tensor.element_size())
     scratch.free()
 
@@ -79,12 +67,12 @@ def sort_slices(gpu: GPU, tensor: torch.Tensor, dim: int, result_strides: Sequen
 def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
     """Allocate and free what sorting a contiguous row into given results takes."""
     if elements <= _SORTED_IN_SHARED_MEMORY:
-        passing(gpu, elements * _INDEX_BYTES)
+        passing(gpu, elements * INDEX_BYTES)
     else:
         _sort_contiguous(gpu, elements, elements, element_bytes)
 
 
-def _with_last(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+def _with_last(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """infer_dense_strides_dim_last: ``dim`` innermost, the others in their order of stride."""
     order = sorted(
         (at for at in range(tensor.dim()) if at != dim), key=lambda at: tensor.stride(at)
@@ -110,25 +98,25 @@ def _sort_batch(gpu: GPU, elements: int, length: int, element_bytes: int) -> Non
     slices = elements // length
     own = Scratch(gpu)
     if slices == 1 or length >= _OWN_SORT_FROM:
-        own.take(length * _INDEX_BYTES)
+        own.take(length * INDEX_BYTES)
         storage = cub.radix_sort_pairs_bytes(
-            length, element_bytes, _INDEX_BYTES, 8 * element_bytes, capability, sms
+            length, element_bytes, INDEX_BYTES, 8 * element_bytes, capability, sms
         )
         for _ in range(slices):
             own.drop(own.take(storage))
     elif slices < _SLICES_SORTED_AT_ONCE:
-        own.take(elements * _INDEX_BYTES)
-        own.take(elements * _INDEX_BYTES)
+        own.take(elements * INDEX_BYTES)
+        own.take(elements * INDEX_BYTES)
         keys = own.take(elements * element_bytes)
         bits = 8 * element_bytes
-        pairs = (element_bytes, _INDEX_BYTES, bits, capability, sms)
+        pairs = (element_bytes, INDEX_BYTES, bits, capability, sms)
         own.drop(own.take(cub.radix_sort_pairs_bytes(elements, *pairs)))
         own.drop(keys)
         bits = max(1, math.ceil(math.log2(slices)))
         own.drop(own.take(cub.radix_sort_pairs_bytes(elements, 8, 0, bits, capability)))
     else:
-        own.take(elements * _INDEX_BYTES)
-        storage = cub.segmented_sort_pairs_bytes(elements, element_bytes, _INDEX_BYTES)
+        own.take(elements * INDEX_BYTES)
+        storage = cub.segmented_sort_pairs_bytes(elements, element_bytes, INDEX_BYTES)
         own.drop(own.take(storage))
     own.free()
 
@@ -151,21 +139,18 @@ def _many_blocks(slices: int, length: int) -> bool:
     return length >= (800 if slices <= 4000 else 400)
 
 
-def _topk(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    tensor, k = args[:2]
-    dim = _dim(tensor, _argument(args, kwargs, 2, "dim", -1))
-    is_sorted = _argument(args, kwargs, 4, "sorted", True)
-    if not k or not tensor.numel():
+def _topk(gpu: GPU, self: Tensor, k: int, dim: int, sorted: bool, result: _Pair) -> None:
+    if not k or not self.numel():
         return
-    length = tensor.shape[dim] if tensor.dim() else 1
-    scratch = Scratch(gpu)
-    _contiguous(scratch, tensor)
-    slices = tensor.numel() // length
+    dim = _dim(self, dim)
+    length = self.shape[dim] if self.dim() else 1
+    scratch = Scratch(gpu, *copied(self))
+    slices = self.numel() // length
     if _many_blocks(slices, length):
-        _topk_of_many_blocks(gpu, slices, length, tensor.element_size())
+        _topk_of_many_blocks(gpu, slices, length, self.element_size())
     scratch.free()
     values, indices = result
-    if is_sorted and k > _SORTED_IN_SHARED_MEMORY:
+    if sorted and k > _SORTED_IN_SHARED_MEMORY:
         order = scratch.take(indices.nbytes)
         ordered = scratch.take(values.nbytes)
         sort_slices(gpu, values, dim, values.stride())
@@ -200,81 +185,69 @@ def _topk_of_many_blocks(gpu: GPU, slices: int, length: int, element_bytes: int)
 # Median, mode, k-th value.
 
 
-def _contiguous_input(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    scratch = Scratch(gpu)
-    _contiguous(scratch, args[0])
-    return scratch
+def _contiguous(gpu: GPU, self: Tensor) -> Scratch:
+    return Scratch(gpu, *copied(self))
 
 
-def _median(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    if len(args) > 1 or kwargs:
-        return _contiguous_input(gpu, args, kwargs)
-    scratch = _sorted_values(gpu, args[0])
+def _median(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
+    if dim is not None:
+        return _contiguous(gpu, self)
+    scratch = _sorted_values(gpu, self)
     scratch.take(1)  # Whether the last is NaN.
     return scratch
 
 
-def _nanmedian(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scratch | None:
-    if len(args) > 1 or kwargs:
-        return _contiguous_input(gpu, args, kwargs)
-    elements = args[0].numel()
-    scratch = _sorted_values(gpu, args[0])
+def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
+    if dim is not None:
+        return _contiguous(gpu, self)
+    scratch = _sorted_values(gpu, self)
     # index(sorted, ((size - 1 - sorted.isnan().sum()) / 2).to(int64))
-    are_nan = scratch.take(elements)
-    steps = [are_nan, scratch.take(_INDEX_BYTES)]
-    scratch.drop(scratch.take(elements * _INDEX_BYTES))
-    steps += [scratch.take(_INDEX_BYTES), scratch.take(4)]
-    scratch.take(_INDEX_BYTES)
+    are_nan = scratch.take(self.numel())
+    steps = [are_nan, scratch.take(INDEX_BYTES)]
+    scratch.drop(scratch.take(self.numel() * INDEX_BYTES))
+    steps += [scratch.take(INDEX_BYTES), scratch.take(4)]
+    scratch.take(INDEX_BYTES)
     for address in reversed(steps):
         scratch.drop(address)
     return scratch
 
 
-def _sorted_values(gpu: GPU, tensor: torch.Tensor) -> Scratch:
+def _sorted_values(gpu: GPU, tensor: Tensor) -> Scratch:
     """The values of ``tensor.flatten().sort()``, held."""
     scratch = Scratch(gpu)
     flat = 0 if tensor.is_contiguous() else scratch.take(tensor.nbytes)
     scratch.take(tensor.nbytes)
-    indices = scratch.take(tensor.numel() * _INDEX_BYTES)
+    indices = scratch.take(tensor.numel() * INDEX_BYTES)
     sort_row(gpu, tensor.numel(), tensor.element_size())
     scratch.drop(indices)
     scratch.drop(flat)
     return scratch
 
 
-def _mode(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    tensor = args[0]
-    dim = _dim(tensor, _argument(args, kwargs, 1, "dim", -1))
-    length = tensor.shape[dim] if tensor.dim() else 1
-    if length == 1:
-        return
-    scratch = Scratch(gpu)
-    is_copied = not tensor.transpose(dim, -1).is_contiguous()
-    if is_copied or length > 2048:
-        scratch.take(tensor.nbytes)
-    scratch.free()
+def _mode(gpu: GPU, self: Tensor, dim: int) -> None:
+    dim = _dim(self, dim)
+    length = self.shape[dim] if self.dim() else 1
+    is_copied = not self.transpose(dim, -1).is_contiguous()
+    if length > 1 and (is_copied or length > 2048):
+        passing(gpu, self.nbytes)
 
 
 # Prefix sums.
 
 
-def _scan(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    tensor, dim = args[0], _dim(args[0], args[1])
-    if not tensor.dim() or not tensor.numel():
+def _scan(gpu: GPU, self: Tensor, dim: int, result: Tensor) -> None:
+    if not self.dim() or not self.numel():
         return
-    scratch = Scratch(gpu)
-    if tensor.dtype != result.dtype:
-        scratch.take(tensor.numel() * result.element_size())
-    if not result.is_contiguous():
-        scratch.take(result.nbytes)
-    if not tensor.is_contiguous():
-        scratch.take(tensor.numel() * result.element_size())
-    if tensor.numel() == tensor.shape[dim]:
-        _scan_one_row(gpu, scratch, tensor.numel(), result)
+    converted = self.numel() * result.element_size()
+    scratch = Scratch(gpu, converted if self.dtype != result.dtype else 0, *copied(result))
+    if not self.is_contiguous():
+        scratch.take(converted)
+    if self.numel() == self.shape[dim]:
+        _scan_one_row(gpu, scratch, self.numel(), result)
     scratch.free()
 
 
-def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: torch.Tensor) -> None:
+def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: Tensor) -> None:
     size = result.element_size()
     for first in range(0, elements, cub.LARGEST_SCAN):
         carried = scratch.take(size) if first else 0
@@ -283,55 +256,45 @@ def _scan_one_row(gpu: GPU, scratch: Scratch, elements: int, result: torch.Tenso
         scratch.drop(carried)
 
 
-def _scan_with_indices(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> None:
-    passing(gpu, *([] if args[0].is_contiguous() else [args[0].nbytes]))
+def _scan_with_indices(gpu: GPU, self: Tensor) -> None:
+    passing(gpu, *copied(self))
 
 
 # Permutations and samples.
 
 
-def _randperm(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    count = args[0]
-    if not count:
+def _randperm(gpu: GPU, n: int, result: Tensor) -> None:
+    if not n:
         return
-    scratch = Scratch(gpu)
-    scratch.take(result.nbytes)
     # Keys wide enough that two equal ones are unlikely: the algorithm's note in Randperm.cu.
-    wanted = math.ceil(math.log2(count - (6 * count * count + 1) / (12 * math.log(0.9))))
+    wanted = math.ceil(math.log2(n - (6 * n * n + 1) / (12 * math.log(0.9))))
     bits = min(64, wanted)
     key_bytes = 4 if bits <= 32 else 8
-    scratch.take(count * key_bytes)
-    scratch.take(count * key_bytes)
     storage = cub.radix_sort_pairs_bytes(
-        count, key_bytes, result.element_size(), bits, gpu.model.compute_capability
+        n, key_bytes, result.element_size(), bits, gpu.model.compute_capability
     )
-    scratch.drop(scratch.take(storage))
-    scratch.free()
+    passing(gpu, result.nbytes, n * key_bytes, n * key_bytes, storage)
 
 
 def _multinomial(
-    gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+    gpu: GPU, self: Tensor, num_samples: int, replacement: bool, result: Tensor
 ) -> None:
-    weights, samples = args[:2]
-    is_replaced = _argument(args, kwargs, 2, "replacement", False)
     if not result.numel():
         return
     scratch = Scratch(gpu)
-    rows = weights.shape[0] if weights.dim() == 2 else 1
-    length, size = weights.shape[-1], weights.element_size()
-    if is_replaced and samples > 1:
+    rows = self.shape[0] if self.dim() == 2 else 1
+    length, size = self.shape[-1], self.element_size()
+    if replacement and num_samples > 1:
         # Normalised weights and their prefix sums.
-        scratch.take(weights.nbytes)
-        scratch.take(weights.nbytes)
+        scratch.take(self.nbytes)
+        scratch.take(self.nbytes)
         if rows == 1:
-            _scan_one_row(gpu, scratch, length, weights)
+            _scan_one_row(gpu, scratch, length, self)
     else:
-        _check_weights(gpu, scratch, weights, rows)
-        scratch.take(weights.nbytes)
-        if samples == 1:
-            _reduce_rows(gpu, weights, -1, reductions.VALUE_AND_INDEX)
+        _check_weights(gpu, scratch, self, rows)
+        scratch.take(self.nbytes)
+        if num_samples == 1:
+            _reduce_rows(gpu, self, -1, reductions.VALUE_AND_INDEX)
         else:
             scratch.take(result.numel() * size)
             if _many_blocks(rows, length):
@@ -339,7 +302,7 @@ def _multinomial(
     scratch.free()
 
 
-def _check_weights(gpu: GPU, scratch: Scratch, weights: torch.Tensor, rows: int) -> None:
+def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> None:
     """What the sanity checks keep: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
     scratch.take(size)
@@ -360,17 +323,14 @@ def _check_weights(gpu: GPU, scratch: Scratch, weights: torch.Tensor, rows: int)
     scratch.drop(scratch.take(1))
 
 
-def _reduce_rows(
-    gpu: GPU, tensor: torch.Tensor, dim: int | None, what: reductions.Accumulator
-) -> None:
-    dtype = tensor.dtype
-    reductions.reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, dim, what, dtype)
+def _reduce_rows(gpu: GPU, tensor: Tensor, dim: int | None, what: reductions.Accumulator) -> None:
+    reductions.reduce_tensor(gpu, tensor, dim, what, tensor.dtype)
 
 
 RULES = {
     "aten::sort": Rule(after=_sort),
     "aten::topk": Rule(after=_topk),
-    "aten::kthvalue": Rule(before=_contiguous_input),
+    "aten::kthvalue": Rule(before=_contiguous),
     "aten::median": Rule(before=_median),
     "aten::nanmedian": Rule(before=_nanmedian),
     "aten::mode": Rule(after=_mode),

@@ -24,10 +24,10 @@ from pytest_gpumem.simulated.common.errors import UnknownValueError, Unsupported
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import cub
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice, Scratch, on_machine
+from pytest_gpumem.simulated.operators.rules import Composite, Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
+    from pytest_gpumem.simulated.machine.machine import GPU
 
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -52,15 +52,15 @@ def _become(tensor: Tensor, result: Tensor) -> Tensor:
     return tensor
 
 
-def _clone(tensor: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    indices, values = tensor._indices(), tensor._values()
+def _clone(self: Tensor) -> Tensor:
+    indices, values = self._indices(), self._values()
     node = torch._C._current_autograd_node()
     is_kept = node is not None and node.name() == "torch::autograd::AccumulateGrad"
     if is_kept and indices.is_contiguous() and values.is_contiguous():
         # A leaf takes the gradient's own parts. Here Python holds them too, and torch would copy.
-        return _made(indices, values, tensor, coalesced=tensor.is_coalesced())
+        return _made(indices, values, self, coalesced=self.is_coalesced())
     parts = indices.clone(), values.clone()
-    return _made(*parts, tensor, coalesced=tensor.is_coalesced())
+    return _made(*parts, self, coalesced=self.is_coalesced())
 
 
 def copy_(target: Tensor, source: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ def _flat(indices: Tensor, sizes: torch.Size) -> Tensor:
         return flat
 
 
-def _coalesce(gpu: GPU, tensor: Tensor) -> Tensor:
-    count, dims = tensor._nnz(), tensor.sparse_dim()
+def _coalesce(gpu: GPU, self: Tensor) -> Tensor:
+    count, dims = self._nnz(), self.sparse_dim()
     if count < 2:
-        return _clone(tensor)._coalesced_(True)
+        return _clone(self)._coalesced_(True)
     simulation = gpu.simulation
-    values = tensor._values()
-    flat = _flattened(gpu, tensor, clone=True)
+    values = self._values()
+    flat = _flattened(gpu, self, clone=True)
     origins, offsets = (flat.new_empty(count) for _ in range(2))
     known = simulation.values.known(flat)
     if known is None:
@@ -121,13 +121,13 @@ def _coalesce(gpu: GPU, tensor: Tensor) -> Tensor:
     del origins, offsets
     contents = simulation.values.known(values)
     with torch._C._DisableTorchDispatch():
-        places = torch.stack(torch.unravel_index(unique, tensor.shape[:dims]))
+        places = torch.stack(torch.unravel_index(unique, self.shape[:dims]))
         simulation.values.keep(indices, places)
         if contents is not None:
             wide = contents.to(_ACCUMULATED_IN.get(contents.dtype, contents.dtype))
             sums = wide.new_zeros((found, *contents.shape[1:]))
             simulation.values.keep(summed, sums.index_add_(0, group, wide))
-    return _made(indices, summed, tensor, coalesced=True)
+    return _made(indices, summed, self, coalesced=True)
 
 
 def _sort(gpu: GPU, count: int) -> None:
@@ -141,34 +141,34 @@ def _sort(gpu: GPU, count: int) -> None:
         scratch.free()
 
 
-def _add(gpu: GPU, left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
-    dtype = torch.result_type(left, right)
-    if not is_sparse(left):
-        result = left.new_empty(left.shape, dtype=dtype).copy_(left)
-        return _scatter(gpu, result, right, alpha)
-    if not is_sparse(right):
+def _add(gpu: GPU, self: Tensor, other: Tensor, alpha: float) -> Tensor:
+    dtype = torch.result_type(self, other)
+    if not is_sparse(self):
+        result = self.new_empty(self.shape, dtype=dtype).copy_(self)
+        return _scatter(gpu, result, other, alpha)
+    if not is_sparse(other):
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
-    if not right._nnz():
-        return _clone(left)
-    added = right._values().to(dtype)
+    if not other._nnz():
+        return _clone(self)
+    added = other._values().to(dtype)
     if alpha != 1:
         added = added.mul(alpha)
-    if not left._nnz():
-        return _made(right._indices().clone(), added, left, coalesced=right.is_coalesced())
-    indices = torch.cat([left._indices(), right._indices()], 1)
-    values = torch.cat([left._values().to(dtype), added], 0)
-    result = _made(indices, values, left, coalesced=False)
+    if not self._nnz():
+        return _made(other._indices().clone(), added, self, coalesced=other.is_coalesced())
+    indices = torch.cat([self._indices(), other._indices()], 1)
+    values = torch.cat([self._values().to(dtype), added], 0)
+    result = _made(indices, values, self, coalesced=False)
     del indices, values, added
-    return _coalesce(gpu, result) if result._nnz() > left.numel() else result
+    return _coalesce(gpu, result) if result._nnz() > self.numel() else result
 
 
-def _add_(gpu: GPU, left: Tensor, right: Any, *, alpha: Any = 1) -> Tensor:
-    if is_sparse(left):
-        return _become(left, _add(gpu, left, right, alpha=alpha))
-    return _scatter(gpu, left, right, alpha)
+def _add_(gpu: GPU, self: Tensor, other: Tensor, alpha: float) -> Tensor:
+    if is_sparse(self):
+        return _become(self, _add(gpu, self, other, alpha))
+    return _scatter(gpu, self, other, alpha)
 
 
-def _scatter(gpu: GPU, dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
+def _scatter(gpu: GPU, dense: Tensor, sparse: Tensor, alpha: float) -> Tensor:
     """Add ``sparse`` to ``dense``, in place."""
     if dense.shape != sparse.shape:
         raise RuntimeError(
@@ -199,101 +199,103 @@ def _scatter(gpu: GPU, dense: Tensor, sparse: Tensor, alpha: Any) -> Tensor:
     return dense
 
 
-def _to_dense(
-    gpu: GPU, tensor: Tensor, dtype: Any = None, masked_grad: bool | None = None
-) -> Tensor:
+def _to_dense(gpu: GPU, self: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is not None:
         raise RuntimeError("dtype argument is not supported by sparse_to_dense")
-    dense = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor._values().device)
-    return _scatter(gpu, dense, tensor, 1)
+    dense = torch.zeros(self.shape, dtype=self.dtype, device=self._values().device)
+    return _scatter(gpu, dense, self, 1)
 
 
-def _to_sparse(tensor: Tensor, sparse_dim: int | None = None, **layout: Any) -> Tensor:
-    kind, dense_dim = layout.get("layout"), layout.get("dense_dim") or 0
-    dims = tensor.dim() - dense_dim if sparse_dim is None else sparse_dim
-    if kind not in (None, torch.sparse_coo) or dims != tensor.dim() or not dims:
+def _to_sparse(
+    self: Tensor,
+    sparse_dim: int | None = None,
+    layout: torch.layout | None = None,
+    dense_dim: int | None = None,
+) -> Tensor:
+    dims = self.dim() - (dense_dim or 0) if sparse_dim is None else sparse_dim
+    if layout not in (None, torch.sparse_coo) or dims != self.dim() or not dims:
         raise UnsupportedOperatorError(
             f"to_sparse at {user_line()} cannot run on a simulated GPU with dense dimensions, "
             "without any dimension or to a compressed layout"
         )
-    found = tensor.nonzero().t()
+    found = self.nonzero().t()
     indices = found.clone()
     del found
-    chosen = tensor[tuple(row.squeeze(0) for row in indices.chunk(dims, 0))]
+    chosen = self[tuple(row.squeeze(0) for row in indices.chunk(dims, 0))]
     values = chosen.clone()
     del chosen
-    return _made(indices, values, tensor, coalesced=True)
+    return _made(indices, values, self, coalesced=True)
 
 
-def _sparse_mask(tensor: Tensor, mask: Tensor) -> Tensor:
-    if is_sparse(tensor):
+def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
+    if is_sparse(self):
         raise _refusal("sparse_mask of a sparse tensor")
-    if tensor.shape != mask.shape:
+    if self.shape != mask.shape:
         raise RuntimeError(
             "sparse_mask(): operands have incompatible sizes; self has size "
-            f"{list(tensor.shape)} but mask has size {list(mask.shape)}"
+            f"{list(self.shape)} but mask has size {list(mask.shape)}"
         )
     if not mask._nnz():
         return copy_(_clone(mask), mask)
     kept = mask._values()
     ones = kept.new_ones(1).expand_as(kept)
     template = _made(mask._indices(), ones, mask, coalesced=mask.is_coalesced())
-    return _mul(tensor, template)
+    return _mul(self, template)
 
 
-def _mul(left: Any, right: Any) -> Tensor:
-    sparse, other = (left, right) if is_sparse(left) else (right, left)
-    if is_sparse(other):
+def _mul(self: Tensor, other: Tensor) -> Tensor:
+    sparse, factor = (self, other) if is_sparse(self) else (other, self)
+    if is_sparse(factor):
         raise _refusal("mul of two sparse tensors")
     values = sparse._values()
-    if isinstance(other, Tensor) and other.dim():
-        if other.shape != sparse.shape:
+    if isinstance(factor, Tensor) and factor.dim():
+        if factor.shape != sparse.shape:
             raise _refusal("mul of a sparse and a dense tensor of other sizes")
-        other = other[tuple(sparse._indices().unbind(0))]
+        factor = factor[tuple(sparse._indices().unbind(0))]
     indices = sparse._indices().clone()
-    return _made(indices, torch.mul(other, values), sparse, coalesced=sparse.is_coalesced())
+    return _made(indices, torch.mul(factor, values), sparse, coalesced=sparse.is_coalesced())
 
 
-def _div(left: Tensor, right: Any) -> Tensor:
-    if isinstance(right, Tensor) and right.dim():
+def _div(self: Tensor, other: Tensor) -> Tensor:
+    if isinstance(other, Tensor) and other.dim():
         raise RuntimeError(
             "Sparse division requires a scalar or zero-dim dense tensor divisor (got shape "
-            f"{list(right.shape)} for divisor)"
+            f"{list(other.shape)} for divisor)"
         )
-    indices = left._indices().clone()
-    return _made(indices, left._values() / right, left, coalesced=left.is_coalesced())
+    indices = self._indices().clone()
+    return _made(indices, self._values() / other, self, coalesced=self.is_coalesced())
 
 
-def _neg(tensor: Tensor) -> Tensor:
-    copied = _clone(tensor)
+def _neg(self: Tensor) -> Tensor:
+    copied = _clone(self)
     copied._values().neg_()
     return copied
 
 
-def _in_place(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda tensor, *args: _become(tensor, function(tensor, *args))
+def _in_place(function: Callable[[Tensor, Tensor], Tensor]) -> Composite:
+    return lambda self, other: _become(self, function(self, other))
 
 
-def _sum(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return tensor._values().sum(dtype=dtype)
+def _sum(self: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return self._values().sum(dtype=dtype)
 
 
 def _refusal(what: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
 
 
-def _refused(name: str) -> Callable[..., Tensor]:
-    def refuse(*args: Any, **kwargs: Any) -> Tensor:
+def _refused(name: str) -> Composite:
+    def refuse() -> Tensor:
         raise _refusal(f"{name} of a sparse tensor")
 
     return refuse
 
 
 PARTS: dict[str, Composite] = {
-    "aten.add.Tensor": OnDevice(_add),
-    "aten.add_.Tensor": OnDevice(_add_),
+    "aten.add.Tensor": _add,
+    "aten.add_.Tensor": _add_,
     "aten.clone.default": _clone,
-    "aten._coalesce.default": OnDevice(_coalesce),
+    "aten._coalesce.default": _coalesce,
     "aten.div.Tensor": _div,
     "aten.div_.Tensor": _in_place(_div),
     "aten.mul.Tensor": _mul,
@@ -301,7 +303,7 @@ PARTS: dict[str, Composite] = {
     "aten.neg.default": _neg,
     "aten.sparse_mask.default": _sparse_mask,
     "aten.sum.default": _sum,
-    "aten._to_dense.default": OnDevice(_to_dense),
+    "aten._to_dense.default": _to_dense,
     "aten._to_sparse.default": _to_sparse,
     "aten._to_sparse.sparse_dim": _to_sparse,
     # meta has kernels for these, which count no elements.
@@ -312,10 +314,6 @@ PARTS: dict[str, Composite] = {
 """By overload, where an argument is sparse, or the result is."""
 
 
-def parts_of(
-    machine: SimulatedMachine, name: str, args: tuple[Any, ...]
-) -> Callable[..., Tensor] | None:
-    """What stands for an operator whose arguments are sparse; ``None`` for all others."""
-    if any(map(is_sparse, args)) or name.startswith("aten._to_sparse"):
-        return on_machine(PARTS[name], machine)
-    return None
+def is_in_parts(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
+    return any(map(is_sparse, args)) or name.startswith("aten._to_sparse")

@@ -9,64 +9,62 @@ CUDA's do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
-from pytest_gpumem.simulated.operators.layout import suggested_format
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.layout import copied, suggested_format
+from pytest_gpumem.simulated.operators.rules import After, Rule, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
-_IN_ITS_FORMAT = {
-    # Operator: the arguments it reads in the memory format of the argument that says the format.
-    "max_pool2d_with_indices": ((0,), 0),
-    "max_pool2d_with_indices_backward": ((0, 1, 7), 1),
-    "avg_pool2d": ((0,), 0),
-    "avg_pool2d_backward": ((0,), 1),
-    "_adaptive_avg_pool2d": ((0,), 0),
-    "_adaptive_avg_pool2d_backward": ((0,), 1),
-    "upsample_nearest2d": ((0,), 0),
-    "upsample_nearest2d_backward": ((0,), 0),
-    "upsample_bilinear2d": ((0,), 0),
-    "upsample_bilinear2d_backward": ((0,), 0),
+
+def _in_its_format(gpu: GPU, self: Tensor) -> None:
+    passing(gpu, *copied(self, memory_format=suggested_format(self)))
+
+
+def _in_format_of_input(gpu: GPU, grad_output: Tensor, self: Tensor) -> None:
+    passing(gpu, *copied(grad_output, memory_format=suggested_format(self)))
+
+
+def _max_pool_backward(gpu: GPU, grad_output: Tensor, self: Tensor, indices: Tensor) -> None:
+    passing(gpu, *copied(grad_output, self, indices, memory_format=suggested_format(self)))
+
+
+def _gradient_in_its_format(gpu: GPU, grad_output: Tensor) -> None:
+    passing(gpu, *copied(grad_output, memory_format=suggested_format(grad_output)))
+
+
+def _contiguous(gpu: GPU, self: Tensor) -> None:
+    passing(gpu, *copied(self))
+
+
+def _gradient_contiguous(gpu: GPU, grad_output: Tensor) -> None:
+    passing(gpu, *copied(grad_output))
+
+
+_READING: dict[After, str] = {
+    _in_its_format: """
+        max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d upsample_nearest2d
+        upsample_bilinear2d
+    """,
+    _in_format_of_input: "avg_pool2d_backward _adaptive_avg_pool2d_backward",
+    _max_pool_backward: "max_pool2d_with_indices_backward",
+    _gradient_in_its_format: "upsample_nearest2d_backward upsample_bilinear2d_backward",
+    _contiguous: """
+        reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d
+        upsample_linear1d upsample_trilinear3d max_pool3d_with_indices avg_pool3d
+        _adaptive_avg_pool3d
+    """,
+    _gradient_contiguous: """
+        reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    """,
 }
-
-_CONTIGUOUS = {
-    "reflection_pad1d": (0,),
-    "reflection_pad2d": (0,),
-    "reflection_pad3d": (0,),
-    "reflection_pad1d_backward": (0,),
-    "reflection_pad2d_backward": (0,),
-    "reflection_pad3d_backward": (0,),
-    "upsample_nearest1d": (0,),
-    "upsample_nearest3d": (0,),
-    "upsample_linear1d": (0,),
-    "upsample_trilinear3d": (0,),
-    "max_pool3d_with_indices": (0,),
-    "avg_pool3d": (0,),
-    "_adaptive_avg_pool3d": (0,),
-}
-"""Operator: the arguments it reads contiguous."""
-
-
-def _copies(operands: tuple[int, ...], formatted: int | None) -> Rule:
-    def after(gpu: GPU, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        wanted = torch.contiguous_format if formatted is None else suggested_format(args[formatted])
-        scratch = None
-        for at in operands:
-            tensor = args[at] if len(args) > at else None
-            if tensor is not None and not tensor.is_contiguous(memory_format=wanted):
-                scratch = scratch or Scratch(gpu)
-                scratch.take(tensor.nbytes)
-        if scratch is not None:
-            scratch.free()
-
-    return Rule(after=after)
-
+"""What kernels read, and which they are."""
 
 RULES = {
-    **{f"aten::{name}": _copies(*rule) for name, rule in _IN_ITS_FORMAT.items()},
-    **{f"aten::{name}": _copies(operands, None) for name, operands in _CONTIGUOUS.items()},
+    f"aten::{name}": Rule(after=reading)
+    for reading, names in _READING.items()
+    for name in names.split()
 }

@@ -7,25 +7,20 @@ batch_norm_update_stats_cuda and their templates), torch 2.6 to 2.15.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.machine import GPU
-from pytest_gpumem.simulated.operators.normalization import (
-    accumulated,
-    reads_channels_last,
-    stage,
-)
-from pytest_gpumem.simulated.operators.rules import Composite, OnDevice
+from pytest_gpumem.simulated.operators.layout import accumulated
+from pytest_gpumem.simulated.operators.normalization import reads_channels_last, stage
+from pytest_gpumem.simulated.operators.rules import Composite
 
 _MOMENTS, _SUMS = 4, 2
 """Partial results that a block keeps of each channel."""
 
 
 def _statistics(gpu: GPU, input: Tensor) -> tuple[Tensor, Tensor]:
-    size, dtype = input.shape[1], accumulated(input)
+    size, dtype = input.shape[1], accumulated(input.dtype)
     made = input.new_empty(size, dtype=dtype), input.new_empty(size, dtype=dtype)
     _reduce(gpu, input, _MOMENTS)
     return made
@@ -42,54 +37,20 @@ def _by_channel(input: Tensor) -> Tensor:
     return input.reshape(input.shape[0], input.shape[1], -1)
 
 
-def _stats(gpu: GPU, input: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _statistics(gpu, input)
-
-
-def _update_stats(
-    gpu: GPU,
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-) -> tuple[Tensor, Tensor]:
-    return _statistics(gpu, input)
-
-
-def _elemt(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    invstd: Tensor,
-    eps: float,
-) -> Tensor:
+def _elemt(input: Tensor) -> Tensor:
     return torch.empty_like(input)
 
 
 def _gathered(mean: Tensor) -> tuple[Tensor, Tensor]:
-    size, dtype = mean.shape[1], accumulated(mean)
+    size, dtype = mean.shape[1], accumulated(mean.dtype)
     return mean.new_empty(size, dtype=dtype), mean.new_empty(size, dtype=dtype)
 
 
-def _gather(
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    count: int,
+def _gathered_of_equal(
+    input: Tensor, mean: Tensor, running_mean: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
     counts = torch.full((mean.shape[0],), count, dtype=torch.int64).to(input.device)
     counts = counts.to((input if running_mean is None else running_mean).dtype)
-    return _gathered(mean)
-
-
-def _gather_with_counts(
-    input: Tensor, mean: Tensor, invstd: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
     return _gathered(mean)
 
 
@@ -98,7 +59,6 @@ def _backward_reduce(
     grad_out: Tensor,
     input: Tensor,
     mean: Tensor,
-    invstd: Tensor,
     weight: Tensor | None,
     input_g: bool,
     weight_g: bool,
@@ -124,7 +84,7 @@ def _for_weight(wanted: bool, mean: Tensor, weight: Tensor | None) -> Tensor | N
     return like.new_empty(mean.shape)
 
 
-def _backward_elemt(grad_out: Tensor, input: Tensor, *_: Any) -> Tensor:
+def _backward_elemt(grad_out: Tensor, input: Tensor) -> Tensor:
     if reads_channels_last(grad_out) and reads_channels_last(input):
         return torch.empty_like(input)
     kept = _by_channel(input), _by_channel(grad_out)
@@ -134,12 +94,12 @@ def _backward_elemt(grad_out: Tensor, input: Tensor, *_: Any) -> Tensor:
 
 
 IN_VIEW: dict[str, Composite] = {
-    "aten.batch_norm_stats.default": OnDevice(_stats),
-    "aten.batch_norm_update_stats.default": OnDevice(_update_stats),
+    "aten.batch_norm_stats.default": _statistics,
+    "aten.batch_norm_update_stats.default": _statistics,
     "aten.batch_norm_elemt.default": _elemt,
-    "aten.batch_norm_gather_stats.default": _gather,
-    "aten.batch_norm_gather_stats_with_counts.default": _gather_with_counts,
-    "aten.batch_norm_backward_reduce.default": OnDevice(_backward_reduce),
+    "aten.batch_norm_gather_stats.default": _gathered_of_equal,
+    "aten.batch_norm_gather_stats_with_counts.default": _gathered,
+    "aten.batch_norm_backward_reduce.default": _backward_reduce,
     "aten.batch_norm_backward_elemt.default": _backward_elemt,
 }
 """By overload."""

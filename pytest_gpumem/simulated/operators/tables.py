@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,7 +39,8 @@ from pytest_gpumem.simulated.operators import (
     sync_batch_norm,
     whole,
 )
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, on_machine
+from pytest_gpumem.simulated.operators.calls import overload_of
+from pytest_gpumem.simulated.operators.rules import BoundRule, Composite, Rule, on_machine
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -67,6 +68,15 @@ RULES: dict[str, Rule] = {
     **spatial.RULES,
 }
 """By operator name: hidden allocations."""
+
+
+def rule_of(func: torch._ops.OpOverload) -> BoundRule | None:
+    """The rule that ``func`` follows."""
+    rule = RULES.get(func._schema.name)
+    # ``upsample_nearest2d.vec_out``: generated from what is built of others, as is its CUDA kernel.
+    is_built = func._overloadname == "vec_out"
+    return None if rule is None or is_built else BoundRule(rule, func._schema)
+
 
 COMPOSITES: dict[str, Composite] = {
     **activations.COMPOSITES,
@@ -104,12 +114,13 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     try:
         for name, implementation in COMPOSITES.items():
             operator = name.removeprefix("aten.").removesuffix(".default")
-            library.impl(operator, on_machine(implementation, machine), "AutogradMeta")
+            kernel = on_machine(implementation, overload_of(operator)._schema, machine)
+            library.impl(operator, kernel, "AutogradMeta")
         for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
         for name, kernel in shapes_only.WRONG.items():
-            if _overload(name) is not None:
+            if overload_of(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
         with casts.reachable(), slices.made(machine.current.version):
             yield
@@ -120,11 +131,5 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
 
 def _lacks_shapes(name: str) -> bool:
     """Whether this torch has the operator, but no kernel for ``meta``."""
-    found = _overload(name)
+    found = overload_of(name)
     return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)
-
-
-def _overload(name: str) -> Any:
-    """The operator of that name; ``None`` if this torch does not have it."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators.layout import is_dense
-from pytest_gpumem.simulated.operators.rules import Scratch
+from pytest_gpumem.simulated.operators.rules import Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpu.device import Device
@@ -34,7 +34,7 @@ def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool
     if target.is_contiguous() and not (converts and non_blocking):
         return
     sent = source if non_blocking else target
-    _take_and_free(gpu, target.numel() * sent.element_size())
+    passing(gpu, target.numel() * sent.element_size())
 
 
 def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
@@ -76,19 +76,13 @@ def _download(
         return
     if not (converts and non_blocking):
         if not source.is_contiguous() or source.shape != shape:
-            _take_and_free(gpu, shape.numel() * source.element_size())
+            passing(gpu, shape.numel() * source.element_size())
         return
     scratch = Scratch(gpu)
     converted = scratch.take(source.numel() * dtype.itemsize)
     if not _is_in_order(source) or source.shape != shape:
         scratch.take(shape.numel() * dtype.itemsize)
         scratch.drop(converted)
-    scratch.free()
-
-
-def _take_and_free(gpu: Device, nbytes: int) -> None:
-    scratch = Scratch(gpu)
-    scratch.take(nbytes)
     scratch.free()
 
 

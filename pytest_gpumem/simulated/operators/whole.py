@@ -9,10 +9,11 @@ has a kernel for the shape of the result alone. Source: aten/src/ATen/native/Dis
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from pytest_gpumem.simulated.operators.rules import Composite
 
 _BUILT = (
     "_euclidean_dist.default",
@@ -25,15 +26,15 @@ _BUILT = (
 )
 
 
-def _as_built(name: str) -> Callable[..., Any]:
+def _as_built(name: str) -> Composite:
     name, _, overload = name.partition(".")
 
-    def built(*args: Any, **kwargs: Any) -> Any:
+    def built(*args: Any) -> Any:
         operator = getattr(getattr(torch.ops.aten, name), overload)
-        return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        return operator._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args)
 
     return built
 
 
-IN_VIEW: dict[str, Callable[..., Any]] = {f"aten.{name}": _as_built(name) for name in _BUILT}
+IN_VIEW: dict[str, Composite] = {f"aten.{name}": _as_built(name) for name in _BUILT}
 """By overload."""

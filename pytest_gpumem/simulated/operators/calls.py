@@ -1,0 +1,65 @@
+"""One call of an operator, for functions that name what they look at, as CUDA's kernels do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+_R = TypeVar("_R")
+
+
+class Signature:
+    """The arguments of one overload by the names in its schema, and two names more.
+
+    ``gpu`` is where a call runs, and ``result`` is what it has returned.
+    """
+
+    def __init__(self, schema: torch.FunctionSchema) -> None:
+        self._schema = schema
+        arguments = schema.arguments
+        self.result_at = len(arguments) + 1
+        self._places = {argument.name: at for at, argument in enumerate(arguments, 1)}
+        self._places |= {"gpu": 0, "result": self.result_at}
+        self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
+
+    def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """What a call was given, with defaults for what it was not; the result is yet to come."""
+        given = [gpu, *args, *self._absent[len(args) :]]
+        if kwargs:
+            for name, value in kwargs.items():
+                given[self._places[name]] = value
+        return given
+
+    def taking(self, function: Callable[..., _R]) -> Callable[[list[Any]], _R]:
+        """``function``, called with what it names of what was given; ``*args`` is every argument.
+
+        What only other overloads have is its default. Raises ``TypeError`` where it has none.
+        """
+        places: list[int] = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                places += range(1, self.result_at)
+            elif name in self._places:
+                places.append(self._places[name])
+            elif parameter.default is not parameter.empty:
+                self._absent.append(parameter.default)
+                places.append(len(self._absent))
+            else:
+                raise TypeError(f"{function} names {name}, which is not in {self._schema}")
+        if len(places) < 2:
+            return lambda given: function(*[given[at] for at in places])
+        pick = itemgetter(*places)
+        return lambda given: function(*pick(given))
+
+
+def overload_of(name: str) -> Any:
+    """The operator of ATen called ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
