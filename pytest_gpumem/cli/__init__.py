@@ -33,6 +33,7 @@ COMMANDS = {
     "plot": "draw a picture of a JSON report, or of how peaks went",
     "predict": "say what a function or test would need on models of GPU",
     "replay": "replay a torch memory snapshot; with other allocator settings, or on another GPU",
+    "run": "run a script for some steps: what it takes of a GPU, and whether it fits",
     "watch": "a live view of the GPUs of this host and of the tests that pytest runs",
 }
 """The subcommands: each is the ``COMMAND`` of the module of its name."""
