@@ -39,6 +39,7 @@ COMMANDS = {
 """The subcommands: each is the ``COMMAND`` of the module of its name."""
 
 EXAMPLES = (
+    "gpumem run --gpu T4 train.py --batch-size 32            what do its first steps take?",
     "gpumem predict train.py:step --gpu T4 --gpu A100-40GB   does it fit, without a GPU?",
     "gpumem compare main.json change.json                    what grew, and by how much?",
     "gpumem html report.json                                 a page to look at",
@@ -153,7 +154,7 @@ def _named(given: Sequence[str]) -> str | None:
 
 def _answer(arguments: argparse.Namespace) -> Answer | int:
     command: Command = arguments.command
-    if command.looks:
+    if command.looks or command.talks:
         return command.run(arguments)
     with progress(arguments.command_name) as arguments.progress:
         return command.run(arguments)

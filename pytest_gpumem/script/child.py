@@ -15,8 +15,8 @@ from pytest_gpumem.device.device import Device
 from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.script import request as endings
-from pytest_gpumem.script.entry import ScriptError, show_traceback
-from pytest_gpumem.script.measured import Run, chain, is_out_of_memory, run_measured
+from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
+from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
 from pytest_gpumem.script.request import Answer, Request
 from pytest_gpumem.script.stopping import StopError
 from pytest_gpumem.simulated.common.errors import SimulationError, UnknownValueError
@@ -35,11 +35,18 @@ def main(path: str) -> None:
         return
     device = _device(request)
     run = run_measured(
-        request.script, device, resources, steps=request.steps, seconds=request.seconds
+        request.script,
+        device,
+        resources,
+        steps=request.steps,
+        seconds=request.seconds,
+        note=request.again and f"run again with real values on the CPU: {request.again}",
     )
     answer = _answer(run, device)
     sys.stdout.flush()
-    if answer.ending == endings.RAISED:
+    if answer.wants_values and answer.work <= request.seconds:
+        pass  # it runs again: what went wrong is a matter of values
+    elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
     elif answer.ending in (endings.EXITED, endings.ENDED) and run.error is not None:
         _say_why(run.error)
@@ -54,7 +61,7 @@ def _device(request: Request) -> Device:
     machine = find_machine(request.gpu)
     if request.unbounded:
         machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
-    return SimulatedDevice(machine, real_values=request.real_values)
+    return SimulatedDevice(machine, real_values=bool(request.again))
 
 
 def _answer(run: Run, device: Device) -> Answer:

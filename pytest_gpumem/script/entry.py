@@ -109,6 +109,15 @@ def find_spec_of(module: str) -> object:
         return None
 
 
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error`` and what it was raised from, or while handling it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 @contextmanager
 def process_as_it_was() -> Iterator[None]:
     """Give back inside's ``sys.argv``, ``sys.path`` and ``__main__`` to who had them before."""
@@ -125,7 +134,8 @@ def show_traceback(error: BaseException) -> None:
 
     Where the script has a hook of its own for that, by it.
     """
-    sys.excepthook(type(error), error, own_frames(error.__traceback__))
+    error.__traceback__ = own_frames(error.__traceback__)  # which hooks read, whatever they get
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def own_frames(traceback: TracebackType | None) -> TracebackType | None:

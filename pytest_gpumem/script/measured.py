@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.script.entry import Script
+from pytest_gpumem.script.entry import Script, chain
 from pytest_gpumem.script.phases import Iterations, shown_phases
 from pytest_gpumem.script.stopping import Alarm, Steps
 
@@ -54,11 +53,17 @@ class _Meter(Meter):
 
 
 def run_measured(
-    script: Script, device: Device, resources: ExitStack, *, steps: int | None, seconds: float
+    script: Script,
+    device: Device,
+    resources: ExitStack,
+    *,
+    steps: int | None,
+    seconds: float,
+    note: str = "",
 ) -> Run:
     """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
 
-    The device is there until ``resources`` are closed: what the script does at exit needs it.
+    ``note`` is said with its numbers. The device is there until ``resources`` are closed: what the script does at exit needs it.
     """
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
@@ -83,11 +88,12 @@ def run_measured(
         meter.tracker.iterated(more=False)
     taken = time.monotonic() - begin
     found = meter.measurements((), (), device=device.index, passed=False)
-    measured = {index: _completed(one, device, counter.count) for index, one in found.items()}
+    done = counter.count
+    measured = {index: _completed(one, device, done, note) for index, one in found.items()}
     own = measured.pop(device.index)
     return Run(
         error,
-        counter.count,
+        done,
         alarm.rang,
         taken,
         own,
@@ -104,9 +110,10 @@ def _recorder(device: Device, resources: ExitStack) -> Recorder:
     return recorder
 
 
-def _completed(measurement: Measurement, device: Device, steps: int) -> Measurement:
+def _completed(measurement: Measurement, device: Device, steps: int, note: str) -> Measurement:
     phases = shown_phases(measurement.phases, steps)
-    return device.complete(replace(measurement, phases=phases))
+    completed = device.complete(replace(measurement, phases=phases))
+    return replace(completed, notes=(note, *completed.notes)) if note else completed
 
 
 def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
@@ -119,12 +126,3 @@ def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether ``error`` is, or comes of, an allocation that found no memory."""
     return any(isinstance(one, torch.OutOfMemoryError) for one in chain(error))
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield ``error`` and what it was raised from, or while handling it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -13,6 +13,8 @@ from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.script.request import Answer, Request
 
+_MADE_UP = "it failed after it read a value that shapes do not have"
+
 GRACE = 120.0
 """Seconds that a script may take to end after it has been stopped, start and answer included."""
 
@@ -57,10 +59,18 @@ def run_on(script: Script, gpu: str, settings: Settings) -> Result:
     """
     request = Request(script, gpu, settings.steps, settings.seconds, Path())
     answer = _answered(request, quiet=settings.quiet)
+    if answer.wants_values and answer.work <= settings.seconds:
+        said = answer.sentence if answer.ending == endings.UNKNOWN else _MADE_UP
+        why = said.partition(", which")[0]
+        _say(f"{script.name} runs again, with real values on the CPU: {why}")
+        request = replace(request, again=why)
+        answer = _answered(request, quiet=settings.quiet)
+    _check(answer, request)
     if answer.ending != endings.OUT_OF_MEMORY or gpu == endings.MEASURED:
         return Result(answer, fits=answer.ending != endings.OUT_OF_MEMORY)
     _say(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
     larger = _answered(replace(request, unbounded=True), quiet=settings.quiet)
+    _check(larger, request)
     return Result(answer, fits=False, larger=larger)
 
 
@@ -82,9 +92,19 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
         answer = Answer.read(request.answer)
     if answer.ending == endings.INTERRUPTED:
         raise KeyboardInterrupt
-    if answer.ending in (endings.REFUSED, endings.NOT_RUN, endings.UNKNOWN):
-        raise ScriptError(f"{request.script.name}: {answer.sentence}")
     return answer
+
+
+def _check(answer: Answer, request: Request) -> None:
+    """Raise :class:`ScriptError` where a run says nothing of the script."""
+    name = request.script.name
+    if answer.ending == endings.UNKNOWN and not request.again:
+        raise ScriptError(
+            f"{name}: {answer.sentence}; and computing values on the CPU takes at least "
+            f"{answer.work:,.0f} s, more than --seconds {request.seconds:g}"
+        )
+    if answer.ending in (endings.REFUSED, endings.NOT_RUN, endings.UNKNOWN):
+        raise ScriptError(f"{name}: {answer.sentence}")
 
 
 def _waited(process: subprocess.Popen[bytes], request: Request) -> int | None:

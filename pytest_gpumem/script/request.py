@@ -46,8 +46,8 @@ class Request:
     answer: Path
     unbounded: bool = False
     """Whether the simulated device has as much memory as anybody wants."""
-    real_values: bool = False
-    """Whether the CPU computes what is simulated."""
+    again: str = ""
+    """Why the CPU computes what is simulated; empty where it does not."""
 
     def write(self, path: Path) -> None:
         """Write it for :meth:`read`."""
@@ -85,7 +85,13 @@ class Answer:
     made_up: bool = False
     """Whether it went by a value that nobody computed."""
     work: float = 0.0
-    """Seconds that computing values takes at the least."""
+    """Seconds that computing its values takes at the least."""
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether another run, with real values, may come further."""
+        failed = self.ending in (RAISED, EXITED) and self.made_up
+        return self.ending == UNKNOWN or failed
 
     def write(self, path: Path) -> None:
         """Write it for :meth:`read`."""
