@@ -19,7 +19,7 @@ from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.script import request as endings
-from pytest_gpumem.script.entry import Script, ScriptError
+from pytest_gpumem.script.entry import Script
 from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
         for gpu in arguments.gpu or [DEFAULT_GPU]
     ]
     script.check()
-    if find_spec("torch") is None:
+    if find_spec("torch") is None:  # said before another process is started for nothing
         raise ModuleNotFoundError("torch is not installed", name="torch")
     settings = Settings(arguments.steps, arguments.seconds, quiet=arguments.json)
     results: list[Result] = []
@@ -158,7 +158,7 @@ def _heading(script: Script, answer: endings.Answer) -> str:
 
 
 def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
-    rows = [("phase", "peak", "after", "reserved", "cuBLAS")]
+    rows: list[tuple[str, ...]] = [("phase", "peak", "after", "reserved", "cuBLAS")]
     depths: dict[str | None, int] = {}
     for phase in parents_first(measured.phases):
         depths[phase.name] = depth = depths.get(phase.parent, -1) + 1
@@ -235,7 +235,9 @@ COMMAND = Command(
         argument(
             "-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m"
         ),
-        argument("script", metavar="SCRIPT", help="what stands behind python; our options go first"),
+        argument(
+            "script", metavar="SCRIPT", help="what stands behind python; our options go first"
+        ),
         argument(
             "arguments",
             metavar="ARGS",

@@ -170,6 +170,7 @@ def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
 
 
 def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
+    """Yield ``phases``, each behind the one that it lies in."""
     children: dict[str | None, list[PhaseRecord]] = {}
     for phase in phases.values():
         children.setdefault(phase.parent if phase.parent in phases else None, []).append(phase)

@@ -77,7 +77,7 @@ def _answer(run: Run, device: Device) -> Answer:
         device.total_memory,
         torch.__version__.partition("+")[0],
         (run.measurement, *run.others),
-        found and found.to_dict(),
+        found.to_dict() if found else None,
         tuple(found.lines()) if found else (),
         made_up=simulated is not None and not simulated.has_values and simulated.made_up,
         work=simulated.work.seconds if simulated and not simulated.has_values else 0.0,

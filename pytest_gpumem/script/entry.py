@@ -46,6 +46,8 @@ class Script:
                     f"{quoted(self.name)} is a folder without a __main__.py; give a script"
                 )
             return
+        if not path.is_file():
+            raise ScriptError(f"{quoted(self.name)} is no file; give a script")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own run says them
             self._compiled()
@@ -105,7 +107,7 @@ def find_spec_of(module: str) -> object:
     """Return what Python knows of ``module`` before it runs; ``None`` where there is no such."""
     try:
         return find_spec(module)
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         return None
 
 

@@ -57,13 +57,14 @@ def run_measured(
     device: Device,
     resources: ExitStack,
     *,
-    steps: int | None,
+    steps: int,
     seconds: float,
     note: str = "",
 ) -> Run:
     """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
 
-    ``note`` is said with its numbers. The device is there until ``resources`` are closed: what the script does at exit needs it.
+    ``note`` is said with its numbers. The device is there until ``resources`` are closed: what the
+    script does at exit needs it.
     """
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
@@ -118,9 +119,7 @@ def _completed(measurement: Measurement, device: Device, steps: int, note: str) 
 
 def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
     major, minor = (int(part) for part in device.environment.torch.split(".")[:2])
-    return meter.out_of_memory(
-        device.index, total=device.total_memory, version=(major, minor)
-    )
+    return meter.out_of_memory(device.index, total=device.total_memory, version=(major, minor))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

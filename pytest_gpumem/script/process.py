@@ -105,6 +105,12 @@ def _check(answer: Answer, request: Request) -> None:
         )
     if answer.ending in (endings.REFUSED, endings.NOT_RUN, endings.UNKNOWN):
         raise ScriptError(f"{name}: {answer.sentence}")
+    ran = answer.ending in (endings.STOPPED, endings.ENDED, endings.TIME)
+    if ran and not any(one.peak_allocated for one in answer.measurements):
+        raise ScriptError(
+            f"{name} allocated nothing on the {answer.gpu} in {answer.seconds:.0f} s: it may "
+            "choose another device by its own options, or need more --seconds to come to it"
+        )
 
 
 def _waited(process: subprocess.Popen[bytes], request: Request) -> int | None:

@@ -44,7 +44,7 @@ class Steps:
     infinity, is no step.
     """
 
-    def __init__(self, most: int | None, over: Callable[[bool], None] = lambda more: None) -> None:
+    def __init__(self, most: int, over: Callable[[bool], None] = lambda more: None) -> None:
         self._most = most
         self._over = over
         """Told at the end of each iteration whether there are more."""
@@ -87,7 +87,7 @@ class Steps:
 
     @property
     def _is_enough(self) -> bool:
-        return self._most is not None and self.count >= self._most
+        return self.count >= self._most
 
 
 def _nobody() -> None:
