@@ -18,6 +18,7 @@ from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.report.rows import parents_first
+from pytest_gpumem.report.text import wrap
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script
 from pytest_gpumem.script.kept import kept_test
@@ -180,10 +181,9 @@ def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
     found = [one for one in measured.phases.values() if one.peak_allocated == peak]
     inner = [one for one in found if one.name not in {other.parent for other in found}]
     where = f" in {inner[0].name}" if inner else ""
-    yield f"the peak of {format_size(peak)} ({peak:,} B){where} is"
     totals = sorted(measured.composition.items(), key=lambda item: -item[1])
-    yield f"  {', '.join(f'{format_size(size)} {category}' for category, size in totals)}"
-    yield "and, by line,"
+    held = ", ".join(f"{format_size(size)} {category}" for category, size in totals)
+    yield from wrap(f"the peak, {format_size(peak)} ({peak:,} B){where}: {held}", width)
     limit = None if width == UNLIMITED else width
     yield from explanation_lines(measured.sites, signed=False, width=limit)
 

@@ -92,7 +92,7 @@ def test_what_the_script_defines_can_be_pickled(folder: Path) -> None:
     )
     Script("made.py").run()
     made = pickle.loads((folder / "made.pickle").read_bytes())
-    assert type(made) is sys.modules["__main__"].Made  # type: ignore[attr-defined]  # the script's
+    assert type(made) is sys.modules["__main__"].Made
 
 
 def test_the_process_is_given_back(folder: Path) -> None:
