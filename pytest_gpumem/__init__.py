@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.batch import fit_batch as fit_batch
+    from pytest_gpumem.script.kept import run_script as run_script
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
     from pytest_gpumem.simulated.gpu.replay import replay as replay
     from pytest_gpumem.simulated.operators.described import simulate_operator as simulate_operator
     from pytest_gpumem.simulated.run import simulate as simulate
 
-__all__ = ["Gpumem", "fit_batch", "replay", "simulate", "simulate_operator"]
+__all__ = ["Gpumem", "fit_batch", "replay", "run_script", "simulate", "simulate_operator"]
 
 _PLACES = {
     "Gpumem": "session.fixture",
     "fit_batch": "prediction.batch",
     "replay": "simulated.gpu.replay",
+    "run_script": "script.kept",
     "simulate": "simulated.run",
     "simulate_operator": "simulated.operators.described",
 }

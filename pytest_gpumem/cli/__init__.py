@@ -33,11 +33,13 @@ COMMANDS = {
     "plot": "draw a picture of a JSON report, or of how peaks went",
     "predict": "say what a function or test would need on models of GPU",
     "replay": "replay a torch memory snapshot; with other allocator settings, or on another GPU",
+    "run": "run a script for some steps: what it takes of a GPU, and whether it fits",
     "watch": "a live view of the GPUs of this host and of the tests that pytest runs",
 }
 """The subcommands: each is the ``COMMAND`` of the module of its name."""
 
 EXAMPLES = (
+    "gpumem run --gpu T4 train.py --batch-size 32            what do its first steps take?",
     "gpumem predict train.py:step --gpu T4 --gpu A100-40GB   does it fit, without a GPU?",
     "gpumem compare main.json change.json                    what grew, and by how much?",
     "gpumem html report.json                                 a page to look at",
@@ -152,7 +154,7 @@ def _named(given: Sequence[str]) -> str | None:
 
 def _answer(arguments: argparse.Namespace) -> Answer | int:
     command: Command = arguments.command
-    if command.looks:
+    if command.looks or command.talks:
         return command.run(arguments)
     with progress(arguments.command_name) as arguments.progress:
         return command.run(arguments)

@@ -56,6 +56,9 @@ class Command:
     looks: bool = False
     """Whether it looks at what is now: it takes no time, or as long as it is watched."""
 
+    talks: bool = False
+    """Whether what it runs writes to the terminal: there is no bar beside that."""
+
     def add_to(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Let ``parser`` be that of this command, of that ``name``."""
         parser.description = self.description

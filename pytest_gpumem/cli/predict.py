@@ -13,10 +13,11 @@ from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.simulated import Prediction
+    from pytest_gpumem.prediction.predicted import Prediction
 
 DOES_NOT_FIT = 1
 SHOWN_PHASES = 6
+CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -65,13 +66,20 @@ def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED
     yield f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
     yield ""
     phases = list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
+    yield from fit_table(predictions, phases, width)
+    yield ""
+    yield CONTEXT
+    yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
+
+
+def fit_table(
+    predictions: Sequence[Prediction], phases: Sequence[str], width: int
+) -> Iterator[str]:
+    """Yield a table that says which GPU is large enough, with the peaks of ``phases``."""
     header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
     yield from table(rows, left=(0, len(header) - 1), given_up=given_up, width=width)
-    yield ""
-    yield "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
-    yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
 
 
 def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:

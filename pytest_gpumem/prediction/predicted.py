@@ -1,12 +1,39 @@
-"""The prediction that a measured test is compared with."""
+"""What a program or a test takes on a device that is not there: values, read without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement.record import Measurement
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a program needs on one model of GPU; sizes in bytes."""
+
+    gpu: str
+    total_memory: int
+    fits: bool
+    """Whether it ran to its end in that memory, the CUDA context not counted."""
+    peak_allocated: int
+    """Where it does not fit: with as much memory as it wants."""
+    peak_reserved: int
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """Peak allocated by phase."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> int:
+        """Bytes of the device that are never reserved; negative where they are missing."""
+        return self.total_memory - self.peak_reserved
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
+        return {**data, "notes": list(self.notes)}
 
 
 @dataclass(frozen=True)

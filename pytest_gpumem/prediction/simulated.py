@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pytest_gpumem.measurement.record import CALL, SETUP
 from pytest_gpumem.prediction.child import UNBOUNDED
+from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.prediction.process import Answer, PredictionError, run_tests
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.simulated.run import SimulatedRun, simulate
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a program needs on one model of GPU; sizes in bytes."""
-
-    gpu: str
-    total_memory: int
-    fits: bool
-    """Whether it ran to its end in that memory, the CUDA context not counted."""
-    peak_allocated: int
-    """Where it does not fit: with as much memory as it wants."""
-    peak_reserved: int
-    phases: Mapping[str, int] = field(default_factory=dict)
-    """Peak allocated by phase."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def left(self) -> int:
-        """Bytes of the device that are never reserved; negative where they are missing."""
-        return self.total_memory - self.peak_reserved
-
-    def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
-        data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
-        return {**data, "notes": list(self.notes)}
 
 
 def predict(call: Callable[[], Any], gpu: str) -> Prediction:

@@ -146,7 +146,7 @@ def _phase_rows(
 ) -> Iterator[Row]:
     """Yield the phases, each behind its parent, then those that had to run and did not."""
     depths: dict[str | None, int] = {}
-    for phase in _parents_first(measured.phases):
+    for phase in parents_first(measured.phases):
         verdicts = judged.of_phase(phase.name)
         limited = any(_tells_more(verdict, judged) for verdict in verdicts)
         own_depth = depths.get(phase.parent, depth)
@@ -169,7 +169,8 @@ def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
     return not whole or verdict.phase not in judged.ran
 
 
-def _parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
+def parents_first(phases: Mapping[str, PhaseRecord]) -> Iterator[PhaseRecord]:
+    """Yield ``phases``, each behind the one that it lies in."""
     children: dict[str | None, list[PhaseRecord]] = {}
     for phase in phases.values():
         children.setdefault(phase.parent if phase.parent in phases else None, []).append(phase)

@@ -264,7 +264,12 @@ def test_ctrl_c_is_one_word(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["compare", "good.json", "good.json"], ["replay", "half.pickle"]],
+    [
+        ["--help"],
+        ["compare", "good.json", "good.json"],
+        ["replay", "half.pickle"],
+        ["run", "absent.py"],
+    ],
     ids=" ".join,
 )
 def test_nothing_heavy_is_imported_for_little(arguments: list[str], place: Path) -> None:

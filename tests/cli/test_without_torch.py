@@ -21,13 +21,21 @@ sys.meta_path.insert(0, Absent())
 """
 
 
-@pytest.mark.parametrize("command", ["predict", "layers", "lines"])
-def test_a_command_that_runs_code_says_that_torch_is_missing(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "target"),
+    [
+        *((command, "net.py:train") for command in ("predict", "layers", "lines")),
+        ("run", "net.py"),
+    ],
+)
+def test_a_command_that_runs_code_says_that_torch_is_missing(
+    tmp_path: Path, command: str, target: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABSENT)
     (tmp_path / "net.py").write_text("def train(): ...")
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest_gpumem.cli", command, "net.py:train"],
+        [sys.executable, "-m", "pytest_gpumem.cli", command, target],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,

@@ -61,6 +61,8 @@ NOT_RUN = {
     "python -m examples.memory_of_training.charts charts": "has tests of its own",
     "python examples/shared_gpu/demonstrate.py": "takes minutes",
     'gpumem move "tests/test_a.py::test_old" "tests/test_b.py::test_new"': "has tests of its own",
+    "gpumem run --gpu T4 --gpu A100-40GB -m mypackage.train config.yaml --lr 1e-4": "has tests of "
+    "its own",
     "gpumem gpus --watch": "does not end by itself",
     "gpumem plan --runner T4:0.35 --runner L4:0.80 --runner H100:4.10 --minutes 10 "
     "--output shards.json": "has tests of its own: it needs durations of many tests",
@@ -147,6 +149,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     (folder / "net.py").write_text(NET)
     (folder / "train.py").write_text(NET)
+    (folder / "finetune.py").write_text(_block("# finetune.py").source)
     (folder / "test_model.py").write_text(_block("test_training_step").source)
     (folder / "test_first.py").write_text(_block("test_first_number").source)
     (folder / "attention.py").write_text(_block("class Attention").source)

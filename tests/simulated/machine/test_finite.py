@@ -105,6 +105,16 @@ def test_a_search_that_nobody_reads_says_nothing() -> None:
         assert gpu.notes == ()
 
 
+def test_what_a_mask_hides_leaves_gradients_finite() -> None:
+    # A mask of booleans becomes one of minus infinities, which the kernel's backward is given too.
+    with simulate("T4"):
+        x = torch.rand(2, 8, 64, 64, device="cuda", requires_grad=True)
+        hidden = torch.rand(64, 64, device="cuda") > 0.5
+        attended = nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=hidden)
+        (gradient,) = torch.autograd.grad(attended.sum(), x)
+        assert torch.isfinite(gradient).all()
+
+
 def test_a_running_maximum_may_begin_at_minus_infinity() -> None:
     # As softmax in parts does, and its sums.
     with simulate("T4"):

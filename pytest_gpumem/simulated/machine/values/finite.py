@@ -78,10 +78,16 @@ def _names(text: str) -> frozenset[str]:
 _BOUNDING = _names(
     "_softmax softmax _safe_softmax sigmoid tanh nan_to_num logsumexp clamp _softmax_backward_data "
     "_log_softmax_backward_data _scaled_dot_product_attention_math "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_cudnn_attention"
+    + " ".join(
+        f"_scaled_dot_product_{kernel}_attention{direction}"
+        for kernel in ("flash", "efficient", "cudnn")
+        for direction in ("", "_backward")
+    )
 )
-"""Operators whose results are finite although an argument holds an infinity, as masks do."""
+"""Operators whose results are finite although an argument holds an infinity, as masks do.
+
+The mask of fused attention enters by its exponential alone, forward and backward.
+"""
 
 _RAISING = _names("exp exp2 relu amax max clamp_min")
 """Those of which that is true of minus infinity, where not all that is looked at holds it."""

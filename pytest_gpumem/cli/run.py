@@ -1,0 +1,254 @@
+"""``gpumem run SCRIPT``: what a script, as it is, takes of a GPU in its first steps."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.predict import CONTEXT, fit_table
+from pytest_gpumem.echo import printable, quoted
+from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.option_values import DEFAULT_GPU
+from pytest_gpumem.prediction.predicted import Prediction
+from pytest_gpumem.report.rows import parents_first
+from pytest_gpumem.report.text import wrap
+from pytest_gpumem.script import request as endings
+from pytest_gpumem.script.entry import Script
+from pytest_gpumem.script.kept import kept_test
+from pytest_gpumem.script.process import Result, Settings, run_on
+from pytest_gpumem.simulated.gpu.catalogue import find_machine
+from pytest_gpumem.sizes import format_size
+
+FAILED = 1
+"""It does not fit one of the GPUs, or it raised."""
+
+_NO_RESULT = (endings.RAISED, endings.EXITED)
+
+
+def run(arguments: argparse.Namespace) -> Answer | int:
+    """Run the script; raises ``ValueError`` for what cannot be run."""
+    script = Script(arguments.script, tuple(arguments.arguments), arguments.module)
+    names = [
+        gpu if gpu == endings.MEASURED else find_machine(gpu).name
+        for gpu in arguments.gpu or [DEFAULT_GPU]
+    ]
+    script.check()
+    if find_spec("torch") is None:  # said before another process is started for nothing
+        raise ModuleNotFoundError("torch is not installed", name="torch")
+    settings = Settings(arguments.steps, arguments.seconds, quiet=arguments.json)
+    results: list[Result] = []
+    for name in dict.fromkeys(names):
+        result = run_on(script, name, settings)
+        if result.told.ending in _NO_RESULT:
+            return _failed(script, result)
+        results.append(result)
+    test = _test(script, results, settings)
+    return Answer(
+        lines(script, results, test, terminal_width()),
+        lambda: {
+            "script": script.name,
+            "arguments": list(script.arguments),
+            "gpus": [_to_dict(result) for result in results],
+            "test": test,
+        },
+        0 if all(result.fits for result in results) else FAILED,
+    )
+
+
+def _failed(script: Script, result: Result) -> int:
+    """Say how the script failed, below what it has said itself."""
+    answer = result.told
+    ended = f"ended with exit code {answer.sentence}"
+    how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
+    made_up = "; it had read a value that shapes do not have" if answer.made_up else ""
+    print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{made_up}", file=sys.stderr)
+    return FAILED
+
+
+def _when(answer: endings.Answer) -> str:
+    return f"after {_steps(answer.steps)}" if answer.steps else "before its first step"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def _test(script: Script, results: Sequence[Result], settings: Settings) -> str | None:
+    """Return a test that keeps the number, ``None`` where no number is the script's alone."""
+    for result in results:
+        if result.fits and result.answer.ending in (endings.STOPPED, endings.ENDED):
+            measured = result.answer.measurements[0]
+            return kept_test(script, result.answer.gpu, measured, settings.steps)
+    return None
+
+
+def _prediction(result: Result) -> Prediction:
+    told, measured = result.told, result.told.measurements[0]
+    return Prediction(
+        gpu=told.gpu,
+        total_memory=result.answer.total_memory,
+        fits=result.fits,
+        peak_allocated=measured.peak_allocated,
+        peak_reserved=measured.peak_reserved,
+        phases={name: phase.peak_allocated for name, phase in measured.phases.items()},
+        notes=measured.notes,
+    )
+
+
+def _to_dict(result: Result) -> dict[str, Any]:
+    told = result.told
+    return {
+        **_prediction(result).to_dict(),
+        "simulated": told.measurements[0].simulated,
+        "torch": told.torch,
+        "ending": told.ending,
+        "steps": told.steps,
+        "seconds": told.seconds,
+        "measurements": [one.to_dict() for one in told.measurements],
+        "out_of_memory": result.answer.out_of_memory,
+    }
+
+
+def lines(
+    script: Script, results: Sequence[Result], test: str | None, width: int = UNLIMITED
+) -> Iterator[str]:
+    """Yield what the command prints: phases and holders on the first GPU, then what fits which."""
+    first = results[0].told
+    yield _heading(script, first)
+    yield ""
+    yield from results[0].answer.post_mortem
+    if results[0].answer.post_mortem:
+        yield ""
+    for index, measured in enumerate(first.measurements):
+        if index:
+            yield ""
+            yield f"{measured.device}:"
+        yield from _phase_lines(measured, width)
+        yield ""
+        yield from _peak_lines(measured, width)
+    yield ""
+    yield from fit_table([_prediction(result) for result in results], (), width)
+    yield ""
+    yield CONTEXT
+    notes = (note for result in results for one in result.told.measurements for note in one.notes)
+    yield from dict.fromkeys(f"note: {note}" for note in notes)
+    if test is not None:
+        yield ""
+        yield "a test that keeps the number:"
+        yield ""
+        yield from (f"    {line}" for line in test.splitlines())
+
+
+def _heading(script: Script, answer: endings.Answer) -> str:
+    measured = answer.measurements[0]
+    device = f"a simulated {answer.gpu}" if measured.simulated else f"the {answer.gpu}"
+    how = {
+        endings.STOPPED: f"stopped after {_steps(answer.steps)}",
+        endings.TIME: f"stopped after {answer.seconds:.0f} s, {_when(answer)}",
+        endings.ENDED: f"ran to its end, {_steps(answer.steps)}",
+        endings.OUT_OF_MEMORY: f"ran out of memory {_when(answer)}",
+    }[answer.ending]
+    return f"{script.name} on {device} (torch {answer.torch}): {how}"
+
+
+def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [("phase", "peak", "after", "reserved", "cuBLAS")]
+    depths: dict[str | None, int] = {}
+    for phase in parents_first(measured.phases):
+        depths[phase.name] = depth = depths.get(phase.parent, -1) + 1
+        rows.append(_phase_row(phase, depth))
+    yield from table(rows, left=(0,), given_up=(4, 3), width=width)
+
+
+def _phase_row(phase: PhaseRecord, depth: int) -> tuple[str, ...]:
+    sizes = (
+        *(phase.peak_allocated, phase.allocated_after),
+        *(phase.peak_reserved, phase.cublas_workspace),
+    )
+    return f"{'  ' * depth}{phase.name}", *map(format_size, sizes)
+
+
+def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
+    peak = measured.peak_allocated
+    # The innermost phase is the one that says most.
+    found = [one for one in measured.phases.values() if one.peak_allocated == peak]
+    inner = [one for one in found if one.name not in {other.parent for other in found}]
+    where = f" in {inner[0].name}" if inner else ""
+    totals = sorted(measured.composition.items(), key=lambda item: -item[1])
+    held = ", ".join(f"{format_size(size)} {category}" for category, size in totals)
+    yield from wrap(f"the peak, {format_size(peak)} ({peak:,} B){where}: {held}", width)
+    limit = None if width == UNLIMITED else width
+    yield from explanation_lines(measured.sites, signed=False, width=limit)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of steps; write 2")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e7:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of seconds; write 60")
+    return seconds
+
+
+COMMAND = Command(
+    description="Run a script as it is, with its own arguments, on a simulated GPU, for some steps "
+    "of its optimizer; then print its peak memory by phase and who holds it, whether it fits, "
+    "and a test that keeps the number. No GPU is needed. Exit code 1 where it does not fit one of "
+    "the GPUs, or fails itself.",
+    run=run,
+    arguments=(
+        argument(
+            "--gpu",
+            metavar="MODEL",
+            action="append",
+            help=f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
+            f"machine; may be given several times (default: {DEFAULT_GPU})",
+        ),
+        argument(
+            "--steps",
+            metavar="N",
+            type=_count,
+            default=2,
+            help="stop after so many steps of the optimizer that steps first (default: 2)",
+        ),
+        argument(
+            "--seconds",
+            metavar="S",
+            type=_seconds,
+            default=60.0,
+            help="stop after so many seconds at the latest (default: 60)",
+        ),
+        argument(
+            "-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m"
+        ),
+        argument(
+            "script", metavar="SCRIPT", help="what stands behind python; our options go first"
+        ),
+        argument(
+            "arguments",
+            metavar="ARGS",
+            nargs=argparse.REMAINDER,
+            help="the script's own arguments: all that stands behind it",
+        ),
+    ),
+    examples=(
+        "gpumem run train.py --batch-size 32",
+        "gpumem run --gpu T4 --gpu A100-80GB --steps 3 -m mypackage.train config.yaml",
+    ),
+    json="print everything as JSON, sizes in bytes; what the script prints goes to stderr",
+    talks=True,
+)

@@ -1,0 +1,122 @@
+"""The process that one run of a script has for itself."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pytest_gpumem.device.cuda import find_device
+from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.simulated import SimulatedDevice
+from pytest_gpumem.prediction.child import UNBOUNDED
+from pytest_gpumem.script import request as endings
+from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
+from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
+from pytest_gpumem.script.request import Answer, Request
+from pytest_gpumem.script.stopping import StopError
+from pytest_gpumem.simulated.common.errors import SimulationError, UnknownValueError
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
+
+
+def main(path: str) -> None:
+    """Do what the request in the file ``path`` asks for, and write the answer."""
+    request = Request.read(Path(path))
+    sys.path.pop(0)  # where this package was found; Python puts the script's folder there
+    resources = ExitStack()
+    atexit.register(resources.close)  # behind whatever the script registers
+    if request.gpu == endings.MEASURED and not torch.cuda.is_available():
+        why = "--gpu cuda: torch sees no CUDA device; name a model to be simulated"
+        Answer(endings.NOT_RUN, why).write(request.answer)
+        return
+    device = _device(request)
+    run = run_measured(
+        request.script,
+        device,
+        resources,
+        steps=request.steps,
+        seconds=request.seconds,
+        note=request.again and f"run again with real values on the CPU: {request.again}",
+    )
+    answer = _answer(run, device)
+    sys.stdout.flush()
+    if answer.wants_values and answer.work <= request.seconds:
+        pass  # it runs again: what went wrong is a matter of values
+    elif answer.ending == endings.RAISED:
+        show_traceback(run.error or AssertionError())
+    elif answer.ending in (endings.EXITED, endings.ENDED) and run.error is not None:
+        _say_why(run.error)
+    answer.write(request.answer)
+
+
+def _device(request: Request) -> Device:
+    if request.gpu == endings.MEASURED:
+        found = find_device(None, required=True)
+        assert found is not None
+        return found
+    machine = find_machine(request.gpu)
+    if request.unbounded:
+        machine = Machine(replace(machine.model, total_memory=UNBOUNDED), machine.count)
+    return SimulatedDevice(machine, real_values=bool(request.again))
+
+
+def _answer(run: Run, device: Device) -> Answer:
+    ending, sentence = _ending(run)
+    simulated = device if isinstance(device, SimulatedDevice) else None
+    found = run.out_of_memory
+    return Answer(
+        ending,
+        sentence,
+        run.steps,
+        round(run.seconds, 2),
+        device.environment.gpu,
+        device.total_memory,
+        torch.__version__.partition("+")[0],
+        (run.measurement, *run.others),
+        found.to_dict() if found else None,
+        tuple(found.lines()) if found else (),
+        made_up=simulated is not None and not simulated.has_values and simulated.made_up,
+        work=simulated.work.seconds if simulated and not simulated.has_values else 0.0,
+    )
+
+
+def _ending(run: Run) -> tuple[str, str]:
+    """Return how a run ended, and what there is to say of that."""
+    error = run.error
+    if error is None:
+        return endings.ENDED, ""
+    for one in chain(error):
+        if isinstance(one, StopError):
+            return (endings.TIME if run.time_is_over else endings.STOPPED), ""
+        if isinstance(one, UnknownValueError):
+            return endings.UNKNOWN, str(one)
+        if isinstance(one, SimulationError):
+            return endings.REFUSED, str(one)
+    if is_out_of_memory(error):
+        return endings.OUT_OF_MEMORY, ""
+    if isinstance(error, SystemExit):
+        return (endings.EXITED, _code(error)) if _code(error) != "0" else (endings.ENDED, "")
+    if isinstance(error, ScriptError):
+        return endings.NOT_RUN, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return endings.INTERRUPTED, ""
+    said = str(error).strip().partition("\n")[0]
+    return endings.RAISED, f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _code(ended: SystemExit) -> str:
+    """Return what a shell would see of ``sys.exit(code)``: any other object is 1."""
+    if ended.code is None:
+        return "0"
+    return str(ended.code & 0xFF) if isinstance(ended.code, int) else "1"
+
+
+def _say_why(ended: BaseException) -> None:
+    """Print what Python prints of ``sys.exit("why")``."""
+    code = getattr(ended, "code", None)
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)

@@ -1,0 +1,164 @@
+"""A script or a module, run as ``python`` runs it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from pytest_gpumem.echo import quoted
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_STARTERS = ("<frozen runpy>", runpy.__file__)
+
+
+class ScriptError(ValueError):
+    """What cannot be run; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What stands behind ``python``: a file, or ``-m`` and a module, and its arguments."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Raise :class:`ScriptError` where there is nothing that Python can run."""
+        if self.is_module:
+            return
+        path = Path(self.name)
+        if "\0" in self.name or not path.exists():
+            raise ScriptError(f"there is no script {quoted(self.name)}")
+        if path.is_dir():
+            if not (path / "__main__.py").is_file():
+                raise ScriptError(
+                    f"{quoted(self.name)} is a folder without a __main__.py; give a script"
+                )
+            return
+        if not path.is_file():
+            raise ScriptError(f"{quoted(self.name)} is no file; give a script")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the script's own run says them
+            self._compiled()
+
+    def _compiled(self) -> CodeType:
+        try:
+            return compile(Path(self.name).read_bytes(), self._file, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            line = f", line {error.lineno}" if error.lineno else ""
+            raise ScriptError(
+                f"{quoted(self.name)}{line}: {type(error).__name__}: {error.msg}"
+            ) from error
+        except ValueError as error:  # a null byte
+            raise ScriptError(f"{quoted(self.name)} is no Python script: {error}") from error
+
+    @property
+    def _file(self) -> str:
+        # Absolute, as in any __main__ since Python 3.9.
+        return os.path.abspath(self.name)  # noqa: PTH100 - which does not follow links
+
+    def run(self) -> None:
+        """Run it as ``__main__``, which it stays; raises whatever it raises.
+
+        Sources: pymain_run_python() of Modules/main.c for ``sys.path``, and runpy.
+        """
+        sys.argv = [self.name, *self.arguments]
+        if self.is_module:
+            self._search(os.getcwd())  # noqa: PTH109 - as Python has it
+            if find_spec_of(self.name) is None:
+                raise ScriptError(f"there is no module {quoted(self.name)}")
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        elif Path(self.name).is_dir():
+            runpy.run_path(self.name, run_name="__main__")
+        else:
+            self._search(str(Path(self.name).resolve().parent))
+            code = self._compiled()
+            sys.modules["__main__"] = main = self._main()
+            exec(code, vars(main))
+
+    def _search(self, folder: str) -> None:
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path.insert(0, folder)
+
+    def _main(self) -> ModuleType:
+        main = ModuleType("__main__")
+        values: dict[str, Any] = vars(main)
+        values.update(
+            __file__=self._file,
+            __cached__=None,
+            __builtins__=sys.modules["builtins"],
+            __loader__=SourceFileLoader("__main__", self._file),
+        )
+        return main
+
+
+def find_spec_of(module: str) -> object:
+    """Return what Python knows of ``module`` before it runs; ``None`` where there is no such."""
+    try:
+        return find_spec(module)
+    except (ImportError, ValueError):
+        return None
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield ``error`` and what it was raised from, or while handling it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@contextmanager
+def process_as_it_was() -> Iterator[None]:
+    """Give back inside's ``sys.argv``, ``sys.path`` and ``__main__`` to who had them before."""
+    argv, main, path = sys.argv, sys.modules["__main__"], list(sys.path)
+    try:
+        yield
+    finally:
+        sys.argv, sys.modules["__main__"] = argv, main
+        sys.path[:] = path
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print ``error`` as Python does, from the script's first line on and without our frames.
+
+    Where the script has a hook of its own for that, by it.
+    """
+    error.__traceback__ = own_frames(error.__traceback__)  # which hooks read, whatever they get
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` without the frames of this package, and of who starts a script."""
+    if traceback is None:
+        return None
+    following = own_frames_of(traceback)
+    found: TracebackType | None = None
+    for each in reversed(following):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def own_frames_of(traceback: TracebackType) -> list[TracebackType]:
+    """Return the entries of ``traceback`` that are the script's and its libraries', in order."""
+    found: list[TracebackType] = []
+    each: TracebackType | None = traceback
+    while each is not None:
+        file = each.tb_frame.f_code.co_filename
+        starts = not found and file in _STARTERS
+        if not starts and not file.startswith(_PACKAGE):
+            found.append(each)
+        each = each.tb_next
+    return found

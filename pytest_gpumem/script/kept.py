@@ -1,0 +1,81 @@
+"""A script in a test: what keeps the number that ``gpumem run`` has found."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.script.entry import Script, chain, process_as_it_was
+from pytest_gpumem.sizes import MIB, format_size
+
+_TEST = """\
+# test_{stem}.py
+import pytest
+
+from pytest_gpumem import run_script
+
+
+@pytest.mark.gpumem({marker})
+def test_{stem}():
+    run_script({call})
+"""
+
+
+def run_script(name: str, *arguments: str, steps: int = 2, module: bool = False) -> int:
+    """Run a script in a test, for as long as ``gpumem run`` does, and return its steps.
+
+    Args:
+        name: the script's path, as for ``python``; a module's name where it is one.
+        arguments: its command line.
+        steps: how many steps of its optimizer it is to do. One that does fewer runs to its end.
+        module: whether ``name`` is a module, as with ``python -m``.
+
+    ``sys.argv``, ``sys.path`` and ``__main__`` are the script's meanwhile. What it raises, a
+    ``SystemExit`` with a code other than 0 too, goes through. Raises ``ValueError`` where there is
+    nothing to run.
+    """
+    from pytest_gpumem.script.stopping import Steps, StopError
+
+    script = Script(name, arguments, module)
+    script.check()
+    counter = Steps(steps)
+    with process_as_it_was(), counter.counted():
+        try:
+            script.run()
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+        except BaseException as error:
+            if not any(isinstance(one, StopError) for one in chain(error)):
+                raise
+    return counter.count
+
+
+def kept_test(script: Script, gpu: str, measured: Measurement, steps: int) -> str:
+    """Return the source of a test that keeps the peak which ``script`` had on ``gpu``."""
+    peak = measured.peak_allocated
+    # A simulated peak repeats to the byte; a measured one is given the default tolerance.
+    limit = peak if measured.simulated else math.ceil(peak * 1.01) + MIB
+    marker = [f"max={limit:_}", *([f'gpu="{gpu}"'] if measured.simulated else [])]
+    call = [
+        *map(_literal, (script.name, *script.arguments)),
+        f"steps={steps}",
+        *(["module=True"] if script.is_module else []),
+    ]
+    return _TEST.format(
+        stem=_identifier(script.name, is_module=script.is_module),
+        marker=f"{', '.join(marker)}",
+        call=", ".join(call),
+    ).replace(")\ndef", f")  # {format_size(limit)}\ndef")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)  # which Python reads as it is meant
+
+
+def _identifier(name: str, *, is_module: bool) -> str:
+    last = name.rpartition(".")[2] if is_module else Path(name).stem
+    return re.sub(r"\W", "_", last) or "script"

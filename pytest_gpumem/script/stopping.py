@@ -1,0 +1,149 @@
+"""What ends a script that would go on: enough steps, or enough time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from _thread import interrupt_main
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pytest_gpumem.simulated.common.callsite import is_internal
+
+PATIENCE = 0.01
+"""Seconds after which a script is asked again that was in the middle of an operator."""
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_DEVICE = f"{_PACKAGE}simulated{os.sep}"
+
+
+class StopError(BaseException):
+    """Ends a script that has been seen for long enough.
+
+    No ``Exception``: a loop that goes on after those must end, too, and ``finally`` has its turn.
+    """
+
+
+class Steps:
+    """Counts the steps of a script: those of the optimizer that steps first.
+
+    Where others step between its first two, as a generator does beside a discriminator, a step is
+    over with the last of them. What an optimizer does not do, as where ``GradScaler`` found an
+    infinity, is no step.
+    """
+
+    def __init__(self, most: int, over: Callable[[bool], None] = lambda more: None) -> None:
+        self._most = most
+        self._over = over
+        """Told at the end of each iteration whether there are more."""
+        self._leader: Callable[[], Optimizer | None] = _nobody
+        self._last: Callable[[], Optimizer | None] = _nobody
+        """Of those that step in one iteration, where that is another one."""
+        self.count = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count inside, and raise :class:`StopError` after as many steps as are wanted."""
+        before = register_optimizer_step_pre_hook(self._begins)
+        after = register_optimizer_step_post_hook(self._ended)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def _begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._leader() is optimizer and self._is_enough:  # the others have not stepped
+            raise StopError
+
+    def _ended(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._leader() is None:  # the first one, or the first after that is gone
+            self._leader, self._last = ref(optimizer), _nobody
+        if optimizer is self._leader():
+            self.count += 1
+            if self._last() is None:
+                self._iteration_ends()
+        elif self.count == 1:
+            self._last = ref(optimizer)
+        elif optimizer is self._last():
+            self._iteration_ends()
+
+    def _iteration_ends(self) -> None:
+        self._over(not self._is_enough)
+        if self._is_enough:
+            raise StopError
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.count >= self._most
+
+
+def _nobody() -> None:
+    return None
+
+
+class Alarm:
+    """Raises :class:`StopError` in the main thread after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.rang = False
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Let the time run inside."""
+        if not hasattr(signal, "setitimer"):  # Windows
+            with self._interrupting():
+                yield
+            return
+        before = signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    @contextmanager
+    def _interrupting(self) -> Iterator[None]:
+        timer = threading.Timer(self._seconds, interrupt_main)
+        timer.daemon = True
+        before = signal.signal(signal.SIGINT, self._ring)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            signal.signal(signal.SIGINT, before)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        if _computes(frame):
+            if hasattr(signal, "setitimer"):
+                signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+            return
+        self.rang = True
+        raise StopError
+
+
+def _computes(frame: FrameType | None) -> bool:
+    """Whether ``frame`` is within what the device does for an operator, which has to end."""
+    innermost = True
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        own = frame.f_code.co_filename.startswith(_PACKAGE)
+        if own and (innermost or frame.f_code.co_filename.startswith(_DEVICE)):
+            return True
+        innermost = innermost and own
+        frame = frame.f_back
+    return False

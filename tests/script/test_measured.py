@@ -1,0 +1,196 @@
+"""One run of a script on a device: its phases, who holds what, and what it ended with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+from pytest_gpumem import run_script, simulate
+from pytest_gpumem.device.cuda import CudaDevice
+from pytest_gpumem.device.simulated import SimulatedDevice
+from pytest_gpumem.script.entry import Script, process_as_it_was
+from pytest_gpumem.script.kept import kept_test
+from pytest_gpumem.script.measured import Run, run_measured
+from pytest_gpumem.script.stopping import StopError
+
+MIB = 1 << 20
+
+Running = Callable[..., Run]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    with process_as_it_was():
+        yield tmp_path
+
+
+@pytest.fixture
+def run(folder: Path) -> Running:
+    """Run a script on a simulated T4."""
+
+    def running(text: str, *arguments: str, steps: int = 2, seconds: float = 60.0) -> Run:
+        (folder / "script.py").write_text(dedent(text))
+        script = Script("script.py", arguments)
+        with ExitStack() as resources:
+            device = SimulatedDevice("T4")
+            return run_measured(script, device, resources, steps=steps, seconds=seconds)
+
+    return running
+
+
+ACCUMULATES = """
+    import torch
+    weight = torch.nn.Linear(1 << 18, 1, bias=False).cuda()
+    optimizer = torch.optim.SGD(weight.parameters(), momentum=0.9)
+    with torch.no_grad():
+        weight(torch.ones(1, 1 << 18, device="cuda"))  # an evaluation
+    while True:
+        for part in range(3):
+            weight(torch.ones(4, 1 << 18).to("cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_an_iteration_is_all_up_to_a_step_of_the_optimizer(run: Running) -> None:
+    ran = run(ACCUMULATES)
+
+    assert isinstance(ran.error, StopError)
+    phases = ran.measurement.phases
+    assert [(name, phase.parent, phase.entered) for name, phase in phases.items()] == [
+        ("load", None, 1),
+        ("iteration_1", None, 1),
+        ("forward_1", "iteration_1", 4),
+        ("backward_1", "iteration_1", 3),
+        ("step_1", "iteration_1", 1),
+        ("iteration_2", None, 1),
+        ("forward_2", "iteration_2", 3),
+        ("backward_2", "iteration_2", 3),
+        ("step_2", "iteration_2", 1),
+    ]
+    # The weight and the evaluation's input; then the gradient stays, and the momentum comes.
+    assert phases["load"].peak_allocated == 2 * MIB
+    assert phases["step_1"].composition["optimizer state"] == MIB
+    assert phases["step_1"].composition["gradients"] == MIB
+    assert phases["step_1"].composition["parameters"] == MIB
+
+
+def test_what_a_script_does_on_its_way_out_is_no_iteration(run: Running) -> None:
+    ran = run(
+        """
+        import torch
+        net = torch.nn.Linear(256, 256).cuda()
+        optimizer = torch.optim.SGD(net.parameters())
+        x = torch.ones(1, 256, device="cuda")
+        try:
+            while True:
+                net(x).sum().backward()
+                optimizer.step()
+        finally:
+            net(x)
+            large = torch.ones(8 << 20, device="cuda")
+        """,
+        steps=1,
+    )
+    assert list(ran.measurement.phases) == [
+        *("load", "iteration_1", "forward_1", "backward_1", "step_1"),
+    ]
+    assert (
+        ran.measurement.peak_allocated > 32 * MIB > ran.measurement.phases["step_1"].peak_allocated
+    )
+
+
+def test_running_out_of_memory_is_told_by_whom(run: Running) -> None:
+    ran = run(
+        """
+        import torch
+        kept = torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+        try:
+            torch.empty(9 << 30, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("buy more") from error
+        """
+    )
+    assert isinstance(ran.error, RuntimeError)
+    assert ran.out_of_memory is not None
+    assert ran.out_of_memory.requested == 9 << 30
+    assert ran.out_of_memory.site == "script.py:5"
+    assert [(site.bytes, site.site) for site in ran.out_of_memory.holders] == [
+        (8 << 30, "script.py:3")
+    ]
+
+
+def test_one_that_was_survived_is_none(run: Running) -> None:
+    ran = run(
+        """
+        import torch
+        try:
+            torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError:
+            torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        """
+    )
+    assert (ran.error, ran.out_of_memory, ran.measurement.peak_allocated) == (None, None, MIB)
+
+
+def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) -> None:
+    simulated = run(ACCUMULATES)
+    script = Script("script.py")
+    with simulate("T4"), ExitStack() as resources:  # in the place of a real one
+        real = run_measured(script, CudaDevice(None), resources, steps=2, seconds=60)
+
+    one, other = simulated.measurement, real.measurement
+    assert (one.simulated, other.simulated) == (True, False)
+    assert other.peak_allocated == one.peak_allocated
+    assert {name: phase.peak_allocated for name, phase in other.phases.items()} == {
+        name: phase.peak_allocated for name, phase in one.phases.items()
+    }
+    assert sum(other.composition.values()) == other.peak_allocated
+
+
+def test_a_script_in_a_test_is_stopped_and_leaves_no_trace(folder: Path) -> None:
+    (folder / "script.py").write_text(dedent(ACCUMULATES))
+    with simulate("T4"):
+        assert run_script("script.py", steps=3) == 3
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+
+
+def test_what_a_script_in_a_test_ends_with(folder: Path) -> None:
+    (folder / "exits.py").write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    (folder / "raises.py").write_text("raise KeyError('x')\n")
+    assert run_script("exits.py", "0") == 0
+    with pytest.raises(SystemExit, match="3"):
+        run_script("exits.py", "3")
+    with pytest.raises(KeyError, match="x"):
+        run_script("raises", module=True)
+    with pytest.raises(ValueError, match=r"there is no script 'absent\.py'"):
+        run_script("absent.py")
+
+
+def test_a_test_of_what_was_measured_leaves_room(run: Running) -> None:
+    simulated = run("import torch\nx = torch.empty(1 << 20, device='cuda')\n").measurement
+    script = Script("my-tools.train", ("--name", 'a "b"\n'), is_module=True)
+    assert kept_test(script, "T4", simulated, 3).splitlines() == [
+        "# test_train.py",
+        "import pytest",
+        "",
+        "from pytest_gpumem import run_script",
+        "",
+        "",
+        '@pytest.mark.gpumem(max=4_194_304, gpu="T4")  # 4.0 MiB',
+        "def test_train():",
+        '    run_script("my-tools.train", "--name", "a \\"b\\"\\n", steps=3, module=True)',
+    ]
+    with simulate("T4"), ExitStack() as resources:
+        real = run_measured(
+            Script("script.py"), CudaDevice(None), resources, steps=2, seconds=60
+        ).measurement
+    # 1 % and 1 MiB more.
+    assert "(max=5_284_824)  # 5.0 MiB" in kept_test(Script("a b.py"), "T4", real, 2)
+    assert "def test_a_b():" in kept_test(Script("a b.py"), "T4", real, 2)
