@@ -38,6 +38,8 @@ OTHERS = (
     Plugin("pytest-benchmark", "pytest_benchmark.plugin", ("pytest_benchmark",)),
     Plugin("syrupy", "syrupy", ("syrupy",)),
     Plugin("pytest-xdist", "xdist.plugin", ("xdist",)),
+    Plugin("pytest-cov", "pytest_cov.plugin", ("pytest_cov",)),
+    Plugin("pytest-memray", "pytest_memray", ("pytest_memray",)),
 )
 
 

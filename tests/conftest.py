@@ -21,7 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
     # pytester takes what a test imported out of sys.modules, and torch cannot be imported twice.
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
     import pytest_gpumem.session.item
     import pytest_gpumem.simulated.simulation  # noqa: F401

@@ -9,10 +9,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-
-# The first meta kernel imports it in any case; imported during a simulation it would keep what is
-# patched then for the rest of the process.
-import torch._dynamo
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.common.patching import Patches
@@ -23,7 +21,7 @@ from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.tables import installed
-from pytest_gpumem.simulated.surface import pinned, plan
+from pytest_gpumem.simulated.surface import compilers, pinned, plan
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
@@ -114,16 +112,14 @@ class Simulation(SimulatedMachine):
 
     def _enter(self) -> None:
         with ExitStack() as resources:
-            self._patches.apply()
-            be_no_sequences()
+            self._patch()
             resources.callback(self._patches.undo)
             resources.enter_context(_as_initialized())
             lifts = torch._C._only_lift_cpu_tensors()
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-            # What was compiled before the simulation runs eagerly too.
-            resources.enter_context(torch.compiler.set_stance("force_eager"))
+            resources.enter_context(compilers.kept_out(self._as_torch_is))
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
@@ -132,6 +128,23 @@ class Simulation(SimulatedMachine):
             self.is_active = self.here.joined = True
             resources.callback(self._forget_entering)
             self._resources = resources.pop_all()
+
+    def _patch(self) -> None:
+        self._patches.apply()
+        be_no_sequences()
+
+    @contextmanager
+    def _as_torch_is(self) -> Iterator[None]:
+        """Let nothing be replaced inside, and no operator be seen, but where threads need it."""
+        if not self._patches.are_applied or self.execution.lock is not None:
+            yield
+            return
+        self._patches.undo()
+        try:
+            with _disable_current_modes(), _without_function_modes():
+                yield
+        finally:
+            self._patch()
 
     def _forget_entering(self) -> None:
         self.is_active = self.here.joined = False
@@ -146,6 +159,17 @@ class Simulation(SimulatedMachine):
         """Run operators of this thread, which has not entered the simulation."""
         with self._casts.reachable_here(), self.execution:
             yield
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Take away what ``with torch.device(...)`` and modes of the user's own do."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 @contextmanager

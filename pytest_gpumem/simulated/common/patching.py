@@ -32,6 +32,11 @@ class Patches:
         """Owner, name and replacement, in the order they were planned."""
         return self._planned
 
+    @property
+    def are_applied(self) -> bool:
+        """Whether anything is replaced now."""
+        return bool(self._saved)
+
     def apply(self) -> None:
         """Make every planned replacement, remembering what stood there."""
         for owner, name, value in self._planned:

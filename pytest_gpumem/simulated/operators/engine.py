@@ -54,6 +54,10 @@ def _references(tensor: torch.Tensor) -> tuple[int, int]:
 class _Count(TorchDispatchMode):
     seen = (0, 0)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and skipping it would import it
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo
 import torch.backends.mha
-from torch._dynamo.eval_frame import OptimizedModule
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.operators.encoders import takes_fused_kernel
@@ -60,7 +58,6 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(torch, "compile", compile, wrappable=True)
     patches.plan(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
     # Nothing was compiled; torch would look for CUDA graphs to drop.
-    patches.plan(torch._dynamo, "reset", lambda: None)
     patches.plan(torch.compiler, "reset", lambda: None)
     patches.plan(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
 
@@ -89,9 +86,13 @@ def _is_followed(gpu: GPU, asking: dict[str, Any]) -> bool:
 
 
 def _wrapped(model: Any) -> Any:
+    if not isinstance(model, torch.nn.Module):
+        return model
+    from torch._dynamo.eval_frame import OptimizedModule  # no test without it pays for it
+
     # Modules get torch's own wrapper, with its names of parameters; nothing is compiled.
     unchanged: Any = _unchanged
-    return OptimizedModule(model, unchanged) if isinstance(model, torch.nn.Module) else model
+    return OptimizedModule(model, unchanged)
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

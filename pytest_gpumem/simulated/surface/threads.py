@@ -20,6 +20,7 @@ import torch
 
 from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.simulated.machine.strangers import keep_apart
+from pytest_gpumem.simulated.surface import compilers
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -85,10 +86,16 @@ class Threads:
             if getattr(thread, "_target", None) is not _worker:
                 task = Task(thread.name, self._starter)
                 thread.run = self._in_thread(thread.run, task)  # type: ignore[method-assign]  # once
-                self._machine.execution.share()
+                self._share()
             start(thread)
 
         return call
+
+    def _share(self) -> None:
+        if self._machine.execution.lock is None:
+            # Later, what is replaced would be missing on other threads while it is imported.
+            compilers.load()
+        self._machine.execution.share()
 
     def _in_thread(self, run: Callable[[], None], task: Task) -> Callable[[], None]:
         def call() -> None:
@@ -124,7 +131,7 @@ class Threads:
         def call(executor: ThreadPoolExecutor, /, *args: Any, **options: Any) -> Future[Any]:
             if not args:
                 return submit(executor, *args, **options)
-            self._machine.execution.share()
+            self._share()
             function, *rest = args
             name = getattr(function, "__qualname__", type(function).__name__)
             task = Task(name, self._starter)

@@ -1,0 +1,153 @@
+"""Modules that are first imported while a simulation is active: alone, or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import FrameType, ModuleType
+from typing import Any
+
+Alone = Callable[[], AbstractContextManager[object]]
+"""Inside, nothing is replaced."""
+
+Answers = Callable[[str, FrameType], Any]
+"""(name, frame that asks) -> the module's attribute, or ``None``: the real module has to answer."""
+
+_ASKED_OF_EVERY_MODULE = ("__path__", "__warningregistry__")
+"""By import statements, which packages have an answer for, and by ``TestCase.assertWarns``."""
+
+
+class StandIn(ModuleType):
+    """What stands in ``sys.modules`` until more is asked of it than ``answers`` know.
+
+    Then the real module is imported, and does the work of this one as well.
+    """
+
+    def __init__(self, name: str, answers: Answers, alone: Alone) -> None:
+        super().__init__(name)
+        spec = _spec(name)
+        # Importing submodules and looking through sys.modules ask for these of every module.
+        vars(self).update(
+            __package__=spec.parent,
+            __spec__=spec,
+            __loader__=spec.loader,
+            __file__=spec.origin,
+            _answers=answers,
+            _alone=alone,
+        )
+        if spec.submodule_search_locations is not None:
+            vars(self)["__path__"] = spec.submodule_search_locations
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Stand for the real module inside, until that is needed; it must not be there yet."""
+        sys.modules[self.__name__] = self
+        try:
+            yield
+        finally:
+            if self._stands:
+                del sys.modules[self.__name__]
+
+    @property
+    def _stands(self) -> bool:
+        return sys.modules.get(self.__name__) is self
+
+    def real(self) -> ModuleType:
+        """The real module, imported alone."""
+        if not self._stands:
+            return importlib.import_module(self.__name__)
+        del sys.modules[self.__name__]
+        try:
+            with self._alone():
+                return importlib.import_module(self.__name__)
+        except BaseException:
+            sys.modules[self.__name__] = self
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ASKED_OF_EVERY_MODULE:
+            raise AttributeError(name)
+        answer = self._answers(name, sys._getframe(1)) if self._stands else None
+        return getattr(self.real(), name) if answer is None else answer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.real(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.real(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self.real())
+
+
+class LateImports(MetaPathFinder):
+    """Imports the modules of ``package`` alone, lest they keep what they find replaced."""
+
+    def __init__(self, package: str, alone: Alone) -> None:
+        self._prefix = f"{package}."
+        self._alone = alone
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Be asked for every module inside."""
+        sys.meta_path.insert(0, self)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of the package where Python finds it; others are not found here."""
+        of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
+        if not of_stand_in and not fullname.startswith(self._prefix):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _AloneLoader(spec.loader, self._alone)
+        return spec
+
+
+class _AloneLoader(Loader):
+    """Puts ``loader`` back where it belongs, and lets it work alone."""
+
+    def __init__(self, loader: Loader, alone: Alone) -> None:
+        self._loader = loader
+        self._alone = alone
+        self._own_spec: ModuleSpec | None = None
+        """Of a module that importing the real package of a stand-in has imported."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return what the loader makes, or the module where it is there by now."""
+        package = sys.modules.get(spec.name.rpartition(".")[0])
+        if isinstance(package, StandIn):
+            package.real()
+            module = sys.modules.get(spec.name)
+            if module is not None:
+                self._own_spec = module.__spec__
+                return module
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code, once."""
+        if self._own_spec is not None:
+            module.__spec__ = self._own_spec
+            return
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        with self._alone():
+            self._loader.exec_module(module)
+
+
+@cache
+def _spec(name: str) -> ModuleSpec:
+    spec = find_spec(name)
+    assert spec is not None, f"torch imports {name}"
+    return spec

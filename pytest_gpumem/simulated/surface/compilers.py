@@ -1,0 +1,180 @@
+"""What torch's compilers are made of, which takes as long to import as torch, for who needs it.
+
+Code that is not compiled imports it as well. What ``torch._disable_dynamo`` decorates (optimizers,
+dispatch modes, custom operators) asks ``torch._dynamo`` in its first call to be left alone, and
+``step()`` asks it for a break in the graph. Python's ``meta`` kernels ask whether sizes are
+symbolic. Neither asks anything of numbers, so stand-ins answer; whatever else is asked of them, by
+whomever, imports the real modules.
+
+Source: torch/_compile.py, optim/optimizer.py, _prims_common/__init__.py, and each use of
+fx/experimental/symbolic_shapes.py within functions of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.fx.experimental._config  # kernels find it imported with what is kept out here
+
+from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
+from pytest_gpumem.simulated.common.patching import Patches
+
+_DYNAMO = "torch._dynamo"
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+_FUNCTIONS = "torch.utils._sympy.functions"
+_SYMPY = "sympy"
+
+
+@contextmanager
+def kept_out(alone: Alone) -> Iterator[None]:
+    """Run what is compiled eagerly inside, and import torch's compilers when somebody needs them.
+
+    ``alone`` imports them, and all of torch, without what is replaced: they would keep it.
+    """
+    left_alone = _LeftAlone()
+    with ExitStack() as inside:
+
+        @contextmanager
+        def importing_dynamo() -> Iterator[None]:
+            left_alone.forget()
+            with alone():
+                yield
+            inside.enter_context(_eagerly())
+
+        def stand_in(name: str, answers: Answers, importing: Alone) -> None:
+            if name not in sys.modules:
+                inside.enter_context(StandIn(name, answers, importing).in_place())
+
+        if _DYNAMO in sys.modules:
+            inside.enter_context(_eagerly())
+        inside.callback(left_alone.forget)
+        inside.enter_context(LateImports("torch", alone).watched())
+        stand_in(_SYMPY, _of_sympy, alone)
+        stand_in(_FUNCTIONS, _of_functions, alone)
+        stand_in(_SHAPES, _of_symbolic_shapes, alone)
+        stand_in(_DYNAMO, left_alone.of_dynamo, importing_dynamo)
+        yield
+
+
+def load() -> None:
+    """Import all of it now."""
+    importlib.import_module(f"{_DYNAMO}.eval_frame")
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Run what is compiled, also what was compiled before, eagerly inside."""
+    patches = Patches()
+    # Nothing was compiled; torch would look for CUDA graphs to drop.
+    patches.plan(sys.modules[_DYNAMO], "reset", lambda: None)
+    with torch.compiler.set_stance("force_eager"):
+        patches.apply()
+        try:
+            yield
+        finally:
+            patches.undo()
+
+
+class _LeftAlone:
+    """The functions that are not to be compiled, while there is nothing that could do it."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[..., Any]] = []
+
+    def of_dynamo(self, name: str, asking: FrameType) -> Any:
+        """What ``torch._dynamo`` does to code that is not compiled: nothing."""
+        return {
+            ("torch._compile", "disable"): self._disable,
+            ("torch.optim.optimizer", "graph_break"): _graph_break,
+        }.get((asking.f_globals.get("__name__", ""), name))
+
+    def forget(self) -> None:
+        """Let the functions ask again; torch/_compile.py keeps the answer with them."""
+        while self._functions:
+            delattr(self._functions.pop(), "__dynamo_disable")
+
+    def _disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        self._functions.append(function)
+        return function
+
+
+def _graph_break(*_: Any, **__: Any) -> None:
+    """Do what the real one does in code that is not compiled."""
+
+
+def _of_sympy(name: str, asking: FrameType) -> Any:
+    """No argument of a kernel is an expression of ``sympy`` while there is no ``sympy``."""
+    return _NoExpression if name == "Basic" and _is_kernel(asking) else None
+
+
+class _NoExpression:
+    pass
+
+
+def _of_functions(name: str, asking: FrameType) -> Any:
+    return max if name == "Max" and _is_kernel(asking) else None
+
+
+_KERNELS = (
+    "torch",
+    "torch._decomp.decompositions",
+    "torch._meta_registrations",
+    "torch._prims",
+    "torch._prims_common",
+    "torch._refs",
+    "torch._refs.linalg",
+    "torch.functional",
+)
+"""Modules whose functions import these names for one call; elsewhere they might be kept."""
+
+
+def _is_kernel(asking: FrameType) -> bool:
+    is_function = asking.f_code.co_flags & inspect.CO_OPTIMIZED
+    return bool(is_function) and asking.f_globals.get("__name__") in _KERNELS
+
+
+def _of_symbolic_shapes(name: str, asking: FrameType) -> Any:
+    """Functions of what may be symbolic, where it is a number."""
+    return _OF_NUMBERS.get(name) if _is_kernel(asking) else None
+
+
+def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(*arguments: Any, **options: Any) -> Any:
+        if all(map(_is_number, arguments)):
+            return value(*arguments)
+        return getattr(importlib.import_module(_SHAPES), name)(*arguments, **options)
+
+    return ask
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value._has_symbolic_sizes_strides
+    if isinstance(value, (tuple, list)):
+        return all(type(part) is int for part in value)
+    return isinstance(value, (bool, int))
+
+
+_ITSELF = (
+    "definitely_true expect_true guard_bool guard_int guard_or_false guard_or_true "
+    "guard_size_oblivious guarding_hint_or_throw statically_known_true"
+)
+_VALUES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_ITSELF.split(), lambda value, *_: value),
+    "_advise_is_bounded": lambda value, bound: None,
+    "_advise_is_size": lambda value: None,
+    "free_unbacked_symbols": lambda value: (),
+    "has_guarding_hint": lambda value: True,
+    "is_nested_int": lambda value: False,
+    "sym_and": lambda *values: all(values),
+    "sym_eq": lambda one, other: one == other,
+    "sym_or": lambda *values: any(values),
+}
+_OF_NUMBERS = {name: _of_numbers(name, value) for name, value in _VALUES.items()}

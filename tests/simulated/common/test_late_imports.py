@@ -1,0 +1,142 @@
+"""Modules first imported during a simulation: alone, or only when they are needed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.simulated.common.late_imports import LateImports, StandIn
+
+PACKAGE = {
+    "__init__.py": "import slow.part\nsize = 3\nstate = slow.part.state",
+    "part.py": "import settings\nstate = settings.replaced",
+    "other.py": "import settings\nstate = settings.replaced",
+}
+"""Takes over what it finds, as torch's compilers do."""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "slow").mkdir()
+    for name, text in PACKAGE.items():
+        (tmp_path / "slow" / name).write_text(text)
+    (tmp_path / "settings.py").write_text("replaced = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("settings")
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("slow", "settings")]:
+        del sys.modules[name]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    settings: Any = sys.modules["settings"]
+    settings.replaced = False
+    yield
+    settings.replaced = True
+
+
+def ask_for_size() -> Any:
+    import slow  # type: ignore[import-not-found]
+
+    return slow.size
+
+
+@contextmanager
+def slow_kept_out() -> Iterator[StandIn]:
+    def answers(name: str, asking: FrameType) -> Any:
+        return "answered" if asking.f_code is ask_for_size.__code__ else None
+
+    stand_in = StandIn("slow", answers, alone)
+    with stand_in.in_place(), LateImports("slow", alone).watched():
+        yield stand_in
+
+
+@pytest.mark.usefixtures("project")
+def test_who_gets_an_answer_imports_nothing() -> None:
+    with slow_kept_out() as stand_in:
+        assert ask_for_size() == "answered"
+        assert sys.modules["slow"] is stand_in
+        assert "slow.part" not in sys.modules
+    assert "slow" not in sys.modules
+    assert ask_for_size() == 3
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(
+    "statement",
+    ["import slow; slow.size", "from slow import size", "from slow import *", "import slow.other"],
+)
+def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> None:
+    with slow_kept_out() as stand_in:
+        exec(statement, {})
+        real = sys.modules["slow"]
+        assert real is not stand_in
+        assert ask_for_size() == 3
+        assert stand_in.state is False
+    assert sys.modules["slow"] is real
+    assert real.state is False
+
+
+@pytest.mark.usefixtures("project")
+def test_a_submodule_that_comes_with_its_package_runs_once() -> None:
+    with slow_kept_out():
+        part = importlib.import_module("slow.part")
+        assert part is sys.modules["slow"].slow.part
+    assert part.__spec__ is not None
+    assert isinstance(part.__spec__.loader, SourceFileLoader)
+
+
+@pytest.mark.usefixtures("project")
+def test_a_module_imported_alone_has_its_own_loader() -> None:
+    with slow_kept_out():
+        other: Any = importlib.import_module("slow.other")
+    assert other.state is False
+    assert isinstance(other.__loader__, SourceFileLoader)
+    assert other.__spec__.loader is other.__loader__
+
+
+@pytest.mark.usefixtures("project")
+def test_what_is_set_and_deleted_is_the_real_modules() -> None:
+    with slow_kept_out() as stand_in:
+        stand_in.size = 5
+        assert sys.modules["slow"].size == 5
+        del stand_in.state
+        assert not hasattr(sys.modules["slow"], "state")
+        assert "size" in dir(stand_in)
+
+
+@pytest.mark.usefixtures("project")
+def test_looking_through_all_modules_imports_nothing() -> None:
+    with slow_kept_out() as stand_in:
+        for name in ("__file__", "__name__", "__spec__", "__warningregistry__"):
+            hasattr(sys.modules["slow"], name)
+        assert find_spec("slow") is stand_in.__spec__
+        assert sys.modules["slow"] is stand_in
+
+
+def test_an_import_that_fails_may_be_tried_again(tmp_path: Path, project: Any) -> None:
+    (tmp_path / "slow" / "__init__.py").write_text("import settings\nsize = 1 / settings.divisor")
+    project.divisor = 0
+    with slow_kept_out() as stand_in:
+        with pytest.raises(ZeroDivisionError):
+            dir(stand_in)
+        assert ask_for_size() == "answered"
+        project.divisor = 2
+        assert stand_in.size == 0.5
+
+
+@pytest.mark.usefixtures("project")
+def test_a_submodule_that_is_not_there_is_missed_as_usual() -> None:
+    with slow_kept_out():
+        assert find_spec("slow.absent") is None
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'slow.absent'"):
+            importlib.import_module("slow.absent")

@@ -1,0 +1,116 @@
+"""Torch's compilers are imported when somebody needs them; each test is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+PRELUDE = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+import pytest_gpumem
+
+COMPILERS = {"torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy"}
+zero_grad = torch.optim.Optimizer.zero_grad.__wrapped__  # torch._disable_dynamo decorates it
+
+
+def train(model, *shape):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(torch.randn(*shape, device="cuda")).float().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run(code: str) -> None:
+    """Run ``code`` where nothing has been imported yet; what it asserts is read from its output."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_training_step_imports_none_of_it() -> None:
+    run(
+        """
+        assert not COMPILERS & set(sys.modules)
+        with pytest_gpumem.simulate("A100-40GB") as gpu:
+            layers = nn.Linear(64, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8)
+            train(nn.Sequential(*layers).cuda(), 16, 64)
+            layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+            train(nn.Sequential(*layers).cuda(), 2, 3, 16, 16)
+            q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.half, requires_grad=True)
+            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+            words = torch.zeros(4, 8, dtype=torch.long, device="cuda")
+            words_of = nn.Embedding(100, 16, device="cuda")
+            logits = words_of(words) @ torch.ones(16, 100, device="cuda")
+            F.cross_entropy(logits.flatten(0, 1), words.flatten()).backward()
+        assert gpu.peak_allocated > 0
+        assert not COMPILERS & set(sys.modules)
+        assert not hasattr(zero_grad, "__dynamo_disable")  # what torch has of a stand-in
+        """
+    )
+
+
+def test_what_needs_it_imports_it_as_without_a_simulation() -> None:
+    run(
+        """
+        with pytest_gpumem.simulate("A100-40GB"):
+            model = nn.Linear(8, 8).cuda()
+            train(model, 4, 8)
+            assert getattr(zero_grad, "__dynamo_disable") is zero_grad
+            with torch.device("cuda"):
+                compiled = torch.compile(model)
+                assert torch.empty(1).is_cuda
+            train(compiled, 4, 8)
+            assert getattr(zero_grad, "__dynamo_disable")._torchdynamo_disable
+            torch._dynamo.reset()
+            import torch._inductor.compile_fx
+        from torch._dynamo.device_interface import CudaInterface
+        from torch._inductor.lowering import lowerings
+        assert CudaInterface.synchronize is torch.cuda.synchronize
+        assert torch.empty in lowerings
+        assert torch._dynamo.reset.__module__ == "torch._dynamo"
+        train_on_cpu = torch.compile(lambda x: x.sin() + 1, backend="eager", fullgraph=True)
+        assert train_on_cpu(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+        """
+    )
+
+
+def test_code_that_was_compiled_in_the_middle_runs_eagerly_until_the_end() -> None:
+    run(
+        """
+        backends = []
+        def backend(graph, inputs):
+            backends.append(graph)
+            return graph.forward
+        with pytest_gpumem.simulate("A100-40GB"):
+            import torch._dynamo
+            compiled = torch._dynamo.optimize(backend)(lambda x: x * 2)
+            assert compiled(torch.ones(2, device="cuda")).is_cuda
+            assert not backends
+        assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+        assert backends
+        """
+    )
+
+
+def test_several_threads_find_it_imported() -> None:
+    run(
+        """
+        import threading
+        with pytest_gpumem.simulate("A100-40GB"):
+            assert "torch._dynamo.eval_frame" not in sys.modules
+            found = []
+            look = lambda: found.append("torch._dynamo.eval_frame" in sys.modules)
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+            assert found == [True]
+        """
+    )
