@@ -19,9 +19,12 @@ Step = Callable[[int], None]
 GIB = 1 << 30
 TOKENS = 1024
 
+NUMBERS = 124_439_808 - 10 * 7_087_872
+"""Parameters of GPT-2 with two of its twelve layers."""
+
 
 def gpt2_step() -> Step:
-    """Train the one GPT-2 of the first call."""
+    """Train the one GPT-2 of the first call, of two layers: its samples' logits are the most."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers")
@@ -30,7 +33,7 @@ def gpt2_step() -> Step:
     def step(batch: int) -> None:
         if not made:
             with torch.device("cuda"):
-                model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+                model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2))
             made.extend((model, torch.optim.AdamW(model.parameters())))
         model, optimizer = made
         tokens = torch.zeros(batch, TOKENS, dtype=torch.long, device="cuda")
@@ -74,5 +77,5 @@ def test_gpt2(gpu: str) -> None:
     assert runs(gpt2_step(), gpu, 1, fit.largest)
     assert not runs(gpt2_step(), gpu, 1, fit.largest + 1)
     assert fit.larger_that_ran == ()
-    # Weights, two moments and, in the step, gradients of 124,439,808 numbers; a workspace.
-    assert 16 * 124_439_808 * 0.7 < fit.model_bytes < 16 * 124_439_808
+    # Weights, two moments and, in the step, gradients of so many numbers; a workspace.
+    assert 16 * NUMBERS * 0.7 < fit.model_bytes < 16 * NUMBERS
