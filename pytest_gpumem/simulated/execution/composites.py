@@ -33,12 +33,12 @@ def composite(runner: Runner, func: Any) -> Handler:
     implementation = tables.COMPOSITES.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
-    return of_parts(runner, on_machine(implementation, func._schema, runner.machine))
+    return of_parts(runner, on_machine(implementation, func, runner.machine))
 
 
 def in_view(runner: Runner, func: Any) -> Handler:
     """An operator that autograd sees whole and that CUDA builds from others."""
-    built = on_machine(tables.IN_VIEW[str(func)], func._schema, runner.machine)
+    built = on_machine(tables.IN_VIEW[str(func)], func, runner.machine)
     parts = of_parts(runner, built)
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
     return whole(runner, func, _on_cuda(runner, _checked(runner, func, parts), elsewhere))

@@ -43,7 +43,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
     parts = sparse.PARTS.get(overload)
-    in_parts = None if parts is None else on_machine(parts, func._schema, machine)
+    in_parts = None if parts is None else on_machine(parts, func, machine)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = machine.current if placement is None else placement.of(name, args, kwargs)

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -59,7 +60,9 @@ class Signature:
         return lambda given: function(*pick(given))
 
 
-def overload_of(name: str) -> Any:
+def overload_of(name: str) -> OpOverload | None:
     """The operator of ATen called ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    operator = getattr(torch.ops.aten, packet, None)
+    found: OpOverload | None = getattr(operator, overload or "default", None)
+    return found

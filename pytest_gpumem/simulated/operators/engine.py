@@ -16,24 +16,26 @@ householder_product, ormqr, matrix_exp): these stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import graph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.operators.layout import is_dense
 from pytest_gpumem.simulated.operators.rules import Composite
 
-InPlace = Callable[[tuple[Any, ...], str], Any]
+InPlace = Callable[[tuple[Any, ...], str], OpOverload | None]
 """(arguments, name of the running autograd node) -> the operator CUDA runs, or ``None``."""
 
 _aten = torch.ops.aten
 _ENGINE_RUNS = graph._engine_run_backward.__code__
 
 
-def in_formula(caller: Any) -> bool:
+def in_formula(caller: FrameType | None) -> bool:
     """Whether the engine itself, or one of its C++ formulas, made the call from frame ``caller``.
 
     Python in between (custom functions, hooks, checkpointing) leaves a frame of its own.
@@ -89,7 +91,7 @@ def _is_temporary(tensor: torch.Tensor) -> bool:
     return tensor_uses <= _SOLE_OWNER[0] and storage_uses <= _SOLE_OWNER[1]
 
 
-def _accumulation(args: tuple[Any, ...], node: str) -> Any:
+def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
     # The engine adds a gradient to the one its buffer already holds for the same input of a node.
     if len(args) != 2 or node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
         return None
@@ -103,12 +105,12 @@ _FORMULAS_THAT_ADD = ("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "Linalg
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
 
 
-def _in(nodes: str, operator: Any) -> InPlace:
+def _in(nodes: str, operator: OpOverload) -> InPlace:
     names = frozenset(nodes.split())
     return lambda args, node: operator if node in names else None
 
 
-def _on_temporary(nodes: str, operator: Any) -> InPlace:
+def _on_temporary(nodes: str, operator: OpOverload) -> InPlace:
     names = frozenset(nodes.split())
     return lambda args, node: operator if node in names and _is_temporary(args[0]) else None
 

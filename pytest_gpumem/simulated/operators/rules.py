@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.common.callsite import provenance
@@ -11,6 +12,7 @@ from pytest_gpumem.simulated.operators.calls import Signature
 
 if TYPE_CHECKING:
     import torch
+    from torch._ops import OpOverload
 
     from pytest_gpumem.simulated.gpu.device import Device
     from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
@@ -150,18 +152,26 @@ Composite = Callable[..., Any]
 
 
 def on_machine(
-    composite: Composite, schema: torch.FunctionSchema, machine: SimulatedMachine
+    composite: Composite, func: OpOverload, machine: SimulatedMachine
 ) -> Callable[..., Any]:
-    """``composite`` as it is called on ``machine``: on the GPU of its first tensor, if any."""
-    signature = Signature(schema)
-    taken = signature.taking(composite)
+    """``composite`` as ``func`` calls it on ``machine``: on the GPU of its first tensor, if any."""
+    given, taken = _bound(composite, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return taken(signature.given(machine.device_of(args, kwargs), args, kwargs))
+        return taken(given(machine.device_of(args, kwargs), args, kwargs))
 
     return call
 
 
+@cache
+def _bound(
+    composite: Composite, func: OpOverload
+) -> tuple[Callable[..., list[Any]], Callable[[list[Any]], Any]]:
+    signature = Signature(func._schema)
+    return signature.given, signature.taking(composite)
+
+
 def passing(gpu: Device, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
-    Scratch(gpu, *sizes).free()
+    if sizes:
+        Scratch(gpu, *sizes).free()

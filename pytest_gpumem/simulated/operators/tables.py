@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch._ops import OpOverload
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.operators import (
@@ -70,7 +72,8 @@ RULES: dict[str, Rule] = {
 """By operator name: hidden allocations."""
 
 
-def rule_of(func: torch._ops.OpOverload) -> BoundRule | None:
+@cache
+def rule_of(func: OpOverload) -> BoundRule | None:
     """The rule that ``func`` follows."""
     rule = RULES.get(func._schema.name)
     # ``upsample_nearest2d.vec_out``: generated from what is built of others, as is its CUDA kernel.
@@ -114,7 +117,9 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     try:
         for name, implementation in COMPOSITES.items():
             operator = name.removeprefix("aten.").removesuffix(".default")
-            kernel = on_machine(implementation, overload_of(operator)._schema, machine)
+            overload = overload_of(operator)
+            assert overload is not None
+            kernel = on_machine(implementation, overload, machine)
             library.impl(operator, kernel, "AutogradMeta")
         for name, kernel in (*foreach.SHAPES.items(), *shapes_only.SHAPES.items()):
             if _lacks_shapes(name):
