@@ -21,6 +21,7 @@ from pytest_gpumem.report.rows import parents_first
 from pytest_gpumem.report.text import wrap
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script
+from pytest_gpumem.script.iterations import iteration_of
 from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
@@ -161,10 +162,27 @@ def _heading(script: Script, answer: endings.Answer) -> str:
 def _phase_lines(measured: Measurement, width: int) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("phase", "peak", "after", "reserved", "cuBLAS")]
     depths: dict[str | None, int] = {}
+    shown = _shown(measured)
+    left_out = 0
     for phase in parents_first(measured.phases):
+        if iteration_of(phase.name) not in shown:
+            left_out += phase.parent is None
+            continue
         depths[phase.name] = depth = depths.get(phase.parent, -1) + 1
         rows.append(_phase_row(phase, depth))
     yield from table(rows, left=(0,), given_up=(4, 3), width=width)
+    if left_out:
+        yield f"{left_out} iterations between are left out: --json has them"
+
+
+def _shown(measured: Measurement) -> set[int | None]:
+    """Return the numbers of the iterations to show: the first two, the highest and the last."""
+    peaks: dict[int, int] = {}
+    for name, phase in measured.phases.items():
+        if (number := iteration_of(name)) is not None:
+            peaks[number] = max(peaks.get(number, 0), phase.peak_allocated)
+    highest = max(peaks, key=lambda number: peaks[number], default=None)
+    return {None, 1, 2, highest, max(peaks, default=None)}
 
 
 def _phase_row(phase: PhaseRecord, depth: int) -> tuple[str, ...]:

@@ -5,5 +5,7 @@ belongs to, and ``measured`` puts these together. Each run has a process of its 
 that, ``request`` what goes in and comes out, and ``process`` starts it, again where one run does
 not tell enough. ``kept`` runs a script in a test.
 
-Only ``stopping``, ``phases``, ``measured`` and ``child`` import torch.
+``files`` keeps it from writing shapes over a checkpoint.
+
+Only ``stopping``, ``phases``, ``files``, ``measured`` and ``child`` import torch.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +35,8 @@ def main(path: str) -> None:
         Answer(endings.NOT_RUN, why).write(request.answer)
         return
     device = _device(request)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run = run_measured(
         request.script,
         device,

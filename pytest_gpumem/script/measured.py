@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.device.device import Device
+from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
@@ -19,6 +20,7 @@ from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.script.entry import Script, chain
+from pytest_gpumem.script.files import checkpoints_kept
 from pytest_gpumem.script.phases import Iterations, shown_phases
 from pytest_gpumem.script.stopping import Alarm, Steps
 
@@ -80,7 +82,7 @@ def run_measured(
     with meter.running(()):
         meter.tracker.load()
         try:
-            with meter.watching(), counter.counted(), alarm.set():
+            with _files_kept(device), meter.watching(), counter.counted(), alarm.set():
                 device.restart_collector()
                 script.run()
             device.end_body()
@@ -109,6 +111,12 @@ def _recorder(device: Device, resources: ExitStack) -> Recorder:
     recorder = RecordedHistory()
     resources.enter_context(recorder.during(STACKS))
     return recorder
+
+
+def _files_kept(device: Device) -> AbstractContextManager[None]:
+    if isinstance(device, SimulatedDevice) and not device.has_values:
+        return checkpoints_kept(device.note)
+    return nullcontext()
 
 
 def _completed(measurement: Measurement, device: Device, steps: int, note: str) -> Measurement:

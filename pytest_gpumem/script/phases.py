@@ -8,11 +8,8 @@ from dataclasses import replace
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
 from pytest_gpumem.measurement.record import CALL, SETUP, PhaseRecord
+from pytest_gpumem.script.iterations import ITERATION, LOAD, numbered
 
-LOAD = "load"
-"""What a script does before its first forward."""
-
-ITERATION = "iteration"
 PARTS = (FORWARD, BACKWARD, STEP)
 
 
@@ -38,7 +35,7 @@ class Iterations(PhaseTracker):
             return None
         if not self._count:
             self.iterated(more=True)
-        return super().enter(f"{name}_{self._count}")
+        return super().enter(numbered(name, self._count))
 
     def iterated(self, *, more: bool) -> None:
         """What went on has ended, and another iteration begins where there are ``more``."""
@@ -48,7 +45,7 @@ class Iterations(PhaseTracker):
         self._is_over = not more
         if more:
             self._count += 1
-            self._present = super().enter(f"{ITERATION}_{self._count}")
+            self._present = super().enter(numbered(ITERATION, self._count))
 
 
 def shown_phases(found: Mapping[str, PhaseRecord], steps: int) -> dict[str, PhaseRecord]:

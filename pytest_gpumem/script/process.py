@@ -21,10 +21,15 @@ GRACE = 120.0
 STDERR = 2
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-_PROGRAM = (
-    "import sys; sys.path[0] = sys.argv[1]; from pytest_gpumem.script.child import main; "
-    "main(sys.argv[2])"
-)
+_PROGRAM = """\
+import signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.path[0] = sys.argv[1]
+from pytest_gpumem.script.child import main
+main(sys.argv[2])
+"""
+"""Ctrl-C ends it without a word until the script begins."""
 
 
 @dataclass(frozen=True)

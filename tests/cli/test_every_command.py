@@ -240,24 +240,27 @@ def test_a_reader_that_has_seen_enough_hears_no_complaint(arguments: list[str]) 
     assert ran.stderr == ""
 
 
-def test_ctrl_c_is_one_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [("predict", "slow.py:step"), ("run", "slow.py")])
+def test_ctrl_c_is_one_word(tmp_path: Path, command: tuple[str, str]) -> None:
     (tmp_path / "slow.py").write_text(
         "import pathlib, time\ndef step():\n    pathlib.Path('begun').touch()\n    time.sleep(60)\n"
+        "if __name__ == '__main__':\n    step()\n"
     )
     begun = tmp_path / "begun"
     program = subprocess.Popen(
-        [*PROGRAM, "predict", "slow.py:step", "--gpu", "T4"],
+        [*PROGRAM, *command],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # shells may ignore it
     )
     deadline = time.monotonic() + 60
     while not begun.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    program.send_signal(signal.SIGINT)
+    os.killpg(program.pid, signal.SIGINT)  # as a terminal does
     assert program.communicate(timeout=60) == ("", "gpumem: interrupted\n")
     assert program.returncode == INTERRUPTED
 

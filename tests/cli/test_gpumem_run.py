@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 from pytest_gpumem.cli import main
+from pytest_gpumem.cli.run import lines
+from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.script.entry import Script
+from pytest_gpumem.script.process import Result
+from pytest_gpumem.script.request import Answer
 
 pytest_plugins = ["pytester"]
 
@@ -20,6 +25,8 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 WORKSPACE = 8_519_680
 """Of cuBLAS on a T4."""
 PARAMETERS = 1024 * KIB + 4 * KIB + 512 * KIB + 512
+
+NINE = ("load", *(f"iteration_{number}" for number in range(1, 10)))
 
 TRAIN = dedent(
     """
@@ -264,6 +271,21 @@ def test_where_values_decide_the_script_runs_again_with_them(gpumem: Gpumem) -> 
     assert ran.sentence == f"gpumem: script.py runs again, with real values on the CPU: {again}"
     assert f"note: run again with real values on the CPU: {again}" in ran.lines
     assert f"    @pytest.mark.gpumem(max={16 * MIB:_}" in ran.out
+
+
+def test_many_iterations_are_left_out_but_for_those_that_tell_something() -> None:
+    peaks = {name: 4 * MIB if name == "iteration_6" else MIB for name in NINE}
+    phases = {name: PhaseRecord(name, peak, peak, 0, 0) for name, peak in peaks.items()}
+    measured = Measurement("cuda:0", True, 4 * MIB, 4 * MIB, 0, 0, None, 0, phases=phases)
+    answer = Answer("stopped", steps=9, gpu="T4", torch="2.13.0", measurements=(measured,))
+
+    shown = list(lines(Script("train.py"), [Result(answer)], None))
+    assert [line.split()[0] for line in shown[3:9]] == [
+        *("load", "iteration_1", "iteration_2", "iteration_6", "iteration_9"),
+        "5",
+    ]
+    assert shown[8] == "5 iterations between are left out: --json has them"
+    assert shown[10] == "the peak, 4.0 MiB (4,194,304 B) in iteration_6:"
 
 
 @pytest.mark.parametrize(

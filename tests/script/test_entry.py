@@ -141,10 +141,13 @@ RAISES = dedent(
     def inner():
         raise KeyError("x")
 
-    try:
-        inner()
-    except KeyError:
-        raise ValueError("y")
+    def outer():
+        try:
+            inner()
+        except KeyError:
+            raise ValueError("y")
+
+    outer()
     """
 )
 
@@ -158,5 +161,8 @@ def test_a_traceback_begins_with_the_script(folder: Path, as_module: bool) -> No
 
     assert raised.value.__traceback__ is not None
     shown = traceback.extract_tb(own_frames(raised.value.__traceback__.tb_next))
-    assert [(Path(one.filename).name, one.lineno) for one in shown] == [("raises.py", 8)]
+    assert [(Path(one.filename).name, one.lineno) for one in shown] == [
+        ("raises.py", 11),
+        ("raises.py", 9),
+    ]
     assert [type(one) for one in chain(raised.value)] == [ValueError, KeyError]

@@ -98,12 +98,10 @@ def test_what_a_script_does_on_its_way_out_is_no_iteration(run: Running) -> None
         """,
         steps=1,
     )
-    assert list(ran.measurement.phases) == [
-        *("load", "iteration_1", "forward_1", "backward_1", "step_1"),
-    ]
-    assert (
-        ran.measurement.peak_allocated > 32 * MIB > ran.measurement.phases["step_1"].peak_allocated
-    )
+    phases = ran.measurement.phases
+    assert list(phases) == ["load", "iteration_1", "forward_1", "backward_1", "step_1"]
+    assert phases["forward_1"].entered == 1
+    assert ran.measurement.peak_allocated > 32 * MIB > phases["step_1"].peak_allocated
 
 
 def test_running_out_of_memory_is_told_by_whom(run: Running) -> None:
@@ -137,6 +135,34 @@ def test_one_that_was_survived_is_none(run: Running) -> None:
         """
     )
     assert (ran.error, ran.out_of_memory, ran.measurement.peak_allocated) == (None, None, MIB)
+
+
+def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
+    run: Running, folder: Path
+) -> None:
+    torch.save({"weight": torch.ones(3)}, folder / "model.pt")
+    ran = run(
+        """
+        import torch
+        net = torch.nn.Linear(1000, 1000, device="cuda")
+        for name in ("model.pt", "new.pt", "new.pt"):
+            torch.save(net.state_dict(), name)
+        torch.save({"epoch": 1}, "model.pt.epoch")
+        torch.save({"epoch": 2}, "model.pt.epoch")
+        """
+    )
+    assert ran.error is None
+    assert torch.load(folder / "model.pt")["weight"].tolist() == [1, 1, 1]
+    with pytest.raises(RuntimeError, match="saved on a simulated GPU"):
+        torch.load(folder / "new.pt")
+    assert torch.load(folder / "model.pt.epoch") == {"epoch": 2}
+    assert (
+        "torch.save at script.py:5 has left model.pt as it was: a simulated GPU has shapes to "
+        "write, and no values"
+    ) in ran.measurement.notes
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("model.pt", "model.pt.epoch", "new.pt", "script.py"),
+    ]
 
 
 def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) -> None:

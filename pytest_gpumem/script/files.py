@@ -1,0 +1,56 @@
+"""Checkpoints that were there before stay: a simulation has shapes to write, and no values."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.surface.checkpoints import restore_unknown
+
+_MARK = restore_unknown.__name__.encode()
+"""What the pickle of a tensor without values calls; zip archives of torch.save compress nothing."""
+
+_LOOKED_AT = 1 << 24
+"""Bytes of a file: its pickle comes first."""
+
+
+@contextmanager
+def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
+    """Let ``torch.save`` inside write no shapes over a file that holds values; ``note`` is told."""
+    save = torch.save
+
+    @functools.wraps(save)
+    def keeping(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        path = Path(f) if isinstance(f, (str, os.PathLike)) else None
+        if path is None or not path.is_file() or _has_no_values(path):
+            save(obj, f, *args, **kwargs)
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            new = Path(folder) / path.name
+            save(obj, new, *args, **kwargs)
+            if not _has_no_values(new):
+                new.replace(path)
+                return
+        note(
+            f"torch.save at {user_line()} has left {path.name} as it was: a simulated GPU has "
+            "shapes to write, and no values"
+        )
+
+    with pytest.MonkeyPatch.context() as patches:
+        for place in (torch, torch.serialization):
+            patches.setattr(place, "save", keeping)
+        yield
+
+
+def _has_no_values(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _MARK in file.read(_LOOKED_AT)
