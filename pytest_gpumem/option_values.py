@@ -50,8 +50,7 @@ class ReportTarget(NamedTuple):
     """Whether nobody asked for it: then it is not written where nothing was measured."""
 
 
-@dataclass(frozen=True)
-class Quota:
+class Quota(NamedTuple):
     """What one process may reserve of its device: exactly one of these is given."""
 
     bytes: int | None = None

@@ -14,14 +14,14 @@ from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.session.early import begin_early
 from pytest_gpumem.session.expected import MODEL_PARAMETER
 from pytest_gpumem.session.host import leave_if_refused
-from pytest_gpumem.session.results import (
+from pytest_gpumem.session.reported import (
     ARGUMENTS,
-    Results,
     hide_own_frames,
     leave_the_sentence,
     skip_unsimulated,
     status_of,
 )
+from pytest_gpumem.session.results import Results
 from pytest_gpumem.session.session import GpumemSession
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The layers of ``pytest_gpumem.simulated``: imports go downward, and never in a circle.
+"""What may import what: the layers of ``simulated`` downward only, and nothing in a circle.
 
 Read from the source, so that imports inside functions and for types alone count like all others.
 """
@@ -14,8 +14,13 @@ import pytest
 
 import pytest_gpumem
 
-PACKAGE = "pytest_gpumem.simulated"
-FOLDER = Path(pytest_gpumem.__file__).parent / "simulated"
+FOLDER = Path(pytest_gpumem.__file__).parent
+PACKAGE = FOLDER.name
+SIMULATED = f"{PACKAGE}.simulated"
+
+MOST_LINES = 450
+"""Of a file; a longer one has its reason in its docstring, after these words."""
+REASON = f"More than {MOST_LINES} lines, because"
 
 LAYERS = ("allocator", "common", "gpu", "machine", "operators", "execution", "surface")
 """Each may import itself and those before it; what lies beside the folders may import them all."""
@@ -25,8 +30,8 @@ Arrow = tuple[str, str]
 
 
 def module_of(path: Path) -> str:
-    """Dotted name of a file, below the package: ``gpu.device``; a folder's own is ``gpu``."""
-    parts = path.relative_to(FOLDER).with_suffix("").parts
+    """Dotted name of a file: ``pytest_gpumem.sizes``; a folder's own is the folder's."""
+    parts = path.relative_to(FOLDER.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -45,9 +50,8 @@ def imports_of(source: str) -> Iterator[str]:
         else:
             continue
         for name in names:
-            if name.startswith(f"{PACKAGE}."):
-                module = name.removeprefix(f"{PACKAGE}.")
-                yield module if module in MODULES else module.rpartition(".")[0]
+            if name.partition(".")[0] == PACKAGE:
+                yield name if name in MODULES else name.rpartition(".")[0]
 
 
 def arrows() -> set[Arrow]:
@@ -56,29 +60,34 @@ def arrows() -> set[Arrow]:
         (module, imported)
         for module, path in MODULES.items()
         for imported in imports_of(path.read_text(encoding="utf-8"))
-        if imported not in (module, "")
+        if imported != module
     }
 
 
 def height(module: str) -> int:
-    """The place of a module's layer, counted from below."""
-    layer = module.partition(".")[0]
+    """The place of a module's layer in ``simulated``, counted from below."""
+    layer = module.removeprefix(f"{SIMULATED}.").partition(".")[0]
     return LAYERS.index(layer) if layer in LAYERS else len(LAYERS)
 
 
+def docstring_of(path: Path) -> str:
+    """The docstring of a file, in one line."""
+    return " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+
+
 def test_every_folder_is_a_layer_and_says_what_it_may_use() -> None:
-    folders = {path.name for path in FOLDER.iterdir() if (path / "__init__.py").exists()}
+    simulated = (FOLDER / "simulated").iterdir()
+    folders = {path.name for path in simulated if (path / "__init__.py").exists()}
 
     assert folders == set(LAYERS)
     for place, layer in enumerate(LAYERS):
-        docstring = ast.get_docstring(ast.parse(MODULES[layer].read_text(encoding="utf-8")))
         below = ", ".join(f"``{each}``" for each in LAYERS[:place])
-        assert docstring is not None
-        assert f"May use: {below or 'nothing'}" in " ".join(docstring.split())
+        assert f"May use: {below or 'nothing'}" in docstring_of(MODULES[f"{SIMULATED}.{layer}"])
 
 
 def test_imports_go_downward_only() -> None:
-    upward = {(one, other) for one, other in arrows() if height(other) > height(one)}
+    inside = {pair for pair in arrows() if all(name.startswith(f"{SIMULATED}.") for name in pair)}
+    upward = {(one, other) for one, other in inside if height(other) > height(one)}
 
     assert upward == set()
 
@@ -95,14 +104,21 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "expected"),
+    "source",
     [
-        ("from pytest_gpumem.simulated.gpu.device import parse_version", "gpu.device"),
-        ("from pytest_gpumem.simulated.gpu import device", "gpu.device"),
-        ("import pytest_gpumem.simulated.gpu.device", "gpu.device"),
-        ("def f():\n    from pytest_gpumem.simulated.gpu import device", "gpu.device"),
-        ("if TYPE_CHECKING:\n    from pytest_gpumem.simulated.gpu import device", "gpu.device"),
+        "from pytest_gpumem.simulated.gpu.device import parse_version",
+        "from pytest_gpumem.simulated.gpu import device",
+        "import pytest_gpumem.simulated.gpu.device",
+        "def f():\n    from pytest_gpumem.simulated.gpu import device",
+        "if TYPE_CHECKING:\n    from pytest_gpumem.simulated.gpu import device",
     ],
 )
-def test_an_import_is_seen_wherever_it_stands(source: str, expected: str) -> None:
-    assert list(imports_of(source)) == [expected]
+def test_an_import_is_seen_wherever_it_stands(source: str) -> None:
+    assert list(imports_of(source)) == ["pytest_gpumem.simulated.gpu.device"]
+
+
+def test_no_file_is_too_long_to_be_read() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES.values()}
+    long = {path for path, count in lines.items() if count > MOST_LINES}
+
+    assert {path for path in long if REASON not in docstring_of(path)} == set()

@@ -90,15 +90,6 @@ class Verdict:
         headline = "; ".join((self._headline(), *self.notes))
         return f"{headline}{_where(self.device, self.simulated, self.gpu)}"
 
-    def long(self, nodeid: str, command: str = "pytest") -> str:
-        """Return the failure text of the test ``nodeid``: short text, explanation and remedy.
-
-        ``command`` is how pytest is started, with the options that the remedy has to repeat.
-        """
-        from pytest_gpumem.baseline.failure import failure_text
-
-        return failure_text([self], update_command(nodeid, command))
-
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
         """Return the lines that say whose bytes changed or, without a reference, are there."""
         return explanation_lines(

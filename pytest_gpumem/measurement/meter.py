@@ -25,8 +25,7 @@ from pytest_gpumem.measurement.phases import (
     bytes_on,
 )
 from pytest_gpumem.measurement.record import CALL, SETUP, Measurement, PhaseRecord
-from pytest_gpumem.measurement.statistics import Block, Reading, Statistics
-from pytest_gpumem.measurement.workspace import clear_workspaces
+from pytest_gpumem.measurement.statistics import Block, Reading, Statistics, clear_workspaces
 
 
 class Meter:

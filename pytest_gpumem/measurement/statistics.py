@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.measurement.workspace import possible_sizes
 
 Path = tuple[str, ...]
@@ -82,6 +83,19 @@ class Statistics(Protocol):
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """Return a context in which nobody is told how high memory goes."""
+
+
+def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozenset[Block]]:
+    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
+
+    torch does not say which of its blocks are workspaces: those that can be and that vanish by
+    clearing them are. Garbage does not vanish meanwhile.
+    """
+    with paused():
+        candidates = statistics.possible_workspaces()
+        statistics.clear_workspaces()
+        after = statistics.live_blocks()
+    return candidates - after, after
 
 
 class CudaStatistics:

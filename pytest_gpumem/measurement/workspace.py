@@ -1,35 +1,17 @@
-"""Which live blocks are cuBLAS workspaces."""
+"""Which sizes cuBLAS workspaces have."""
 
 from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_gpumem.garbage import paused
 from pytest_gpumem.simulated.gpu.workspace_settings import (
     LARGE_BYTES,
     lt_workspace_bytes,
     workspace_bytes,
 )
-
-if TYPE_CHECKING:
-    from pytest_gpumem.measurement.statistics import Block, Statistics
-
-
-def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozenset[Block]]:
-    """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
-
-    torch does not say which of its blocks are workspaces: those that can be and that vanish by
-    clearing them are. Garbage does not vanish meanwhile.
-    """
-    with paused():
-        candidates = statistics.possible_workspaces()
-        statistics.clear_workspaces()
-        after = statistics.live_blocks()
-    return candidates - after, after
 
 
 def possible_sizes(device: int) -> frozenset[int] | None:

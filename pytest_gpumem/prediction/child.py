@@ -20,7 +20,7 @@ import pytest
 
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
-from pytest_gpumem.session.results import ATTRIBUTE
+from pytest_gpumem.session.reported import ATTRIBUTE
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 
 if TYPE_CHECKING:

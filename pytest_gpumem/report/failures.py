@@ -246,6 +246,6 @@ def _summary_lines(groups: Iterable[Sequence[Failure]], width: int) -> Iterator[
 
 
 def _nodeid(report: Any) -> str:
-    from pytest_gpumem.session.results import without_group
+    from pytest_gpumem.session.reported import without_group
 
     return without_group(report.nodeid)

@@ -26,3 +26,13 @@ def header_line(
     from pytest_gpumem.echo import printable
 
     return printable(line)
+
+
+def torch_release() -> str | None:
+    """Return the installed release of torch, which collecting must not import."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
@@ -26,8 +25,7 @@ _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
 """How variables begin that a device reads when it is made."""
 
 
-@dataclass
-class Ambient:
+class Ambient(NamedTuple):
     """The device of code that is not measured, active."""
 
     selector: DeviceSelector

@@ -25,7 +25,8 @@ from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.results import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE
+from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE
+from pytest_gpumem.session.used_fixtures import active_fixtures, fixtures_of, shared_before
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.simulated.common.errors import SimulationError
@@ -111,7 +112,7 @@ class MeasuredItem:
             self._meter = Meter(statistics, ledger, account, numbered=numbered)
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
-            device.begin_test(item.nodeid, ledger.with_nested(_shared_before(item)))
+            device.begin_test(item.nodeid, ledger.with_nested(shared_before(item)))
             self._quota = quota
             self._refusals: Sequence[Refusal] = ()
             if quota is not None or settings.share:
@@ -143,14 +144,14 @@ class MeasuredItem:
         self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Iterator[None]:
         """Meter the set-up of one fixture."""
-        found = set(_active_fixtures(request).values())
+        found = set(active_fixtures(request).values())
         if not self._in_body:
             self.device.restart_collector()
         with self._meter.setting_up(fixture) as nested:
             try:
                 yield
             finally:
-                asked_for = set(_active_fixtures(request).values()) - found - {fixture}
+                asked_for = set(active_fixtures(request).values()) - found - {fixture}
                 nested.extend(asked_for - set(nested))
 
     @contextmanager
@@ -415,53 +416,6 @@ def _account(recorder: Recorder, item: pytest.Item, settings: Settings, hooks: H
         classify=hooks.classify_for(item),
         locate=hooks.locate_for(item),
     )
-
-
-def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
-    """Return the fixtures that ``item`` uses now, those that others need in front of them.
-
-    pytest keeps them on the item's request in the order in which they were asked for, which does
-    not depend on what an earlier test has set up already.
-    """
-    request = getattr(item, "_request", None)
-    if request is None:
-        return []
-    ordered: dict[FixtureDef[Any], None] = {}
-    known: Mapping[str, Sequence[FixtureDef[Any]]] = getattr(request, "_arg2fixturedefs", {})
-    for name, fixture in _active_fixtures(request).items():
-        ordered.update(dict.fromkeys(_overridden(fixture, known.get(name, ()))))
-        ordered[fixture] = None
-    return list(ordered)
-
-
-def _shared_before(item: pytest.Item) -> list[FixtureDef[Any]]:
-    """Return the fixtures that ``item`` will find set up, in the order in which pytest does it."""
-    info = getattr(item, "_fixtureinfo", None)
-    if info is None:
-        return []
-    return [
-        fixture
-        for name in info.names_closure
-        for fixture in info.name2fixturedefs.get(name, ())
-        if fixture.cached_result is not None
-    ]
-
-
-def _overridden(
-    fixture: FixtureDef[Any], same_name: Sequence[FixtureDef[Any]]
-) -> Iterator[FixtureDef[Any]]:
-    """Yield the fixtures that ``fixture`` extends: it asks for its own name, as they may."""
-    if fixture not in same_name or fixture.argname not in fixture.argnames:
-        return
-    below = same_name[: list(same_name).index(fixture)]
-    if below:
-        yield from _overridden(below[-1], below)
-        yield below[-1]
-
-
-def _active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
-    # Not public: the only place where pytest says which fixtures a test got dynamically.
-    return dict(getattr(request, "_fixture_defs", {}))
 
 
 def _with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_gpumem.prediction.predicted import PredictedTest
-from pytest_gpumem.session.results import ARGUMENTS, without_group
+from pytest_gpumem.session.reported import ARGUMENTS, without_group
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.cuda import CudaDevice

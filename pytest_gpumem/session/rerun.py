@@ -13,7 +13,22 @@ import pytest
 from _pytest.tmpdir import tmppath_result_key
 
 if TYPE_CHECKING:
-    from pytest_gpumem.session.session import GpumemSession
+    from pytest_gpumem.options import Settings
+    from pytest_gpumem.session.item import MeasuredItem
+
+
+class Measured(Protocol):
+    """What measures tests, one at a time."""
+
+    settings: Settings
+    current: MeasuredItem | None
+    """The test that is measured now."""
+
+    def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
+        """Start measuring ``item``; a simulated device has ``real_values`` where this says so."""
+
+    def end(self) -> None:
+        """Stop measuring the current test."""
 
 
 class Again(Protocol):
@@ -29,7 +44,7 @@ class Again(Protocol):
 class Rerun:
     """Another run of one test; those that derive say what is different about it."""
 
-    def __init__(self, session: GpumemSession, item: Any) -> None:
+    def __init__(self, session: Measured, item: Any) -> None:
         self._session = session
         self._item = item
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pytest_gpumem.paths import relative
+from pytest_gpumem.session.reported import (
+    ATTRIBUTE,
+    BROKEN_PLUGINS,
+    LOST,
+    RESCHEDULED,
+    SENTENCE,
+    SKIPPED_AT_IMPORT,
+    UNSIMULATED,
+    without_group,
+)
 from pytest_gpumem.session.stopwatch import Run, Stopwatch
 
 if TYPE_CHECKING:
@@ -30,79 +37,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.sharing.learned import Learned
     from pytest_gpumem.sharing.usage import Usage
 
-ATTRIBUTE = "gpumem"
-"""Of a test's final call report: its record as builtin types, for pytest-xdist."""
-
-SENTENCE = "gpumem_sentence"
-"""Of a test's report: what it failed with where that is not of its own memory."""
-
-ARGUMENTS = "gpumem_arguments"
-"""Key of a pytest-xdist worker's input: what pytest was started with."""
-
 OUTPUT = "gpumem"
 """Key of a pytest-xdist worker's output."""
 
-
-UNSIMULATED = "gpumem_unsimulated"
-"""Of a test's report: the sentence that says why a simulated device cannot run it."""
-
-
-LOST = "gpumem_lost"
-"""Of a test's report: the test after which the process that ran it leaves."""
-
-
-RESCHEDULED = "gpumem_rescheduled"
-"""Of the report of a crash: why the test comes again."""
-
-
-SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
-"""Of the report of a test that would be measured: what skipped it was evaluated at import."""
-
-
-BROKEN_PLUGINS = "gpumem_broken_plugins"
-"""Of a test's report: the sentences that name what other plugins did wrong."""
-
-
 AT_IMPORT = "there a GPU that is simulated exists only with --gpumem-sim-scope=session"
-
-
-def hide_own_frames() -> None:
-    """Let tracebacks end in the user's code: pytest leaves out modules that ask for it."""
-    if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
-        return  # then none of them runs below a test's code
-    own = f"{__package__.partition('.')[0]}."
-    # A copy is made at once: another thread may import meanwhile, and anything may stand there.
-    for name, module in sys.modules.copy().items():
-        if isinstance(name, str) and name.startswith(own) and isinstance(module, ModuleType):
-            vars(module)["__tracebackhide__"] = True
-
-
-def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
-    """Let nothing stand behind a failure that is one sentence of ours.
-
-    Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
-    adds a line on how to see them.
-    """
-    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
-        for traceback, *_ in getattr(report.longrepr, "chain", ()):
-            traceback.extraline = None
-
-
-def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
-    """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
-
-    Not a failure, because the code may be right, and not an expected one either.
-    """
-    from pytest_gpumem.simulated.common.errors import SimulationError
-
-    if not isinstance(error, SimulationError):
-        return
-    path, line, _ = item.location
-    report.outcome = "skipped"
-    report.longrepr = (path, (line or 0) + 1, f"Skipped: {error}")
-    vars(report).pop("wasxfail", None)
-    setattr(report, UNSIMULATED, str(error))
-
 
 _COLLECTING = (
     *("python_files", "python_classes", "python_functions", "norecursedirs", "testpaths"),
@@ -436,7 +374,8 @@ class Results:
         for target in self._settings.reports:
             if target.unasked and not records:
                 continue
-            from pytest_gpumem.report.written import ReportedRun, write
+            from pytest_gpumem.report.reported_run import ReportedRun
+            from pytest_gpumem.report.written import write
 
             run = ReportedRun(
                 records,
@@ -456,19 +395,6 @@ def _from_anywhere(config: pytest.Config) -> str:
     """Return how pytest is started where a report is read: at the rootdir, on another machine."""
     device = config.getoption("gpumem_device", None)
     return f"pytest --gpumem-device={device}" if device else "pytest"
-
-
-def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
-    """Return how pytest shows the report of a test that comes again."""
-    if not hasattr(report, RESCHEDULED):
-        return None
-    return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
-
-
-def without_group(nodeid: str) -> str:
-    """Return ``nodeid`` without the ``@group`` that ``--dist loadgroup`` appends."""
-    path, separator, name = nodeid.partition("::")
-    return path + separator + re.sub(r"@[^@\]]*$", "", name)
 
 
 def _were(count: int) -> str:

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.session.progress import progress_line
-from pytest_gpumem.session.rerun import Rerun, can_run_again, collected_error
+from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again, collected_error
 from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.simulated import SimulatedDevice
-    from pytest_gpumem.session.session import GpumemSession
 
 
 class SecondRun(Rerun):
@@ -32,7 +31,7 @@ class SecondRun(Rerun):
     ``expected`` are the seconds of computing that it takes at the least.
     """
 
-    def __init__(self, session: GpumemSession, item: Any, reason: str, *, expected: float) -> None:
+    def __init__(self, session: Measured, item: Any, reason: str, *, expected: float) -> None:
         super().__init__(session, item)
         self._reason = reason
         self._expected = expected
@@ -91,7 +90,7 @@ def _rounded(seconds: float) -> str:
 
 
 def second_run(
-    session: GpumemSession, item: pytest.Item, error: BaseException | None
+    session: Measured, item: pytest.Item, error: BaseException | None
 ) -> SecondRun | None:
     """Return the run that ``item`` needs after ``error``, or after none that pytest would see.
 

@@ -7,7 +7,6 @@ imported on use.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +15,9 @@ from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.paths import relative
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
-from pytest_gpumem.session.expected import MARKER_NAME, Expectations
-from pytest_gpumem.session.results import ATTRIBUTE, SKIPPED_AT_IMPORT, Results
+from pytest_gpumem.session.expected import MARKER_NAME
+from pytest_gpumem.session.parts import Parts
+from pytest_gpumem.session.reported import ATTRIBUTE, SKIPPED_AT_IMPORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,21 +26,12 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.session.affinity import FixtureDevices
     from pytest_gpumem.session.faults import Faults
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
-    from pytest_gpumem.session.hooks import Hooks
-    from pytest_gpumem.session.host import Host
-    from pytest_gpumem.session.hosts import Hosts
     from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.item import MeasuredItem
-    from pytest_gpumem.session.measuring import Measuring
-    from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.rerun import Again
-    from pytest_gpumem.session.shard import Sharding
-    from pytest_gpumem.session.sharing import Sharing
     from pytest_gpumem.session.waiting import WaitWatch
-    from pytest_gpumem.session.watched import Watched
     from pytest_gpumem.sharing.usage import Usage
 
 _HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
@@ -49,21 +40,19 @@ ISOLATED = "gpumem-isolated-reports"
 """The plugin by which a process of a single test is known."""
 
 
-class GpumemSession:
+class GpumemSession(Parts):
     """The plugin's state in one process, which may be a pytest-xdist worker or controller."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config = config
-        self.settings = settings_from(config)
-        early = self._early()
-        self.selector = (
+        settings = settings_from(config)
+        early = _early(config)
+        super().__init__(
+            config,
+            settings,
             early.selector
             if early
-            else config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
+            else config.stash.get(SELECTOR, None) or DeviceSelector(settings.device),
         )
-        self.selector.extra = lambda device: self.hooks.environment(device)
-        self.results = Results(config, self.settings)
-        self._expectations = Expectations(self.settings, lambda: self.selector)
         self.current: MeasuredItem | None = None
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""
@@ -72,79 +61,6 @@ class GpumemSession:
         self._wait_watch: WaitWatch | None = None
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
-
-    @cached_property
-    def fixture_devices(self) -> FixtureDevices:
-        """Where shared fixtures were set up."""
-        from pytest_gpumem.session.affinity import FixtureDevices
-
-        return FixtureDevices()
-
-    @cached_property
-    def hooks(self) -> Hooks:
-        """Calls what other plugins implement."""
-        from pytest_gpumem.session.hooks import Hooks
-
-        return Hooks(self._config)
-
-    @cached_property
-    def sharding(self) -> Sharding | None:
-        """Leaves out what other machines test, ``None`` where nobody else does."""
-        if self.settings.shard is None:
-            return None
-        from pytest_gpumem.session.shard import Sharding
-
-        return Sharding(self._config, self.settings, self.results, self._expectations.of)
-
-    @cached_property
-    def predictions(self) -> Predictions:
-        """What tests need by simulation."""
-        from pytest_gpumem.session.predictions import Predictions
-
-        return Predictions(self._config)
-
-    @cached_property
-    def host(self) -> Host:
-        """The GPUs of this host, and whether as many processes as there are can use them."""
-        from pytest_gpumem.session.host import Host
-
-        return Host(self._config, self.settings)
-
-    @cached_property
-    def sharing(self) -> Sharing:
-        """Lets tests pass, one beside the other."""
-        from pytest_gpumem.session.sharing import Sharing
-
-        return Sharing(self._config, self.settings, lambda: self.predictions)
-
-    @cached_property
-    def hosts(self) -> Hosts:
-        """What workers of pytest-xdist tell of their devices."""
-        from pytest_gpumem.session.hosts import Hosts
-
-        return Hosts()
-
-    @cached_property
-    def watched(self) -> Watched:
-        """Tells watchers of this process's tests."""
-        from pytest_gpumem.session.watched import Watched
-
-        return Watched(self._config)
-
-    @cached_property
-    def measuring(self) -> Measuring:
-        """Begins measurements."""
-        from pytest_gpumem.session.measuring import Measuring
-
-        return Measuring(
-            self._config,
-            self.settings,
-            self.selector,
-            self._expectations,
-            lambda: self.predictions,
-            self.sharing if self.settings.share else None,
-            self.hooks,
-        )
 
     def start(self) -> None:
         """Let the simulated GPU exist from now on, where the options say so."""
@@ -158,7 +74,7 @@ class GpumemSession:
             and not self.selector.off
             and _runs_tests(self._config)
         ):
-            early = self._early()
+            early = _early(self._config)
             if early is None:
                 from pytest_gpumem.device.errors import DeviceError
 
@@ -167,15 +83,6 @@ class GpumemSession:
                 except DeviceError as error:
                     raise pytest.UsageError(str(error)) from None
             self.selector, self._ambient = early.selector, early.device
-
-    def _early(self) -> Ambient | None:
-        """Return the device that exists already, ``None`` where it would not be the same now."""
-        ambient = self._config.stash.get(AMBIENT, None)
-        if ambient is None or ambient.is_current:
-            return ambient
-        ambient.resources.close()
-        del self._config.stash[AMBIENT]
-        return None
 
     def stop(self) -> None:
         """Give the process back as it was, also where a test was interrupted."""
@@ -191,7 +98,7 @@ class GpumemSession:
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
-        from pytest_gpumem.report.header import header_line
+        from pytest_gpumem.report.header import header_line, torch_release
 
         root = self.settings.baselines
         folders: list[str] = []
@@ -199,7 +106,7 @@ class GpumemSession:
             folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
         shown = relative(root, self._config.rootpath)
         return header_line(
-            self.selector.description, _torch_release(), shown, folders, self.host.described
+            self.selector.description, torch_release(), shown, folders, self.host.described
         )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
@@ -502,6 +409,16 @@ class GpumemSession:
         return None if device is None or device is self.selector.real() else device
 
 
+def _early(config: pytest.Config) -> Ambient | None:
+    """Return the device that exists already, ``None`` where it would not be the same now."""
+    ambient = config.stash.get(AMBIENT, None)
+    if ambient is None or ambient.is_current:
+        return ambient
+    ambient.resources.close()
+    del config.stash[AMBIENT]
+    return None
+
+
 @contextmanager
 def _taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
     """Take ``fixture`` back if the simulation cannot set it up, which goes on inside.
@@ -517,16 +434,6 @@ def _taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Ite
             fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest
             fixture.finish(request)  # type: ignore[arg-type]
         raise
-
-
-def _torch_release() -> str | None:
-    """Return the installed release of torch, which collecting must not import."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
 
 
 def _runs_tests(config: pytest.Config) -> bool:

@@ -16,8 +16,8 @@ from pytest_gpumem.marker import GUARANTEED
 from pytest_gpumem.session.hosts import Line
 from pytest_gpumem.session.learning import learned_before
 from pytest_gpumem.session.passage import NextRun, Passage
-from pytest_gpumem.session.rerun import Rerun, can_run_again
-from pytest_gpumem.session.results import without_group
+from pytest_gpumem.session.reported import without_group
+from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.session.yielding import interruptible
 from pytest_gpumem.sharing.database import SharingError, default_folder
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.predictions import Predictions
-    from pytest_gpumem.session.session import GpumemSession
     from pytest_gpumem.sharing.usage import Usage
 
 MARGIN = 1.1
@@ -97,7 +96,7 @@ class Sharing:
         return self.passage is not None and bool(self.passage.next_run(error, refusal, quota))
 
     def again(
-        self, session: GpumemSession, item: pytest.Item, error: BaseException | None
+        self, session: Measured, item: pytest.Item, error: BaseException | None
     ) -> SharedRerun | None:
         """Return the run that the present test needs after ``error``, if it needs another.
 
@@ -305,7 +304,7 @@ class SharedRerun(Rerun):
 
     def __init__(
         self,
-        session: GpumemSession,
+        session: Measured,
         item: Any,
         error: BaseException | None,
         passage: Passage,

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.baseline.failure import failure_text
 from pytest_gpumem.baseline.verdict import Improvement, Verdict, format_percent, update_command
 
 MIB = 1024**2
@@ -35,6 +36,10 @@ def verdict(base: dict[str, Any], **changes: Any) -> Verdict:
     return Verdict(**{**base, **changes})
 
 
+def long(verdict: Verdict) -> str:
+    return failure_text([verdict], update_command(NODEID))
+
+
 def test_a_regression_reads_as_the_guide_shows_it() -> None:
     explanation: tuple[dict[str, Any], ...] = (
         {
@@ -60,7 +65,7 @@ def test_a_regression_reads_as_the_guide_shows_it() -> None:
             "dtype": None,
         },
     )
-    assert verdict(BASELINE, explanation=explanation).long(NODEID) == (
+    assert long(verdict(BASELINE, explanation=explanation)) == (
         "forward peaked at 1.62 GiB (1,739,461,632 B), 412.0 MiB over its baseline of 1.22 GiB "
         "(+33.0 %, tolerance 1% + 1MiB)\n"
         "  +384.0 MiB  activations  model/attention.py:71  torch.softmax"
@@ -73,13 +78,13 @@ def test_a_regression_reads_as_the_guide_shows_it() -> None:
 
 def test_the_short_text_is_the_first_line_of_the_long_one() -> None:
     for base in (BASELINE, LIMIT):
-        assert verdict(base).long(NODEID).splitlines()[0] == verdict(base).short
+        assert long(verdict(base)).splitlines()[0] == verdict(base).short
 
 
 def test_memory_that_went_away_has_its_sign_and_the_rest_is_summed_up() -> None:
     explanation = [{"bytes": -8 * MIB, "change": "gone", "category": "inputs", "count": 2}]
     explanation += [{"bytes": 512, "change": "grown", "category": "other", "count": 1}] * 11
-    lines = verdict(BASELINE, explanation=tuple(explanation)).long(NODEID).splitlines()
+    lines = long(verdict(BASELINE, explanation=tuple(explanation))).splitlines()
     assert lines[1] == "  -8.0 MiB  inputs  2 × 4.0 MiB (gone)"
     assert lines[2] == "  +  512 B  other   1 × 512 B"
     assert len(lines) == 13
@@ -87,7 +92,7 @@ def test_memory_that_went_away_has_its_sign_and_the_rest_is_summed_up() -> None:
 
 
 def test_a_limit_says_by_how_much_it_is_exceeded_and_offers_no_update() -> None:
-    assert verdict(LIMIT).long(NODEID) == (
+    assert long(verdict(LIMIT)) == (
         "the test peaked at 130.0 MiB (136,314,880 B), 30.0 MiB over its limit of 100.0 MiB"
     )
 
@@ -106,7 +111,7 @@ def test_what_passed_reads_as_passed() -> None:
         "the test peaked at 100.0 MiB (104,857,600 B), within its limit of 100.0 MiB"
     )
     same = verdict(BASELINE, actual=1_307_448_320, passed=True)
-    assert same.long(NODEID) == (
+    assert long(same) == (
         "forward peaked at 1.22 GiB (1,307,448,320 B), equal to its baseline (tolerance 1% + 1MiB)"
     )
 
@@ -144,7 +149,7 @@ def test_a_simulated_number_and_another_device_say_so() -> None:
 def test_a_missing_baseline_says_what_to_do() -> None:
     note = "no baseline for sim-T4-torch2.13; known elsewhere: sim-A10-torch2.13 1.22 GiB"
     missing = verdict(BASELINE, phase=None, limit=None, reference=None, notes=(note,))
-    assert missing.long(NODEID) == (
+    assert long(missing) == (
         "the test peaked at 1.62 GiB (1,739,461,632 B) and has no baseline to match; "
         "no baseline for sim-T4-torch2.13; known elsewhere: sim-A10-torch2.13 1.22 GiB\n"
         'record it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
@@ -153,19 +158,19 @@ def test_a_missing_baseline_says_what_to_do() -> None:
 
 def test_a_phase_that_did_not_run_is_named_with_what_was_asked_of_it() -> None:
     notes = ("phases that ran: backward",)
-    assert verdict(BASELINE, actual=0, notes=notes).long(NODEID) == (
+    assert long(verdict(BASELINE, actual=0, notes=notes)) == (
         "phase forward did not run, so its baseline of 1.22 GiB was not checked; "
         "phases that ran: backward\n"
         'accept it: pytest --gpumem-update-baselines "tests/test_model.py::test_step"'
     )
-    assert verdict(LIMIT, phase="step", actual=0).long(NODEID) == (
+    assert long(verdict(LIMIT, phase="step", actual=0)) == (
         "phase step did not run, so its limit of 100.0 MiB was not checked"
     )
 
 
 def test_nothing_measured_names_the_cause_and_the_remedies() -> None:
     nothing = verdict(LIMIT, kind="nothing_measured", limit=None, actual=0)
-    assert nothing.long(NODEID) == (
+    assert long(nothing) == (
         "nothing was measured, because the test allocated nothing on cuda:0; the usual cause is "
         '`device = "cuda" if torch.cuda.is_available() else "cpu"` at import: ask `gpumem.device` '
         "inside the test"

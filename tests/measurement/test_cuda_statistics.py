@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.measurement.statistics import CudaStatistics, Reading
-from pytest_gpumem.measurement.workspace import clear_workspaces
+from pytest_gpumem.measurement.statistics import CudaStatistics, Reading, clear_workspaces
 
 SMALL_SEGMENT = 2 * 1024**2
 WORKSPACE = 8_519_680

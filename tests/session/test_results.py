@@ -10,7 +10,8 @@ import pytest
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.session.results import ATTRIBUTE, Results
+from pytest_gpumem.session.reported import ATTRIBUTE
+from pytest_gpumem.session.results import Results
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 

@@ -1,0 +1,109 @@
+"""The parts of a session, each imported and made when it is first used."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.session.expected import Expectations
+from pytest_gpumem.session.results import Results
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.select import DeviceSelector
+    from pytest_gpumem.options import Settings
+    from pytest_gpumem.session.affinity import FixtureDevices
+    from pytest_gpumem.session.hooks import Hooks
+    from pytest_gpumem.session.host import Host
+    from pytest_gpumem.session.hosts import Hosts
+    from pytest_gpumem.session.measuring import Measuring
+    from pytest_gpumem.session.predictions import Predictions
+    from pytest_gpumem.session.shard import Sharding
+    from pytest_gpumem.session.sharing import Sharing
+    from pytest_gpumem.session.watched import Watched
+
+
+class Parts:
+    """What a session is made of; ``results`` and expectations every session needs."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, selector: DeviceSelector) -> None:
+        self._config = config
+        self.settings = settings
+        self.selector = selector
+        self.selector.extra = lambda device: self.hooks.environment(device)
+        self.results = Results(config, settings)
+        self._expectations = Expectations(settings, lambda: self.selector)
+
+    @cached_property
+    def fixture_devices(self) -> FixtureDevices:
+        """Where shared fixtures were set up."""
+        from pytest_gpumem.session.affinity import FixtureDevices
+
+        return FixtureDevices()
+
+    @cached_property
+    def hooks(self) -> Hooks:
+        """Calls what other plugins implement."""
+        from pytest_gpumem.session.hooks import Hooks
+
+        return Hooks(self._config)
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """Leaves out what other machines test, ``None`` where nobody else does."""
+        if self.settings.shard is None:
+            return None
+        from pytest_gpumem.session.shard import Sharding
+
+        return Sharding(self._config, self.settings, self.results, self._expectations.of)
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        """What tests need by simulation."""
+        from pytest_gpumem.session.predictions import Predictions
+
+        return Predictions(self._config)
+
+    @cached_property
+    def host(self) -> Host:
+        """The GPUs of this host, and whether as many processes as there are can use them."""
+        from pytest_gpumem.session.host import Host
+
+        return Host(self._config, self.settings)
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """Lets tests pass, one beside the other."""
+        from pytest_gpumem.session.sharing import Sharing
+
+        return Sharing(self._config, self.settings, lambda: self.predictions)
+
+    @cached_property
+    def hosts(self) -> Hosts:
+        """What workers of pytest-xdist tell of their devices."""
+        from pytest_gpumem.session.hosts import Hosts
+
+        return Hosts()
+
+    @cached_property
+    def watched(self) -> Watched:
+        """Tells watchers of this process's tests."""
+        from pytest_gpumem.session.watched import Watched
+
+        return Watched(self._config)
+
+    @cached_property
+    def measuring(self) -> Measuring:
+        """Begins measurements."""
+        from pytest_gpumem.session.measuring import Measuring
+
+        return Measuring(
+            self._config,
+            self.settings,
+            self.selector,
+            self._expectations,
+            lambda: self.predictions,
+            self.sharing if self.settings.share else None,
+            self.hooks,
+        )

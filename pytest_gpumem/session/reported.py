@@ -1,0 +1,85 @@
+"""What rides on pytest's reports, from the process of a test to the one that reports."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ATTRIBUTE = "gpumem"
+"""Of a test's final call report: its record as builtin types, for pytest-xdist."""
+
+SENTENCE = "gpumem_sentence"
+"""Of a test's report: what it failed with where that is not of its own memory."""
+
+ARGUMENTS = "gpumem_arguments"
+"""Key of a pytest-xdist worker's input: what pytest was started with."""
+
+UNSIMULATED = "gpumem_unsimulated"
+"""Of a test's report: the sentence that says why a simulated device cannot run it."""
+
+LOST = "gpumem_lost"
+"""Of a test's report: the test after which the process that ran it leaves."""
+
+RESCHEDULED = "gpumem_rescheduled"
+"""Of the report of a crash: why the test comes again."""
+
+SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
+"""Of the report of a test that would be measured: what skipped it was evaluated at import."""
+
+BROKEN_PLUGINS = "gpumem_broken_plugins"
+"""Of a test's report: the sentences that name what other plugins did wrong."""
+
+
+def hide_own_frames() -> None:
+    """Let tracebacks end in the user's code: pytest leaves out modules that ask for it."""
+    if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
+        return  # then none of them runs below a test's code
+    own = f"{__package__.partition('.')[0]}."
+    # A copy is made at once: another thread may import meanwhile, and anything may stand there.
+    for name, module in sys.modules.copy().items():
+        if isinstance(name, str) and name.startswith(own) and isinstance(module, ModuleType):
+            vars(module)["__tracebackhide__"] = True
+
+
+def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
+    """Let nothing stand behind a failure that is one sentence of ours.
+
+    Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
+    adds a line on how to see them.
+    """
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        for traceback, *_ in getattr(report.longrepr, "chain", ()):
+            traceback.extraline = None
+
+
+def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
+    """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
+
+    Not a failure, because the code may be right, and not an expected one either.
+    """
+    from pytest_gpumem.simulated.common.errors import SimulationError
+
+    if not isinstance(error, SimulationError):
+        return
+    path, line, _ = item.location
+    report.outcome = "skipped"
+    report.longrepr = (path, (line or 0) + 1, f"Skipped: {error}")
+    vars(report).pop("wasxfail", None)
+    setattr(report, UNSIMULATED, str(error))
+
+
+def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
+    """Return how pytest shows the report of a test that comes again."""
+    if not hasattr(report, RESCHEDULED):
+        return None
+    return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
+
+
+def without_group(nodeid: str) -> str:
+    """Return ``nodeid`` without the ``@group`` that ``--dist loadgroup`` appends."""
+    path, separator, name = nodeid.partition("::")
+    return path + separator + re.sub(r"@[^@\]]*$", "", name)

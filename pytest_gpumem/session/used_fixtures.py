@@ -1,0 +1,61 @@
+"""Which fixtures a test uses, in the order in which pytest sets them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from _pytest.fixtures import FixtureDef
+
+
+def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
+    """Return the fixtures that ``item`` uses now, those that others need in front of them.
+
+    pytest keeps them on the item's request in the order in which they were asked for, which does
+    not depend on what an earlier test has set up already.
+    """
+    request = getattr(item, "_request", None)
+    if request is None:
+        return []
+    ordered: dict[FixtureDef[Any], None] = {}
+    known: Mapping[str, Sequence[FixtureDef[Any]]] = getattr(request, "_arg2fixturedefs", {})
+    for name, fixture in active_fixtures(request).items():
+        ordered.update(dict.fromkeys(_overridden(fixture, known.get(name, ()))))
+        ordered[fixture] = None
+    return list(ordered)
+
+
+def shared_before(item: pytest.Item) -> list[FixtureDef[Any]]:
+    """Return the fixtures that ``item`` will find set up, in the order in which pytest does it."""
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return []
+    return [
+        fixture
+        for name in info.names_closure
+        for fixture in info.name2fixturedefs.get(name, ())
+        if fixture.cached_result is not None
+    ]
+
+
+def _overridden(
+    fixture: FixtureDef[Any], same_name: Sequence[FixtureDef[Any]]
+) -> Iterator[FixtureDef[Any]]:
+    """Yield the fixtures that ``fixture`` extends: it asks for its own name, as they may."""
+    if fixture not in same_name or fixture.argname not in fixture.argnames:
+        return
+    below = same_name[: list(same_name).index(fixture)]
+    if below:
+        yield from _overridden(below[-1], below)
+        yield below[-1]
+
+
+def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
+    """Return the fixtures that a test has got so far, by name.
+
+    Not public: the only place where pytest says which a test asked for while it ran.
+    """
+    return dict(getattr(request, "_fixture_defs", {}))
