@@ -29,7 +29,7 @@ def serve(number: int) -> None:
     sys.path[:] = [entry for entry in sys.path if entry not in beginning]
     with socket.socket(fileno=number) as listening:
         while True:
-            ready, _, _ = select.select([listening, 0], [], [])
+            ready, _, _ = select.select([listening.fileno(), 0], [], [])
             if 0 in ready:
                 return
             connection, _ = listening.accept()
@@ -71,7 +71,7 @@ def _run(folder: str, environment: Mapping[str, str], arguments: Sequence[str]) 
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # which the fork's own folder may have
     random.seed()
-    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     for stream, place in (("stdout", 1), ("stderr", 2)):
         raw = io.FileIO(place, "w", closefd=False)
         text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
