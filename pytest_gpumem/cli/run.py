@@ -140,6 +140,8 @@ def lines(
     yield CONTEXT
     notes = (note for result in results for one in result.told.measurements for note in one.notes)
     yield from dict.fromkeys(f"note: {note}" for note in notes)
+    if any(result.told.ending == endings.TIME for result in results):
+        yield "note: its time was over, so its peak may be still to come: give more --seconds"
     if test is not None:
         yield ""
         yield "a test that keeps the number:"
