@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -272,78 +272,6 @@ def test_what_a_described_kernel_may_have_written_is_unknown(mylib: ModuleType) 
         mylib.launch(lengths)
         with pytest.raises(UnknownValueError):
             lengths.sum().item()
-
-
-# Triton: a stand-in with the classes that a launch goes through.
-
-
-class FakeJit:
-    def __init__(self, fn: Any) -> None:
-        self.fn = fn
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *args, **options: self.run(*args, grid=grid, warmup=False, **options)
-
-    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        raise AssertionError("the driver was asked for a GPU")
-
-
-class FakeAutotuner(FakeJit):
-    def run(self, *args: Any, **options: Any) -> Any:
-        return self.fn.run(*args, **options)
-
-
-@pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in: dict[str, dict[str, Any]] = {
-        "triton": {},
-        "triton.runtime": {},
-        "triton.runtime.jit": {"JITFunction": FakeJit},
-        "triton.runtime.autotuner": {"Autotuner": FakeAutotuner},
-    }
-    for name, members in stand_in.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-def rms_norm_kernel(x: Any, out: Any, size: Any, BLOCK: Any) -> None: ...  # noqa: N803
-
-
-@pytest.mark.parametrize(
-    "kernel", [FakeJit(rms_norm_kernel), FakeAutotuner(FakeJit(rms_norm_kernel))]
-)
-def test_a_triton_launch_is_refused_with_the_name_of_the_kernel(
-    triton: None, kernel: FakeJit
-) -> None:
-    with simulate("T4"), pytest.raises(UnsupportedOperatorError) as caught:
-        kernel[(1,)](torch.ones(3, device="cuda"), None, 3, BLOCK=64)
-    path = f"{__name__}.rms_norm_kernel"
-    assert str(caught.value).startswith(f"{path} at tests/simulated/test_described.py:")
-    assert "is a Triton kernel, which a simulated GPU cannot run" in str(caught.value)
-    assert f'simulate_operator("{path}")' in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "kernel", [FakeJit(rms_norm_kernel), FakeAutotuner(FakeJit(rms_norm_kernel))]
-)
-def test_a_described_triton_kernel_runs(triton: None, kernel: FakeJit) -> None:
-    seen = []
-    simulate_operator(kernel)(lambda *args, **options: seen.append((len(args), options)))
-    with simulate("T4") as gpu:
-        x, out = torch.ones(256, device="cuda"), torch.empty(256, device="cuda")
-        kernel[(1,)](x, out, 256, BLOCK=64)
-        assert seen == [(3, {"BLOCK": 64})]
-        assert gpu.peak_allocated == 2048
-    with pytest.raises(AssertionError, match="the driver was asked"):
-        kernel[(1,)](x, out, 256, BLOCK=64)
-
-
-def test_a_triton_kernel_is_described_by_its_path(triton: None, mylib: ModuleType) -> None:
-    mylib.kernel = FakeJit(rms_norm_kernel)  # type: ignore[attr-defined]  # a stand-in module
-    simulate_operator("gpumem_mylib.kernel")(lambda *args, **options: None)
-    with simulate("T4"):
-        mylib.kernel[(1,)](torch.ones(3, device="cuda"), None, 3, BLOCK=64)
 
 
 # Compiled extensions.

@@ -221,7 +221,12 @@ def _is_own(filename: str) -> bool:
 
 @cache
 def is_internal(filename: str) -> bool:
-    """Whether code of this file is torch's or this package's own, or is passed through."""
-    torch_folder = str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep
+    """Whether code of this file is torch's, Triton's or our own, or is passed through."""
     passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
-    return passed or filename.startswith((torch_folder, _OWN, "<"))
+    return passed or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
+
+
+def _folder(package: str) -> str:
+    """Where ``package`` lies; no folder at all if it is not imported."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return str(Path(file).parent) + os.sep if file else "<"

@@ -1,10 +1,16 @@
-"""Operators of other libraries: a description stands for those that have one."""
+"""Operators of other libraries: a description stands for those that have one.
+
+What ``torch.library.triton_op`` makes needs none: it is built from operators of torch's and kernels
+of Triton's, each of which is seen for itself.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.simulated.execution.composites import whole
+from torch._library.custom_ops import OPDEFS
+
+from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.runner import TORCHS_OWN, Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
@@ -15,9 +21,23 @@ def is_custom(func: Any) -> bool:
     return func.namespace not in TORCHS_OWN
 
 
+def in_triton(runner: Runner, func: Any) -> Handler | None:
+    """What ``func`` is built from, if ``torch.library.triton_op`` has made it.
+
+    Its shape-only implementation is the same function, whose temporaries would go unseen
+    (torch/_library/triton.py, torch 2.6 to 2.15).
+    """
+    definition = OPDEFS.get(func._schema.name)
+    made = None if definition is None else definition._init_fn
+    if made is None or made.__module__ != "torch._library.triton":
+        return None
+    return of_parts(runner, made)
+
+
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """``func``, as somebody has described it; ``undescribed`` runs it where nobody has."""
     schema = func._schema
+    undescribed = in_triton(runner, func) or undescribed
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         description = DESCRIPTIONS.of(schema.name, schema.overload_name)

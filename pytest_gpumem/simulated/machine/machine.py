@@ -245,14 +245,19 @@ class SimulatedMachine(Notes):
         return True
 
     def kernel_wrote(self, *values: Any) -> None:
-        """Forget what is known of tensors that a kernel was given, or made.
+        """Forget what is known of tensors that a kernel may have written to, or made.
 
-        Nobody says which it writes to, and a description knows shapes alone.
+        In a capture it writes when its graph is replayed.
         """
-        for tensor in tensors_in(values):
-            record = self.storages.of(tensor)
-            if record is not None:
-                self.values.forget(record.key)
+        found = ((each, self.storages.of(each)) for each in tensors_in(values))
+        written = [(each, record) for each, record in found if record is not None]
+        capture = self.streams.captures.get((self.current_index, self.current.stream))
+        if capture is not None:
+            capture.is_empty = False
+            capture.recording.wrote([tensor for tensor, _ in written])
+            return
+        for _, record in written:
+            self.values.forget(record.key)
 
     def forget_reads(self) -> None:
         """Begin anew to count what is read, and to see what the host has room for."""

@@ -6,6 +6,7 @@ is freed when it would be. What a replay writes where a storage has died since s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ class _View:
 
 @dataclass(frozen=True)
 class _Step:
-    operator: Operator
+    operator: Operator | None
+    """``None`` for a kernel of which nothing is known but its targets."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
@@ -83,6 +85,11 @@ class Recording:
                 tuple(targets),
             )
         )
+
+    def wrote(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remember a kernel that writes to ``tensors`` what nobody knows."""
+        targets = tuple(self._described(tensor) for tensor in tensors)
+        self._steps.append(_Step(None, (), {}, None, targets))
 
     def replay(self) -> None:
         """Do it all again; where values are not all computed, what it writes is unknown."""
@@ -130,6 +137,10 @@ class _Replay:
 
     def do(self, step: _Step) -> None:
         operator = step.operator
+        if operator is None:
+            for target in step.targets:
+                self._contents.forget(target.place)
+            return
         if operator.blank:
             self._blank.update(view.place for view in _views(step.result))
             return

@@ -1,4 +1,4 @@
-"""Kernels that are not PyTorch's: Triton's, and functions of compiled extensions.
+"""Functions of compiled extensions, whose kernels nobody but they know.
 
 A description (:mod:`pytest_gpumem.simulated.operators.described`) runs in their place; without one
 the test is skipped with a sentence that names them.
@@ -6,73 +6,21 @@ the test is skipped with a sentence that names them.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.operators.described import (
-    DESCRIPTIONS,
-    base_function,
-    path_of,
-    tensors_in,
-)
-
-if TYPE_CHECKING:
-    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-
-_TRITON = (
-    ("triton.runtime.jit", "JITFunction"),
-    ("triton.runtime.autotuner", "Autotuner"),
-    ("triton.runtime.autotuner", "Heuristics"),
-    ("triton.runtime.interpreter", "InterpretedFunction"),
-)
-"""Every class whose ``run`` a launch ``kernel[grid](...)`` may reach first."""
+from pytest_gpumem.simulated.operators.described import tensors_in
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
 """How pybind11 spells a tensor argument in the signature that begins a function's docstring
 (torch/csrc/utils/pybind.h, PYBIND11_TYPE_CASTER of at::Tensor)."""
-
-
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Stand in the way of Triton's launches."""
-    if not _is_installed("triton"):
-        return
-    for module, name in _TRITON:
-        try:
-            kind = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):  # another release of Triton
-            continue
-        patches.plan(kind, "run", _run(machine))
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return package in sys.modules or importlib.util.find_spec(package) is not None
-    except ValueError:
-        return False
-
-
-def _run(machine: SimulatedMachine) -> Callable[..., Any]:
-    def run(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **options: Any) -> Any:
-        function = base_function(kernel)
-        description = DESCRIPTIONS.kernels.get(function)
-        if warmup:
-            return None
-        if description is None:
-            _refuse(path_of(function), "a Triton kernel")
-        result = description(*args, **options)
-        machine.kernel_wrote(args, options, result)
-        return result
-
-    return run
 
 
 def _refuse(path: str, what: str) -> NoReturn:

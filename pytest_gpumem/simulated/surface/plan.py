@@ -15,7 +15,6 @@ from pytest_gpumem.simulated.surface import (
     gradients,
     graphs,
     history,
-    kernels,
     legacy,
     optimizers,
     pool_states,
@@ -30,6 +29,7 @@ from pytest_gpumem.simulated.surface import (
     unsupported,
     wrappers,
 )
+from pytest_gpumem.simulated.surface.triton import launches
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -54,7 +54,7 @@ def plan(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
         saved,
         checkpoints,
         compile,
-        kernels,
+        launches,
         backends,
         devices,
         legacy,

@@ -701,6 +701,9 @@ NOT_OF_THE_CPU = frozenset(
         "emit_nvtx",
         "HigherOrderOperator.dispatch",
         "run",  # of Triton's kernels
+        "GridExecutor.__call__",  # of Triton's interpreter
+        "_active",  # Triton's driver
+        "active",
         "_JittedFunction.__call__",
     }
 )

@@ -14,6 +14,7 @@ from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
+from pytest_gpumem.simulated.machine.values.ranges import Ranges
 from pytest_gpumem.simulated.machine.values.views import covers, elements, view_of
 
 MOST_INTEGERS = 65_536
@@ -34,6 +35,7 @@ class Kept:
         """By key: all elements of the storage, flat, on the CPU."""
         self._stated: dict[int, Fact] = {}
         """By key: what else is known of a storage."""
+        self.ranges = Ranges()
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block: their values must not outlive them either."""
         self._blank: set[int] = set()
@@ -57,6 +59,8 @@ class Kept:
         self._blank.discard(key)
         if self._stated:
             self._stated.pop(key, None)
+        if self.ranges.by_key:
+            self.ranges.by_key.pop(key, None)
         base = self._bases.pop(key, None)
         if base is not None and self.everything:
             self._held -= base.numel() * base.element_size()
@@ -71,6 +75,7 @@ class Kept:
     def resized(self, tensor: torch.Tensor) -> None:
         """Follow a storage that was resized in place: what was added is undefined."""
         key = storage_key(tensor)
+        self.ranges.wrote([tensor])
         base = self._bases.get(key)
         if base is None:
             return

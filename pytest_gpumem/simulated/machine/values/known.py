@@ -68,10 +68,13 @@ class Values(Reading):
         fact = None
         if self.facts.by_key or operator.fills:
             fact = self._fact(operator, args, kwargs)
+        answer = self._by_range(operator, args, kwargs, result)
         if operator.written:
             self._write(operator, args, kwargs, result)
         elif self._bases and self._known(args, kwargs):
             self._derive(operator, args, kwargs, result)
+        elif answer is not None:
+            self._set_fact(result, Fact(torch.tensor(answer, device=CPU)))
         elif operator.assumption is not None and not self.everything:
             operator.assumption(self, args, result)
         if fact is not None:
@@ -107,6 +110,7 @@ class Values(Reading):
         fact = None
         if self.facts.by_key or operator.fills:
             fact = self._fact(operator, args, kwargs)
+        self._by_range(operator, args, kwargs, result)
         if operator.targets(args, kwargs):
             self._write(operator, args, kwargs, result)
             if fact is not None:
@@ -153,8 +157,22 @@ class Values(Reading):
             fact = self._fact(operator, args, kwargs)
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
+        if not self.everything:
+            self.ranges.made(operator.name, args, result)
         if fact is not None:
             self._state(fact, operator, args, kwargs, result)
+
+    def _by_range(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> bool | None:
+        """What a comparison of random integers yields for every element; ``None`` for all else."""
+        if not self.ranges.by_key:
+            return None
+        if operator.written:
+            self.ranges.wrote(operator.targets(args, kwargs))
+            return None
+        self.ranges.made(operator.name, args, result)
+        return self.ranges.compared(operator.name, args)
 
     def _make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

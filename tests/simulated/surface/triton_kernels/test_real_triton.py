@@ -1,0 +1,170 @@
+"""The same with Triton itself, where it is installed: no GPU is needed for it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.surface.triton.stores import Stores
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+if os.environ.get("TRITON_INTERPRET", "0") != "0":
+    pytest.skip("TRITON_INTERPRET is set: nothing is launched", allow_module_level=True)
+tl: Any = pytest.importorskip("triton.language")
+
+
+# Triton reads annotations of kernels itself, and may be missing.
+@triton.jit
+def put(place, at, value, mask):  # type: ignore[no-untyped-def]
+    tl.store(place + at, value, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_kernel(x_ptr, y_ptr, out_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < n
+    put(out_ptr, at, tl.load(x_ptr + at, mask=mask) + tl.load(y_ptr + at, mask=mask), mask)
+
+
+@pytest.fixture(autouse=True)
+def no_warning_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # asked for by 3.9
+
+
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    add_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](
+        x, y, out, x.numel(), BLOCK=128
+    )
+    return out
+
+
+def test_the_source_tells_what_is_written() -> None:
+    assert {"x_ptr", "y_ptr", "out_ptr"} & Stores().of(add_kernel) == {"out_ptr"}
+
+
+def test_a_launch_allocates_what_the_code_around_it_does() -> None:
+    with simulate("T4") as gpu:
+        x, y = torch.arange(256, device="cuda"), torch.ones(256, device="cuda")
+        out = add(x, y)
+        assert gpu.allocated == 2048 + 1024 + 2048
+        assert x.tolist() == [*range(256)]
+        with pytest.raises(UnknownValueError):
+            out.sum().item()
+    with pytest.raises(RuntimeError, match="active driver"):
+        add_kernel[(1,)](torch.ones(3), torch.ones(3), torch.ones(3), 3, BLOCK=4)
+
+
+@pytest.mark.parametrize(
+    ("launch", "error", "text"),
+    [
+        (lambda x: add_kernel[(1,)](x, x, x), TypeError, "missing 2 required positional"),
+        (lambda x: add_kernel[(1,)](x, x, x, 3, BLOCK=4, foo=1), KeyError, "foo was specified but"),
+        (lambda x: add_kernel[(1,)](x.cpu(), x, x, 3, BLOCK=4), ValueError, r"cpu tensor\?"),
+        (
+            lambda x: add_kernel[(1,)](x, x, object(), 3, BLOCK=4),
+            (TypeError, AttributeError),  # the latter in 3.2
+            "object",
+        ),
+    ],
+)
+def test_wrong_arguments_are_triton_s_own_errors(launch: Any, error: Any, text: str) -> None:
+    with simulate("T4"), pytest.raises(error, match=text):
+        launch(torch.ones(3, device="cuda"))
+
+
+def test_tuning_and_heuristics() -> None:
+    blocks: list[int] = []
+    configs = [triton.Config({"BLOCK": size}) for size in (256, 512)]
+
+    def grid(meta: dict[str, Any]) -> tuple[int]:
+        blocks.append(meta["BLOCK"])
+        return (1,)
+
+    with simulate("T4") as gpu:
+        # Up to 3.3 the driver is asked where a kernel is decorated.
+        tuner = triton.autotune(configs, key=["n"], restore_value=["x_ptr"])(add_kernel)
+        chosen = triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["n"])})(
+            add_kernel
+        )
+        x = torch.ones(1000, device="cuda")
+        for kernel in (tuner, chosen):
+            kernel[grid](x, x, x, 1000)
+        assert gpu.peak_allocated == 4096
+    assert blocks == [256, 1024]
+    assert tuner.best_config is configs[0]
+    assert not tuner.cache
+    (note,) = gpu.notes
+    assert f"{__name__}.add_kernel at tests/simulated/surface/triton_kernels/test_real_" in note
+    assert "clear 256 MiB" in note
+
+
+def test_shared_memory_is_known_to_the_compiler_and_registers_to_the_device() -> None:
+    with simulate("A100-40GB"):
+        x = torch.ones(3, device="cuda")
+        compiled = add_kernel.warmup(x, x, x, 3, BLOCK=4, grid=(1,))
+        assert compiled.metadata.shared == 0
+        assert compiled.metadata.target.arch == 80
+        with pytest.raises(
+            UnsupportedOperatorError, match=r"test_real_triton.py:\d+ asks for n_regs"
+        ):
+            _ = compiled.n_regs
+
+
+def test_the_driver_is_the_simulated_gpu_s() -> None:
+    with simulate("H100"):
+        active = triton.runtime.driver.active
+        assert (active.get_current_target().arch, active.get_current_device()) == (90, 0)
+        if hasattr(active, "get_active_torch_device"):  # since 3.3
+            assert active.get_active_torch_device() == torch.device("cuda", 0)
+        assert active.utils.get_device_properties(0)["multiprocessor_count"] == 132
+    with pytest.raises(RuntimeError, match="active driver"):
+        triton.runtime.driver.active.get_current_target()
+
+
+def test_do_bench_of_the_users_own_clears_its_cache() -> None:
+    with simulate("T4") as gpu:
+        x = torch.ones(3, device="cuda")
+        triton.testing.do_bench(lambda: add(x, x), warmup=1, rep=1)
+        assert gpu.peak_allocated == 256 * 1024 * 1024 + 512 + 512
+
+
+def test_operators_of_triton_op_show_their_temporaries() -> None:
+    @torch.library.triton_op("gumem_triton::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        between, out = torch.empty(1024, device=x.device), torch.empty_like(x)
+        launch: Any = torch.library.wrap_triton(add_kernel)
+        launch[(1,)](x, x, between, x.numel(), BLOCK=16)
+        launch[(1,)](between, between, out, x.numel(), BLOCK=16)
+        return out
+
+    with simulate("T4") as gpu:
+        x = torch.ones(128, device="cuda")
+        twice(x)
+        assert [event.size for event in gpu.trace if event.action == "alloc"] == [512, 4096, 512]
+        torch.library.wrap_triton(add_kernel)[(1,)](x, x, x, 128, BLOCK=16)
+        with pytest.raises(UnknownValueError):
+            (x == 3).any().item()
+
+
+def test_a_model_with_a_kernel_is_trained() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return add(x, x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return add(gradient, gradient)
+
+    with simulate("T4") as gpu:
+        x = torch.ones(256, device="cuda", requires_grad=True)
+        apply: Any = Doubled.apply
+        apply(x).sum().backward()
+        assert x.grad is not None
+        assert gpu.allocated == 2048
