@@ -17,7 +17,7 @@ import pytest_gpumem
 PACKAGE = "pytest_gpumem.simulated"
 FOLDER = Path(pytest_gpumem.__file__).parent / "simulated"
 
-LAYERS = ("allocator", "common", "gpu", "machine", "operators", "execution", "surface")
+LAYERS = ("allocator", "common", "gpu", "machine", "operators", "execution", "surface", "stand_ins")
 """Each may import itself and those before it; what lies beside the folders may import them all."""
 
 Arrow = tuple[str, str]

@@ -61,6 +61,7 @@ class GpumemSession:
             if early
             else config.stash.get(SELECTOR, None) or DeviceSelector(self.settings.device)
         )
+        self.selector.stand_ins = self.settings.stand_ins
         self.selector.extra = lambda device: self.hooks.environment(device)
         self.results = Results(config, self.settings)
         self._expectations = Expectations(self.settings, lambda: self.selector)
