@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+
+from pytest_gpumem import simulate
 
 BATCH, LENGTH, HEADS, SIZE = 2, 100, 4, 64
 ROWS = 128
@@ -234,3 +237,51 @@ def test_tensors_of_the_host_are_refused(gpu: Any, flash: Any) -> None:
     q = torch.zeros(1, 8, 4, 64, dtype=torch.half)
     with pytest.raises(NotImplementedError, match="'CPU' backend"):
         flash.flash_attn_func(q, q, q)
+
+
+def on_cpu(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.detach().cpu().float().transpose(0, 1).requires_grad_() for tensor in tensors]
+
+
+@pytest.mark.parametrize("keys", [2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_where_values_are_computed_they_are_those_of_attention(keys: int, causal: bool) -> None:
+    with simulate(real_values=True):
+        flash = importlib.import_module("flash_attn")
+        q, k, v = (
+            torch.randn(12, count, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for count in (4, keys, keys)
+        )
+        starts = torch.tensor([0, 5, 12], dtype=torch.int32, device="cuda")
+        out = flash.flash_attn_varlen_func(q, k, v, starts, starts, 7, 7, causal=causal)
+        alone = flash.flash_attn_func(*(each[None, 5:] for each in (q, k, v)), causal=causal)
+        grad = torch.randn_like(out)
+        got = torch.autograd.grad(out, (q, k, v), grad)
+        also = torch.autograd.grad(alone, (q, k, v), grad[None, 5:])
+        torch.testing.assert_close(alone.cpu()[0], out.cpu()[5:])
+        for one, other in zip(got, also, strict=True):
+            torch.testing.assert_close(one.cpu()[5:], other.cpu()[5:])
+        host = on_cpu(q, k, v)
+        reference = attend(*(each[:, 5:] for each in host), is_causal=causal, enable_gqa=True)
+        seen = out.cpu()[5:].float().transpose(0, 1)
+        torch.testing.assert_close(seen, reference, rtol=0.02, atol=0.02)
+        expected = torch.autograd.grad(reference, host, grad.cpu()[5:].float().transpose(0, 1))
+        for one, other in zip(got, expected, strict=True):
+            seen = one.cpu()[5:].float().transpose(0, 1)
+            torch.testing.assert_close(seen, other[:, 5:], rtol=0.05, atol=0.05)
+
+
+def test_a_window_and_slopes_are_aligned_to_the_last_key() -> None:
+    with simulate(real_values=True):
+        flash = importlib.import_module("flash_attn")
+        q, k, v = (
+            torch.randn(1, length, 2, 16, device="cuda", dtype=torch.half) for length in (3, 5, 5)
+        )
+        slopes = torch.tensor([0.5, 0.25], device="cuda")
+        out = flash.flash_attn_func(q, k, v, window_size=(1, 0), alibi_slopes=slopes).cpu()
+        queries, keys, values = (each.cpu().float()[0].transpose(0, 1) for each in (q, k, v))
+    # The last of 3 queries sees keys 3 and 4, and 3 is one away.
+    scores = (keys[:, 3:] @ queries[:, 2, :, None])[..., 0] / 4
+    scores[:, 0] -= torch.tensor([0.5, 0.25])
+    expected = (torch.softmax(scores, -1)[:, None] @ values[:, 3:])[:, 0]
+    torch.testing.assert_close(out[0, 2].float(), expected, rtol=0.01, atol=0.01)

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from pytest_gpumem.simulated.operators.attention import splits_of
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.stand_ins.flash_attn import values
 from pytest_gpumem.simulated.stand_ins.usage import used
 
 LARGEST_HEAD = 256
@@ -386,28 +387,35 @@ _FOUR = "(Tensor, Tensor, Tensor, Tensor)"
 class _Described(NamedTuple):
     schema: str
     description: Any
+    values: Any
+    """The same on the CPU, in numbers."""
     mutates: tuple[str, ...] = ()
 
 
 _OPERATORS = {
     "_flash_attn_forward": _Described(
-        f"(Tensor q, Tensor k, Tensor v, {_REQUIRED}, bool return_softmax) -> {_FOUR}", forward
+        f"(Tensor q, Tensor k, Tensor v, {_REQUIRED}, bool return_softmax) -> {_FOUR}",
+        forward,
+        values.forward,
     ),
     "_flash_attn_varlen_forward": _Described(
         f"(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONAL}, bool return_softmax=False, "
         f"Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, "
         f"bool zero_tensors=False) -> {_FOUR}",
         varlen_forward,
+        values.varlen_forward,
     ),
     "_flash_attn_backward": _Described(
         f"({_GRADIENTS}, {_REQUIRED}, bool deterministic, Tensor? rng_state=None) -> Tensor",
         backward,
+        values.backward,
         ("dq", "dk", "dv"),
     ),
     "_flash_attn_varlen_backward": _Described(
         f"({_GRADIENTS}, {_LENGTHS}, {_REQUIRED}, bool deterministic, Tensor? rng_state=None, "
         f"bool zero_tensors=False) -> Tensor",
         varlen_backward,
+        values.varlen_backward,
         ("dq", "dk", "dv"),
     ),
 }
@@ -423,6 +431,7 @@ def _register(name: str, described: _Described) -> Any:
         schema=described.schema,
     )
     operator.register_fake(described.description)
+    operator.register_kernel("cpu", described.values)
     # A description of the user's own comes first.
     DESCRIPTIONS.operators.setdefault(qualified, described.description)
     return operator
