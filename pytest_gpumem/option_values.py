@@ -130,7 +130,7 @@ def usable_path(base: Path, value: str) -> Path:
 
 
 def stand_in_names(value: str) -> tuple[str, ...] | None:
-    """Return the libraries to stand in for; ``None`` for ``auto``, all that there are."""
+    """Return the libraries to stand in for; ``None`` for ``auto``."""
     from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 
     if value in ("auto", "off"):

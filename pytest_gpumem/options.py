@@ -94,7 +94,8 @@ _VALUES = {
     "gpumem_sim_stand_ins": (
         "auto|off|NAME,...",
         "libraries that need CUDA to be installed, like flash-attn, which simulated tests may "
-        "import all the same: all that are known, none, or some (default: auto)",
+        "import all the same: those that change nothing unless asked for, none, or these (default: "
+        "auto)",
     ),
     "gpumem_explain": (
         "failed|always|never",
@@ -173,7 +174,8 @@ class Settings:
     sort: Literal["peak", "leaked", "over", "name"] | None = None
     loop_phases: Literal["folded", "numbered"] = "folded"
     stand_ins: tuple[str, ...] | None = None
-    """Libraries that simulated tests may import although they are not installed; ``None``: all."""
+    """Libraries that simulated tests may import although they are not installed; ``None`` where
+    the user leaves it to the plugin."""
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
     share_timeout: float = SHARE_TIMEOUT

@@ -20,8 +20,8 @@ class DeviceSelector:
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
         self.stand_ins: Sequence[str] | None = None
-        """Libraries that simulated tests may import although they are not installed; all, if
-        ``None``."""
+        """Libraries that simulated tests may import although they are not installed; ``None``:
+        those that are there without being named."""
         self._simulated: dict[tuple[str, bool], Device] = {}
         self._real: Device | None = None
         self._decided = False

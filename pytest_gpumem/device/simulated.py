@@ -33,7 +33,7 @@ class SimulatedDevice:
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
     ``real_values`` the CPU computes what is simulated, so that tests can read every value.
     ``stand_ins`` names the libraries that tests may import although they are not installed;
-    ``None`` stands for all.
+    ``None`` stands for those that are there without being named.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ class SimulatedGPU(GPU):
 
     ``settings`` are those of :class:`~pytest_gpumem.simulated.gpu.device.Device`, and so are the
     errors. With ``real_values`` all values are computed on the CPU. ``stand_ins`` names the
-    libraries that code may import although they are not installed; ``None`` stands for all.
+    libraries that code may import although they are not installed; ``None`` stands
+    for those that are there without being named.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Simulation(SimulatedMachine):
     """Makes the process believe it has ``gpus``; can be entered and left many times.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes. ``stand_ins``
-    are the libraries that can be imported meanwhile although they are not installed, ``None`` all.
+    are the libraries that can be imported meanwhile although they are not installed.
     """
 
     execution: ShapeExecution

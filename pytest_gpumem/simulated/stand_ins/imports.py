@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, Library
+from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, UNNAMED, Library
 from pytest_gpumem.simulated.stand_ins.usage import telling
 
 _modules: dict[str, ModuleType] = {}
@@ -32,11 +32,13 @@ _modules: dict[str, ModuleType] = {}
 
 @contextmanager
 def served(names: Sequence[str] | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Let the libraries ``names``, ``None`` for all, be imported inside if they are not installed.
+    """Let the libraries ``names`` be imported inside if they are not installed.
+
+    ``None`` stands for those that are there without being named.
 
     ``note`` takes a sentence for each that is used.
     """
-    libraries = [LIBRARIES[name] for name in (LIBRARIES if names is None else names)]
+    libraries = [LIBRARIES[name] for name in (UNNAMED if names is None else names)]
     if not libraries:
         yield
         return
@@ -194,6 +196,7 @@ _QUESTIONS = (
     "is_flash_attn_4_available",
     "is_flash_attn_greater_or_equal",
     "is_flash_attn_greater_or_equal_2_10",
+    "is_causal_conv1d_available",
 )
 """Functions of transformers whose answers a cache remembers (5.23)."""
 

@@ -15,6 +15,9 @@ class Library:
     """The release whose sources say what is allocated."""
     package: str
     """What is imported, and the folder or module of this one that stands for it."""
+    taken_unasked: bool = False
+    """Whether others take it wherever they find it, and go on without it elsewhere: what a test
+    allocates would depend on when they looked, so it is there only where it is named."""
     without: frozenset[str] = frozenset()
     """Modules of that release that have no stand-in, with all that is below them."""
 
@@ -38,7 +41,7 @@ LIBRARIES = {
             "flash-attn",
             "2.8.3",
             "flash_attn",
-            frozenset(
+            without=frozenset(
                 f"flash_attn.{module}"
                 for module in (
                     "cute",
@@ -62,6 +65,10 @@ LIBRARIES = {
                 )
             ),
         ),
+        Library("causal-conv1d", "1.7.0", "causal_conv1d", taken_unasked=True),
     )
 }
 """By name."""
+
+UNNAMED = tuple(name for name, library in LIBRARIES.items() if not library.taken_unasked)
+"""Those that are there without being named."""

@@ -262,7 +262,8 @@ def test_where_values_are_computed_they_are_those_of_attention(keys: int, causal
         for one, other in zip(got, also, strict=True):
             torch.testing.assert_close(one.cpu()[5:], other.cpu()[5:])
         host = on_cpu(q, k, v)
-        reference = attend(*(each[:, 5:] for each in host), is_causal=causal, enable_gqa=True)
+        queries, of_keys, of_values = (each[:, 5:] for each in host)
+        reference = attend(queries, of_keys, of_values, is_causal=causal, enable_gqa=True)
         seen = out.cpu()[5:].float().transpose(0, 1)
         torch.testing.assert_close(seen, reference, rtol=0.02, atol=0.02)
         expected = torch.autograd.grad(reference, host, grad.cpu()[5:].float().transpose(0, 1))

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.operators.attention import splits_of
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.flash_attn import values
+from pytest_gpumem.simulated.stand_ins.registering import register
 from pytest_gpumem.simulated.stand_ins.usage import used
 
 LARGEST_HEAD = 256
@@ -421,25 +421,14 @@ _OPERATORS = {
 }
 
 
-def _register(name: str, described: _Described) -> Any:
-    qualified = f"flash_attn::{name}"
-    operator = torch.library.custom_op(
-        qualified,
-        _needs_a_gpu,
-        mutates_args=described.mutates,
-        device_types="cuda",
-        schema=described.schema,
+OPERATORS = {
+    name: register(
+        f"flash_attn::{name}",
+        described.schema,
+        described.description,
+        mutates=described.mutates,
+        values=described.values,
     )
-    operator.register_fake(described.description)
-    operator.register_kernel("cpu", described.values)
-    # A description of the user's own comes first.
-    DESCRIPTIONS.operators.setdefault(qualified, described.description)
-    return operator
-
-
-def _needs_a_gpu(*args: Any, **options: Any) -> Any:
-    raise RuntimeError("a stand-in of flash-attn runs on a simulated GPU alone")
-
-
-OPERATORS = {name: _register(name, described) for name, described in _OPERATORS.items()}
+    for name, described in _OPERATORS.items()
+}
 """By their names in ``torch.ops.flash_attn``."""

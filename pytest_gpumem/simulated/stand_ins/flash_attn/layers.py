@@ -20,7 +20,7 @@ from pytest_gpumem.simulated.stand_ins.usage import used
 
 def launch(*tensors: Tensor | None) -> None:
     """Stand for a kernel that writes to its arguments and allocates nothing."""
-    raise RuntimeError("flash_attn: Pointer argument cannot be accessed from Triton (cpu tensor?)")
+    raise RuntimeError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
 
 @simulate_operator(launch)
