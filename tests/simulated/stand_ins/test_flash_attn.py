@@ -82,6 +82,20 @@ def test_of_grouped_heads_gradients_are_made_for_each_head_and_summed(gpu: Any, 
     ]
 
 
+@pytest.mark.parametrize("grouped", [4, 2])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_torchs_own_flash_kernel_is_of_the_same_ancestry(
+    gpu: Any, flash: Any, grouped: int, size: int
+) -> None:
+    # Torch's rule is held to recordings of GPUs; its offset of random numbers, 8 bytes, is extra.
+    tensors = heads(4, size, 300), heads(grouped, size, 300), heads(grouped, size, 300)
+    q, k, v = (tensor.transpose(1, 2) for tensor in tensors)
+    out = flash.flash_attn_func(*tensors, causal=True)
+    got = gradients(gpu, out, *tensors)
+    torchs = attend(q, k, v, is_causal=True, enable_gqa=True)
+    assert gradients(gpu, torchs, *tensors) == [*got, -8]
+
+
 def test_deterministic_gradients_are_accumulated_in_parts(gpu: Any, flash: Any) -> None:
     q, k, v = heads(), heads(), heads()
     out = flash.flash_attn_func(q, k, v, deterministic=True)
