@@ -64,14 +64,13 @@ def test_an_unknown_library_is_refused_in_one_sentence(project: Project) -> None
     result.stderr.fnmatch_lines(["ERROR: --gpumem-sim-stand-ins='numpy': no library called*"])
 
 
-def test_a_model_of_transformers_trains_with_flash_attention(project: Project) -> None:
+def test_models_of_transformers_train_with_flash_attention(project: Project) -> None:
     pytest.importorskip("transformers")
     project.write(
         test_llama="""
             from transformers import LlamaConfig, LlamaForCausalLM
 
-            @pytest.mark.gpumem(max="64MiB", gpu="A100-40GB")
-            def test_training():
+            def made():
                 config = LlamaConfig(
                     vocab_size=1000,
                     hidden_size=256,
@@ -82,14 +81,35 @@ def test_a_model_of_transformers_trains_with_flash_attention(project: Project) -
                     attn_implementation="flash_attention_2",
                     dtype=torch.bfloat16,
                 )
-                model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+                return LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+
+            @pytest.mark.gpumem(max="64MiB", gpu="A100-40GB")
+            def test_training():
+                model = made()
                 words = torch.randint(0, 1000, (2, 128), device="cuda")
                 model(input_ids=words, labels=words).loss.backward()
                 assert all(each.grad is not None for each in model.parameters())
+
+            @pytest.mark.gpumem(max="64MiB", gpu="A100-40GB")
+            def test_padded_words_and_the_loss_itself():
+                model = made()
+                words = torch.randint(0, 1000, (2, 128), device="cuda")
+                mask = torch.ones_like(words)
+                mask[0, :28] = 0
+                loss = model(input_ids=words, labels=words, attention_mask=mask).loss
+                loss.backward()
+                assert 5 < loss.item() < 9  # words at random: log(1000) is 6.9
+
+            def test_outside():
+                with pytest.raises(ImportError):
+                    made()
         """
     )
 
-    test = project.report(apart=True)["test_llama.py::test_training"]
+    result = project.run_apart(f"--gpumem-report=json:{project.path / 'report.json'}")
 
-    assert test["outcome"] == "passed"
-    assert test["measurement"]["notes"] == [SENTENCE]
+    result.assert_outcomes(passed=3)
+    tests = project.written_report()
+    assert len(tests) == 2
+    for test in tests.values():
+        assert SENTENCE in test["measurement"]["notes"]
