@@ -34,6 +34,7 @@ from pytest_gpumem.option_values import (
     run_count,
     seconds,
     shard_part,
+    stand_in_names,
     usable_path,
 )
 
@@ -89,6 +90,12 @@ _VALUES = {
         "SECONDS",
         "how long a second run with real values may compute; longer ones are skipped (default: "
         "30; inf for no limit)",
+    ),
+    "gpumem_sim_stand_ins": (
+        "auto|off|NAME,...",
+        "libraries that need CUDA to be installed, like flash-attn, which simulated tests may "
+        "import all the same: those that change nothing unless asked for, none, or these (default: "
+        "auto)",
     ),
     "gpumem_explain": (
         "failed|always|never",
@@ -166,6 +173,9 @@ class Settings:
     """How many tests the table shows; ``None`` where the user leaves it to the plugin."""
     sort: Literal["peak", "leaked", "over", "name"] | None = None
     loop_phases: Literal["folded", "numbered"] = "folded"
+    stand_ins: tuple[str, ...] | None = None
+    """Libraries that simulated tests may import although they are not installed; ``None`` where
+    the user leaves it to the plugin."""
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
     share_timeout: float = SHARE_TIMEOUT
@@ -240,6 +250,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         sim_scope=reader.one("gpumem_sim_scope", one_of("test", "session")) or "test",
         sim_values=reader.one("gpumem_sim_values", one_of("auto", "always", "never")) or "auto",
         sim_values_limit=reader.one("gpumem_sim_values_limit", seconds) or VALUES_LIMIT,
+        stand_ins=reader.one("gpumem_sim_stand_ins", stand_in_names),
         all=bool(reader.flag("gpumem_all")),
         share=bool(reader.flag("gpumem_share")),
         quota=reader.one("gpumem_quota", process_quota),

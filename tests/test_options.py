@@ -72,6 +72,22 @@ def test_without_options(read: Read, pytester: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "libraries"),
+    [("auto", None), ("off", ()), ("flash-attn", ("flash-attn",)), ("flash_attn", ("flash-attn",))],
+)
+def test_stand_ins(read: Read, value: str, libraries: tuple[str, ...] | None) -> None:
+    assert read(f"--gpumem-sim-stand-ins={value}").stand_ins == libraries
+    assert read(ini=f"gpumem_sim_stand_ins = {value}").stand_ins == libraries
+
+
+def test_a_library_without_stand_in_is_named(read: Read) -> None:
+    assert refusal(read, "--gpumem-sim-stand-ins=flash-attn,numpy").startswith(
+        "--gpumem-sim-stand-ins='flash-attn,numpy': no library called 'numpy' has a stand-in; "
+        "write auto, off or names out of flash-attn"
+    )
+
+
 def test_the_default_gpu_is_in_the_catalogue() -> None:
     assert find_gpu(DEFAULT_GPU).name == DEFAULT_GPU == "A100-40GB"
 
@@ -510,6 +526,7 @@ def test_help_shows_every_option_and_its_ini_twin(
         *("--gpumem-update-baselines", "--gpumem-prune-baselines", "--gpumem-require-baselines"),
         *("--gpumem-tolerance", "--gpumem-report", "--gpumem-history", "--gpumem-artifacts"),
         "--gpumem-sim-values",
+        "--gpumem-sim-stand-ins",
     ):
         assert f"  {option}" in options
         assert f"  {option[2:].replace('-', '_')} (" in ini

@@ -19,6 +19,9 @@ class DeviceSelector:
 
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
+        self.stand_ins: Sequence[str] | None = None
+        """Libraries that simulated tests may import although they are not installed; ``None``:
+        those that are there without being named."""
         self._simulated: dict[tuple[str, bool], Device] = {}
         self._real: Device | None = None
         self._decided = False
@@ -35,6 +38,8 @@ class DeviceSelector:
     def description(self) -> str:
         """What is known without torch of where tests will be measured."""
         models = ", ".join(f"simulated {model}" for model in self._choice.models)
+        if models and self.stand_ins is not None:
+            models += f" with stand-ins of {', '.join(self.stand_ins) or 'no library'}"
         if self._choice.kind == "auto":
             return f"a CUDA device if torch sees one, else {models}"
         if self._choice.kind == "cuda":
@@ -104,7 +109,9 @@ class DeviceSelector:
             from pytest_gpumem.simulated.allocator import AllocatorError
 
             try:
-                self._simulated[key] = SimulatedDevice(model, real_values=real_values)
+                self._simulated[key] = SimulatedDevice(
+                    model, real_values=real_values, stand_ins=self.stand_ins
+                )
             except AllocatorError as error:
                 raise DeviceError(str(error)) from error
         return self._simulated[key]

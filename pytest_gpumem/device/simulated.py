@@ -32,10 +32,18 @@ class SimulatedDevice:
 
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
     ``real_values`` the CPU computes what is simulated, so that tests can read every value.
+    ``stand_ins`` names the libraries that tests may import although they are not installed;
+    ``None`` stands for those that are there without being named.
     """
 
-    def __init__(self, name: str | Machine, *, real_values: bool = False) -> None:
-        self._gpus = SimulatedGPU.machine(name, real_values=real_values)
+    def __init__(
+        self,
+        name: str | Machine,
+        *,
+        real_values: bool = False,
+        stand_ins: Sequence[str] | None = None,
+    ) -> None:
+        self._gpus = SimulatedGPU.machine(name, real_values=real_values, stand_ins=stand_ins)
         self._simulation = self._gpus[0].simulation
         self._set_up: dict[object, _SetUp] = {}
         self._stray: dict[str, int] = {}

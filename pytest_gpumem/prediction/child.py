@@ -146,7 +146,9 @@ class Simulations(DeviceSelector):
             from pytest_gpumem.device.simulated import SimulatedDevice
 
             self.check_torch()
-            self._devices[key] = SimulatedDevice(self.machine, real_values=real_values)
+            self._devices[key] = SimulatedDevice(
+                self.machine, real_values=real_values, stand_ins=self.stand_ins
+            )
         return self._devices[key]
 
     def forget(self, fixture: object) -> None:

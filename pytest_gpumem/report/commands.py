@@ -59,6 +59,7 @@ _REPEATED = (
     *("-c", "--config-file", "--rootdir", "--confcutdir", "-o", "--override-ini", "-p", "-W"),
     *("--import-mode", "--gpumem-device", "--gpumem-baselines", "--gpumem-sim-scope"),
     *("--gpumem-sim-values", "--gpumem-sim-values-limit", "--pythonwarnings"),
+    "--gpumem-sim-stand-ins",
 )
 """Options that are repeated with the word behind them, which may read like a path."""
 

@@ -65,6 +65,7 @@ def begin_early(config: pytest.Config) -> None:
     from pytest_gpumem.device.errors import DeviceError
 
     selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
+    selector.stand_ins = settings.stand_ins
     with suppress(DeviceError):
         # A real device is there anyway: that it is the current one can wait for the conftests.
         if selector.real() is None:

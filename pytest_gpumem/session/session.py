@@ -53,6 +53,7 @@ class GpumemSession(Parts):
             if early
             else config.stash.get(SELECTOR, None) or DeviceSelector(settings.device),
         )
+        self.selector.stand_ins = settings.stand_ins
         self.current: MeasuredItem | None = None
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""

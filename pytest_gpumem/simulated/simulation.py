@@ -21,6 +21,7 @@ from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.tables import installed
+from pytest_gpumem.simulated.stand_ins.imports import served
 from pytest_gpumem.simulated.surface import compilers, pinned, plan
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
@@ -37,14 +38,22 @@ class SimulatedGPU(GPU):
     """A CUDA device that computes shapes only.
 
     ``settings`` are those of :class:`~pytest_gpumem.simulated.gpu.device.Device`, and so are the
-    errors. With ``real_values`` all values are computed on the CPU.
+    errors. With ``real_values`` all values are computed on the CPU. ``stand_ins`` names the
+    libraries that code may import although they are not installed; ``None`` stands
+    for those that are there without being named.
     """
 
     def __init__(
-        self, model: str | GpuModel, *, real_values: bool = False, **settings: Any
+        self,
+        model: str | GpuModel,
+        *,
+        real_values: bool = False,
+        stand_ins: Sequence[str] | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
         self._real_values = real_values
+        self._stand_ins = stand_ins
 
     @classmethod
     def machine(cls, name: str | GpuModel | Machine, **settings: Any) -> tuple[SimulatedGPU, ...]:
@@ -57,7 +66,7 @@ class SimulatedGPU(GPU):
         gpus = tuple(
             cls(machine.model, index=i, timeline=timeline, **settings) for i in range(machine.count)
         )
-        simulation = Simulation(gpus, real_values=gpus[0]._real_values)
+        simulation = gpus[0]._simulation_of(gpus)
         for gpu in gpus:
             gpu.simulation = simulation
         return gpus
@@ -65,7 +74,10 @@ class SimulatedGPU(GPU):
     @cached_property
     def simulation(self) -> Simulation:
         """The machine that this device is in; alone where nobody put it into another."""
-        return Simulation([self], real_values=self._real_values)
+        return self._simulation_of([self])
+
+    def _simulation_of(self, gpus: Sequence[GPU]) -> Simulation:
+        return Simulation(gpus, real_values=self._real_values, stand_ins=self._stand_ins)
 
     @contextmanager
     def active(self) -> Iterator[SimulatedGPU]:
@@ -77,13 +89,21 @@ class SimulatedGPU(GPU):
 class Simulation(SimulatedMachine):
     """Makes the process believe it has ``gpus``; can be entered and left many times.
 
-    With ``real_values`` every operator is computed on the CPU beside its shapes.
+    With ``real_values`` every operator is computed on the CPU beside its shapes. ``stand_ins``
+    are the libraries that can be imported meanwhile although they are not installed.
     """
 
     execution: ShapeExecution
 
-    def __init__(self, gpus: Sequence[GPU], *, real_values: bool = False) -> None:
+    def __init__(
+        self,
+        gpus: Sequence[GPU],
+        *,
+        real_values: bool = False,
+        stand_ins: Sequence[str] | None = None,
+    ) -> None:
         super().__init__(gpus, real_values=real_values)
+        self._stand_ins = stand_ins
         self.execution = ShapeExecution(self)
         self._casts = CastCache(self.gpus[0].version)
         self.threads = Threads(self, self._joining)
@@ -123,6 +143,7 @@ class Simulation(SimulatedMachine):
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
+            resources.enter_context(served(self._stand_ins, self.note))
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(self.execution)
             self.is_active = self.here.joined = True

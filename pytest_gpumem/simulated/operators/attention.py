@@ -172,15 +172,19 @@ def _flash_forward(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> No
         return
     if length == 1 and heads > key.shape[1]:
         length, heads = heads // key.shape[1], key.shape[1]
-    splits = _splits(gpu, batch * heads * -(-length // 64), size, key.shape[2])
+    splits = splits_of(gpu.model.sm_count, batch * heads * -(-length // 64), size, key.shape[2])
     if splits > 1:
         rows = splits * batch * heads * length
         passing(gpu, rows * 4, rows * _head_size_rounded(size) * 4)
 
 
-def _splits(gpu: GPU, blocks: int, size: int, keys: int) -> int:
-    """num_splits_heuristic: over how many blocks the keys are split."""
-    processors = gpu.model.sm_count * 2
+def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:
+    """num_splits_heuristic: over how many blocks the keys are split, on so many ``processors``.
+
+    ``blocks`` are batch times heads times blocks of 64 queries; set_params_splitkv doubles the
+    processors, because a block has 128 threads.
+    """
+    processors *= 2
     block_keys = 256 if size <= 64 else 128 if size <= 128 else 64
     key_blocks = -(-keys // block_keys)
     if blocks >= 0.8 * processors:

@@ -1,0 +1,318 @@
+"""The functions of flash-attn 2 and what autograd keeps of them.
+
+Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.described import simulate_operator
+from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS, padded, with_cache
+
+Window = tuple[int, int]
+EVERYTHING: Window = (-1, -1)
+
+
+class _Options(NamedTuple):
+    """What all functions take."""
+
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    alibi_slopes: Tensor | None
+    deterministic: bool
+
+
+class _Lengths(NamedTuple):
+    """Where sequences begin that lie one behind the other."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    block_table: Tensor | None = None
+
+
+class FlashAttention(torch.autograd.Function):
+    """FlashAttnFunc and its siblings: q, k, v; q, kv; or qkv, the last with its parts stacked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: _Options,
+        lengths: _Lengths | None,
+        probabilities: bool,
+        grad: bool,
+        *tensors: Tensor,
+    ) -> Any:
+        """Attend; with gradients, keep inputs (padded ones where they are), out and softmax_lse."""
+        trains = grad and any(tensor.requires_grad for tensor in tensors)
+        *alone, stacked = tensors
+        count = 3 - len(alone)
+        parts = [stacked] if count == 1 else [each.detach() for each in stacked.unbind(-3)]
+        size = stacked.shape[-1]
+        scale = size**-0.5 if options.softmax_scale is None else options.softmax_scale
+        q, k, v = map(padded, (*alone, *parts))
+        name = "_flash_attn_forward" if lengths is None else "_flash_attn_varlen_forward"
+        made = OPERATORS[name](
+            q,
+            k,
+            v,
+            *(() if lengths is None else lengths[:4]),
+            options.dropout_p,
+            scale,
+            options.causal,
+            *options.window_size,
+            options.softcap,
+            options.alibi_slopes,
+            probabilities and options.dropout_p > 0,
+            *(() if lengths is None else (lengths.block_table,)),
+        )
+        out, lse, mask, rng_state = made
+        if trains:
+            starts = () if lengths is None else lengths[:2]
+            ctx.save_for_backward(q, k, v, out, lse, rng_state, *starts)
+            ctx.options, ctx.scale, ctx.count = options, scale, count
+            ctx.longest = () if lengths is None else lengths[2:4]
+        out = out[..., :size]
+        return (out, lse, mask) if probabilities else out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, *_: Any) -> Any:
+        """Make gradients, stacked ones as one tensor."""
+        q, k, v, out, lse, rng_state, *starts = ctx.saved_tensors
+        options, count = ctx.options, ctx.count
+        parts = [q, k, v]
+        gradients = [torch.empty_like(part) for part in parts[: 3 - count]]
+        if count > 1:
+            stacked = parts[-1].new_empty((*parts[-1].shape[:-2], count, *parts[-1].shape[-2:]))
+            into = [*gradients, *stacked.unbind(-3)]
+            gradients.append(stacked)
+        else:
+            gradients.append(torch.empty_like(v))
+            into = gradients
+        name = "_flash_attn_varlen_backward" if starts else "_flash_attn_backward"
+        OPERATORS[name](
+            padded(dout),
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *into,
+            *starts,
+            *ctx.longest,
+            options.dropout_p,
+            ctx.scale,
+            options.causal,
+            *options.window_size,
+            options.softcap,
+            options.alibi_slopes,
+            options.deterministic,
+            rng_state,
+        )
+        return None, None, None, None, *(each[..., : dout.shape[-1]] for each in gradients)
+
+
+_apply: Callable[..., Any] = FlashAttention.apply
+
+
+def _attend(
+    options: _Options, lengths: _Lengths | None, probabilities: bool, *tensors: Tensor
+) -> Any:
+    if not tensors[0].is_cuda:
+        raise NotImplementedError(
+            "Could not run 'flash_attn::_flash_attn_forward' with arguments from the 'CPU' backend"
+        )
+    return _apply(options, lengths, probabilities, torch.is_grad_enabled(), *tensors)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend: (batch, length, heads, size), keys and values with as many heads or fewer."""
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(options, None, return_attn_probs, q, k, v)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend: keys and values are (batch, length, 2, heads, size)."""
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(options, None, return_attn_probs, q, kv)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend: all three are (batch, length, 3, heads, size)."""
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(options, None, return_attn_probs, qkv)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Attend: (all lengths together, heads, size)."""
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(options, lengths, return_attn_probs, q, k, v)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend: keys and values are (all lengths together, 2, heads, size)."""
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(options, lengths, return_attn_probs, q, kv)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attend: all three are (all lengths together, 3, heads, size)."""
+    lengths = _Lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = _Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    )
+    return _attend(options, lengths, return_attn_probs, qkv)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attend to a cache, which takes new keys and values in place."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k, v, cache_batch_idx, block_table = (
+        tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+        for tensor in (k, v, cache_batch_idx, block_table)
+    )
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full(
+            (k_cache.shape[0],), cache_seqlens, dtype=torch.int32, device=k_cache.device
+        )
+    if k is not None and cache_seqlens is None:
+        raise RuntimeError("If key is supplied, seqlens_k must also be passed in")
+    out, lse = fwd_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        block_table,
+        alibi_slopes,
+        window_size,
+        softcap,
+        num_splits,
+    )
+    return (out, lse) if return_softmax_lse else out
+
+
+def fwd_kvcache(*args: Any) -> Any:
+    """``flash_attn_2_cuda.fwd_kvcache``: what it writes to is not known afterwards."""
+    raise RuntimeError("flash_attn_with_kvcache: q must be on CUDA")
+
+
+simulate_operator(fwd_kvcache)(with_cache)

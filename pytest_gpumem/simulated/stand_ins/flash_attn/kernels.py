@@ -1,0 +1,434 @@
+"""What the kernels of flash-attn 2 allocate.
+
+Source: csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3 (mha_fwd, mha_varlen_fwd, mha_bwd,
+mha_varlen_bwd, mha_fwd_kvcache, set_params_splitkv), and the operators that
+flash_attn/flash_attn_interface.py registers for them. Locals of C++ die in the reverse of the
+order in which they were declared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pytest_gpumem.simulated.operators.attention import splits_of
+from pytest_gpumem.simulated.operators.layout import HALVES
+from pytest_gpumem.simulated.stand_ins.flash_attn import values
+from pytest_gpumem.simulated.stand_ins.registering import register
+from pytest_gpumem.simulated.stand_ins.usage import used
+
+LARGEST_HEAD = 256
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
+    excess = tensor.shape[-1] % 8
+    return pad(tensor, [0, 8 - excess]) if excess else tensor
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mha_fwd: out, softmax_lse, S_dmask and rng_state."""
+    q, k, v = _contiguous(q, k, v)
+    _check(q, k, v, dropout_p, softcap)
+    batch, length, heads, size = q.shape
+    keys, key_heads = k.shape[1:3]
+    groups = heads // key_heads
+    # Of one query, causal means nothing; a window that holds all keys is none.
+    swapped = (
+        length == 1
+        and groups > 1
+        and not 0 <= window_size_left < keys
+        and not 0 <= window_size_right < keys
+        and not dropout_p
+        and alibi_slopes is None
+    )
+    if swapped:
+        q = q.reshape(batch, key_heads, groups, size).transpose(1, 2)
+        length, heads = groups, key_heads
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    mask = _mask(q, batch, heads, length, keys, kept=return_softmax)
+    parts = [] if dropout_p else _parts(q, batch, heads, length, keys)
+    rng_state = q.new_empty((2,), dtype=torch.int64)
+    _drop(parts)
+    if swapped:
+        out = out.transpose(1, 2).reshape(batch, 1, heads * length, size)
+        lse = lse.reshape(batch, heads * length, 1)
+    return out, lse, mask, rng_state
+
+
+def varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """mha_varlen_fwd: out, softmax_lse, S_dmask and rng_state."""
+    q, k, v = _contiguous(q, k, v)
+    _check(q, k, v, dropout_p, softcap)
+    _check_lengths(cu_seqlens_q, cu_seqlens_k)
+    batch, heads, size = cu_seqlens_q.numel() - 1, *q.shape[1:]
+    key_heads = k.shape[-2]
+    groups = heads // key_heads
+    # Here the window is compared with the keys only after this has been decided.
+    swapped = (
+        max_seqlen_q == 1
+        and groups > 1
+        and window_size_left < 0
+        and window_size_right < 0
+        and not dropout_p
+        and alibi_slopes is None
+    )
+    if swapped:
+        q = q.reshape(batch, key_heads, groups, size).transpose(1, 2).flatten(0, 1)
+        max_seqlen_q, heads = groups, key_heads
+    out = torch.empty_like(q)
+    lse = q.new_empty((heads, q.shape[0]), dtype=torch.float32)
+    mask = _mask(q, batch, heads, max_seqlen_q, max_seqlen_k, kept=return_softmax)
+    if zero_tensors:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    parts = _parts(q, batch, heads, max_seqlen_q, max_seqlen_k) if swapped else []
+    rng_state = q.new_empty((2,), dtype=torch.int64)
+    if swapped:
+        before, after = (batch, groups, key_heads, size), (batch, groups * key_heads, size)
+        out = out.reshape(before).transpose(1, 2).reshape(after)
+        q = q.reshape(before).transpose(1, 2).reshape(after)
+        lse = lse.reshape(heads * groups, batch)
+    _drop(parts)
+    return out, lse, mask, rng_state
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """mha_bwd: softmax_d."""
+    dout, q, k, v, out = _contiguous(dout, q, k, v, out)
+    _check(q, k, v, dropout_p, softcap)
+    batch, length, heads, size = q.shape
+    rows = _up(length, 128)
+    dq, dk, dv = _made(dq, q), _made(dk, k), _made(dv, v)
+    softmax_d = q.new_empty((batch, heads, rows), dtype=torch.float32)
+    accumulated = batch, rows, heads, _rounded(size)
+    _accumulate(q, k, (dk, dv), accumulated, batch * heads, deterministic=deterministic)
+    return softmax_d
+
+
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in what is accumulated."""
+    dout, q, k, v, out = _contiguous(dout, q, k, v, out)
+    _check(q, k, v, dropout_p, softcap)
+    _check_lengths(cu_seqlens_q, cu_seqlens_k)
+    total, heads, size = q.shape
+    batch = cu_seqlens_q.numel() - 1
+    rows = total + 128 * batch
+    dq, dk, dv = _made(dq, q), _made(dk, k), _made(dv, v)
+    softmax_d = q.new_empty((heads, rows), dtype=torch.float32)
+    accumulated = rows, heads, _rounded(size)
+    _accumulate(q, k, (dk, dv), accumulated, batch * heads, deterministic=deterministic)
+    return softmax_d
+
+
+def with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    window_size: tuple[int, int],
+    softcap: float,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """mha_fwd_kvcache: out and softmax_lse."""
+    _check(q, k_cache, v_cache, 0.0, softcap, any_size=True)
+    batch, length, heads, size = q.shape
+    key_heads = k_cache.shape[2]
+    keys = k_cache.shape[1]
+    if block_table is not None:
+        keys *= block_table.shape[1]
+    groups = heads // key_heads
+    swapped = (
+        length == 1
+        and groups > 1
+        and max(window_size) < 0
+        and size % 8 == 0
+        and alibi_slopes is None
+    )
+    if swapped:
+        q = q.reshape(batch, key_heads, groups, size).transpose(1, 2)
+        length, heads = groups, key_heads
+    q, wide_keys, wide_values = padded(q), padded(k_cache), padded(v_cache)
+    out = torch.empty_like(q)
+    lse = q.new_empty((batch, heads, length), dtype=torch.float32)
+    new = [] if k is None or v is None else [padded(k), padded(v)]
+    parts = _parts(q, batch, heads, length, keys, num_splits)
+    if size % 8:
+        out = out[..., :size]
+        if new:
+            k_cache.copy_(wide_keys[..., :size])
+            v_cache.copy_(wide_values[..., :size])
+    if swapped:
+        out = out.transpose(1, 2).reshape(batch, 1, heads * length, size)
+        lse = lse.reshape(batch, heads * length, 1)
+    _drop(parts)
+    _drop(new)
+    return out, lse
+
+
+# What they have in common.
+
+
+def _contiguous(*tensors: Tensor) -> list[Tensor]:
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _rounded(size: int) -> int:
+    """head_size_rounded."""
+    return _up(size, 32 if size <= 128 else 64)
+
+
+def _mask(q: Tensor, batch: int, heads: int, length: int, keys: int, *, kept: bool) -> Tensor:
+    shape = (batch, heads, _up(length, 128), _up(keys, 128)) if kept else (0,)
+    return q.new_empty(shape)
+
+
+def _parts(
+    q: Tensor, batch: int, heads: int, length: int, keys: int, splits: int = 0
+) -> list[Tensor]:
+    """set_params_splitkv: softmax_lse_accum and out_accum, where the keys are split."""
+    size = q.shape[-1]
+    if splits < 1:
+        blocks = batch * heads * -(-length // 64)
+        splits = splits_of(_processors(q), blocks, size, keys)
+    if splits <= 1:
+        return []
+    _require(splits <= 128, "num_splits > 128 not supported")
+    rows = splits, batch, heads, length
+    return [
+        q.new_empty(rows, dtype=torch.float32),
+        q.new_empty((*rows, _rounded(size)), dtype=torch.float32),
+    ]
+
+
+def _accumulate(
+    q: Tensor,
+    k: Tensor,
+    made: tuple[Tensor, Tensor],
+    accumulated: tuple[int, ...],
+    pairs: int,
+    *,
+    deterministic: bool,
+) -> None:
+    """dq_accum, and gradients of keys and values for each head of queries, summed at the end."""
+    if deterministic:
+        splits = -(-_processors(q) // pairs)
+        scratch = [q.new_zeros((splits, *accumulated), dtype=torch.float32)]
+    else:
+        scratch = [q.new_empty(accumulated, dtype=torch.float32)]
+    heads, key_heads = q.shape[-2], k.shape[-2]
+    if heads != key_heads:
+        scratch += [q.new_empty((*k.shape[:-2], heads, k.shape[-1])) for _ in made]
+        by_group = (*k.shape[:-1], heads // key_heads, k.shape[-1])
+        for gradient, expanded in zip(made, scratch[1:], strict=True):
+            torch.sum(expanded.reshape(by_group), -2, out=gradient)
+        del expanded
+    _drop(scratch)
+
+
+def _drop(scratch: list[Tensor]) -> None:
+    """Free the newest first."""
+    while scratch:
+        scratch.pop()
+
+
+def _made(given: Tensor | None, like: Tensor) -> Tensor:
+    return torch.empty_like(like) if given is None else given
+
+
+def _processors(tensor: Tensor) -> int:
+    return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(message)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, softcap: float, *, any_size: bool = False
+) -> None:
+    """The conditions that users meet, in the library's own words."""
+    used("flash-attn")
+    newest = torch.cuda.get_device_capability(q.device)[0] >= 8
+    _require(newest, "FlashAttention only supports Ampere GPUs or newer.")
+    _require(q.dtype in HALVES, "FlashAttention only support fp16 and bf16 data type")
+    _require(k.dtype == q.dtype, "query and key must have the same dtype")
+    _require(v.dtype == q.dtype, "query and value must have the same dtype")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require(tensor.is_cuda, f"{name} must be on CUDA")
+    heads, size = q.shape[-2:]
+    _require(
+        size <= LARGEST_HEAD, "FlashAttention forward only supports head dimension at most 256"
+    )
+    _require(
+        any_size or size % 8 == 0,
+        "query, key, value, and out_ must have a head_size that is a multiple of 8",
+    )
+    _require(
+        heads % k.shape[-2] == 0,
+        "Number of heads in key/value must divide number of heads in query",
+    )
+    for name, tensor in (("k", k), ("v", v)):
+        shape = ", ".join(map(str, (*k.shape[:-1], size)))
+        _require(tensor.shape == (*k.shape[:-1], size), f"{name} must have shape ({shape})")
+    _require(softcap <= 0 or not dropout, "Softcapping does not support dropout for now")
+
+
+def _check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _require(tensor.dtype == torch.int32, f"{name} must have dtype int32")
+        _require(tensor.is_cuda, f"{name} must be on CUDA")
+    _require(cu_seqlens_q.numel() > 1, "batch size must be positive")
+
+
+# The operators that the library registers.
+
+_SHARED = (
+    "float dropout_p, float softmax_scale, bool causal, SymInt window_size_left{none}, "
+    "SymInt window_size_right{none}, float softcap{zero}, Tensor? alibi_slopes{nothing}"
+)
+_REQUIRED = _SHARED.format(none="", zero="", nothing="")
+_OPTIONAL = _SHARED.format(none="=-1", zero="=0.0", nothing="=None")
+_LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_GRADIENTS = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv"
+)
+_FOUR = "(Tensor, Tensor, Tensor, Tensor)"
+
+
+class _Described(NamedTuple):
+    schema: str
+    description: Any
+    values: Any
+    """The same on the CPU, in numbers."""
+    mutates: tuple[str, ...] = ()
+
+
+_OPERATORS = {
+    "_flash_attn_forward": _Described(
+        f"(Tensor q, Tensor k, Tensor v, {_REQUIRED}, bool return_softmax) -> {_FOUR}",
+        forward,
+        values.forward,
+    ),
+    "_flash_attn_varlen_forward": _Described(
+        f"(Tensor q, Tensor k, Tensor v, {_LENGTHS}, {_OPTIONAL}, bool return_softmax=False, "
+        f"Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, "
+        f"bool zero_tensors=False) -> {_FOUR}",
+        varlen_forward,
+        values.varlen_forward,
+    ),
+    "_flash_attn_backward": _Described(
+        f"({_GRADIENTS}, {_REQUIRED}, bool deterministic, Tensor? rng_state=None) -> Tensor",
+        backward,
+        values.backward,
+        ("dq", "dk", "dv"),
+    ),
+    "_flash_attn_varlen_backward": _Described(
+        f"({_GRADIENTS}, {_LENGTHS}, {_REQUIRED}, bool deterministic, Tensor? rng_state=None, "
+        f"bool zero_tensors=False) -> Tensor",
+        varlen_backward,
+        values.varlen_backward,
+        ("dq", "dk", "dv"),
+    ),
+}
+
+
+OPERATORS = {
+    name: register(
+        f"flash_attn::{name}",
+        described.schema,
+        described.description,
+        mutates=described.mutates,
+        values=described.values,
+    )
+    for name, described in _OPERATORS.items()
+}
+"""By their names in ``torch.ops.flash_attn``."""

@@ -1,0 +1,190 @@
+"""What the kernels of flash-attn 2 compute, on the CPU and in float32: for tests that read values.
+
+Masks, softcap and ALiBi are those that flash_attn/flash_attn_interface.py of 2.8.3 documents:
+aligned to the last query and the last key. Which elements are dropped out only a GPU knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Call(NamedTuple):
+    """What all four operators take, in their order; torch leaves out what is at its default."""
+
+    dropout_p: float
+    scale: float
+    causal: bool
+    left: int = -1
+    right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+
+    def of(self, sequence: int) -> _Call:
+        """The call for one sequence: slopes may be each sequence's own."""
+        slopes = self.alibi_slopes
+        if slopes is None or slopes.dim() == 1:
+            return self
+        return self._replace(alibi_slopes=slopes[sequence])
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """``flash_attn::_flash_attn_forward``."""
+    call = _call(rest)
+    results = [_attend(call.of(i), *each) for i, each in enumerate(zip(q, k, v, strict=True))]
+    outs, sums = zip(*results, strict=True)
+    return torch.stack(outs).to(q.dtype), torch.stack(sums), q.new_empty(0), _rng_state()
+
+
+def varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *rest: Any,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    """``flash_attn::_flash_attn_varlen_forward``."""
+    call = _call(rest)
+    if any(each is not None for each in (*rest[8:11], *map(others.get, _OF_CACHES))):
+        raise NotImplementedError("paged or padded keys")
+    outs, sums = [], []
+    for i, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        out, lse = _attend(call.of(i), q[rows], k[keys], v[keys])
+        outs.append(out)
+        sums.append(lse)
+    return torch.cat(outs).to(q.dtype), torch.cat(sums, 1), q.new_empty(0), _rng_state()
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *rest: Any,
+    **_: Any,
+) -> Tensor:
+    """``flash_attn::_flash_attn_backward``; gradients go into ``dq``, ``dk``, ``dv``."""
+    call = _call(rest)
+    batch, length, heads, _size = q.shape
+    softmax_d = q.new_zeros((batch, heads, -(-length // 128) * 128), dtype=torch.float32)
+    for i in range(batch):
+        made = _differentiate(call.of(i), dout[i], q[i], k[i], v[i], out[i], softmax_lse[i])
+        for into, gradient in zip((dq, dk, dv), made[:3], strict=True):
+            into[i].copy_(gradient)
+        softmax_d[i, :, :length] = made[3]
+    return softmax_d
+
+
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *rest: Any,
+    **_: Any,
+) -> Tensor:
+    """``flash_attn::_flash_attn_varlen_backward``."""
+    call = _call(rest)
+    count = cu_seqlens_q.numel() - 1
+    softmax_d = q.new_zeros((q.shape[1], q.shape[0] + 128 * count), dtype=torch.float32)
+    for i, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        given = dout[rows], q[rows], k[keys], v[keys], out[rows], softmax_lse[:, rows]
+        made = _differentiate(call.of(i), *given)
+        dq[rows], dk[keys], dv[keys] = (each.to(q.dtype) for each in made[:3])
+    return softmax_d
+
+
+_OF_CACHES = ("block_table", "leftpad_k", "seqused_k")
+
+
+def _call(rest: tuple[Any, ...]) -> _Call:
+    call = _Call(*rest[:7])
+    if call.dropout_p > 0:
+        raise NotImplementedError("only a GPU knows what is dropped out")
+    return call
+
+
+def _rng_state() -> Tensor:
+    return torch.zeros(2, dtype=torch.int64)
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    of_queries, of_keys = (list(pairwise(each.tolist())) for each in (cu_seqlens_q, cu_seqlens_k))
+    for rows, keys in zip(of_queries, of_keys, strict=True):
+        yield slice(*rows), slice(*keys)
+
+
+def _scores(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores (heads, queries, keys), and what softcap multiplies their gradients by."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
+    slope = torch.ones(())
+    if call.softcap > 0:
+        scores = torch.tanh(scores / call.softcap)
+        slope = 1 - scores * scores
+        scores = scores * call.softcap
+    length, keys = scores.shape[1:]
+    distance = torch.arange(length)[:, None] + keys - length - torch.arange(keys)
+    if call.alibi_slopes is not None:
+        scores = scores - call.alibi_slopes.float()[:, None, None] * distance.abs()
+    right = 0 if call.causal else call.right
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if right >= 0:
+        hidden |= distance < -right
+    if call.left >= 0:
+        hidden |= distance > call.left
+    return scores.masked_fill(hidden, -torch.inf), slope
+
+
+def _as_heads(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.float().repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Of one sequence: output (queries, heads, size) and logsumexp (heads, queries)."""
+    heads = q.shape[1]
+    scores, _ = _scores(call, q.float(), _as_heads(k, heads))
+    lse = torch.logsumexp(scores, -1)
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+    weights = torch.exp(scores - lse[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, _as_heads(v, heads)), lse
+
+
+def _differentiate(
+    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of one sequence: gradients of q, k and v, and the sums of dout times out."""
+    heads, wide = q.shape[1], dout.float()
+    keys, values = _as_heads(k, heads), _as_heads(v, heads)
+    scores, slope = _scores(call, q.float(), keys)
+    weights = torch.exp(scores - lse.float()[..., None])
+    delta = torch.einsum("qhd,qhd->hq", wide, out.float())
+    inner = torch.einsum("qhd,khd->hqk", wide, values) - delta[..., None]
+    inner = weights * inner * slope * call.scale
+    by_key = torch.einsum("hqk,qhd->khd", inner, q.float())
+    by_value = torch.einsum("hqk,qhd->khd", weights, wide)
+    groups = k.shape[1], heads // k.shape[1]
+    dk, dv = (each.unflatten(1, groups).sum(2) for each in (by_key, by_value))
+    return torch.einsum("hqk,khd->qhd", inner, keys), dk, dv, delta

@@ -1,0 +1,235 @@
+"""Stand-ins as code under test imports them: while a simulation is active, and no longer.
+
+Python asks the last finder of ``sys.meta_path`` for what all others have not found: so a library
+that is installed is always the real one. Metadata is answered alike, because libraries look for
+others by ``importlib.metadata`` as much as by importing them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, UNNAMED, Library
+from pytest_gpumem.simulated.stand_ins.usage import telling
+
+_modules: dict[str, ModuleType] = {}
+"""Every module that was made so far: code that keeps one finds the same one later."""
+
+
+@contextmanager
+def served(names: Sequence[str] | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Let the libraries ``names`` be imported inside if they are not installed.
+
+    ``None`` stands for those that are there without being named.
+
+    ``note`` takes a sentence for each that is used.
+    """
+    libraries = [LIBRARIES[name] for name in (UNNAMED if names is None else names)]
+    if not libraries:
+        yield
+        return
+    finder = _Finder(libraries)
+    with telling(note), _asked_anew(libraries):
+        sys.meta_path.append(finder)
+        kept = {
+            name: module
+            for name, module in _modules.items()
+            if name not in sys.modules and finder.library_of(name) is not None
+        }
+        sys.modules.update(kept)
+        try:
+            yield
+        finally:
+            sys.meta_path.remove(finder)
+            for name, module in _modules.items():
+                if sys.modules.get(name) is module:
+                    del sys.modules[name]
+
+
+class StandInModule(ModuleType):
+    """A module of a library; what it lacks is refused by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Of names with underscores, Python and its tools ask every module.
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        _refuse(f"{self.__name__}.{name}")
+
+
+def _refuse(path: str) -> NoReturn:
+    raise UnsupportedOperatorError(
+        f"{path} at {user_line()} has no stand-in, and its library is not installed: describe "
+        f"what calls it with pytest_gpumem.simulate_operator, or leave the library out with "
+        f"--gpumem-sim-stand-ins"
+    )
+
+
+_ANY = DistributionFinder.Context()
+
+
+class _Finder(DistributionFinder):
+    """Finds modules and metadata of ``libraries`` where nobody else does."""
+
+    def __init__(self, libraries: Sequence[Library]) -> None:
+        self._by_package = {library.package: library for library in libraries}
+
+    def library_of(self, module: str) -> Library | None:
+        """The library that ``module`` is of, if it is not installed."""
+        library = self._by_package.get(module.partition(".")[0])
+        return library if library is not None and _is_missing(library) else None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find a module of a stand-in."""
+        library = self.library_of(fullname)
+        if library is None:
+            return None
+        if library.lacks(fullname):
+            return ModuleSpec(fullname, _Refusing(), is_package=True)
+        names = [library.package] if fullname == library.package else _contents(library)
+        if fullname not in names:
+            return None
+        package = fullname == library.package or any(
+            name.startswith(f"{fullname}.") for name in names
+        )
+        return ModuleSpec(fullname, _Making(library), is_package=package)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context = _ANY
+    ) -> Iterable[Distribution]:
+        """Find the metadata of libraries that are not installed: all, or those of one name."""
+        asked = None if context.name is None else _normalized(context.name)
+        for library in self._by_package.values():
+            if asked in (None, library.name) and _is_missing(library):
+                yield _Metadata(library)
+
+
+class _Making(Loader):
+    """Makes modules of ``library``, once each."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Make the module, or take the one that was made before."""
+        return _modules.get(spec.name) or StandInModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module what it has."""
+        vars(module).update(_contents(self._library)[module.__name__])
+        _modules[module.__name__] = module
+
+
+class _Refusing(Loader):
+    """Says of a module of the real library that there is no stand-in for it."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Refuse."""
+        _refuse(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: no module is made."""
+
+
+class _Metadata(Distribution):
+    """What pip would have written of a library."""
+
+    def __init__(self, library: Library) -> None:
+        self._files = {
+            "METADATA": (
+                f"Metadata-Version: 2.1\nName: {library.name}\nVersion: {library.version}\n"
+            ),
+            "top_level.txt": f"{library.package}\n",
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        """One of the files, if there is such a one."""
+        return self._files.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        """Where a file would be: it is nowhere."""
+        return Path(path)
+
+
+def _contents(library: Library) -> Mapping[str, Mapping[str, Any]]:
+    module = importlib.import_module(f"{__package__}.{library.package}")
+    contents: Mapping[str, Mapping[str, Any]] = module.MODULES
+    return contents
+
+
+def _is_missing(library: Library) -> bool:
+    return _is_nowhere(library.package, tuple(sys.path))
+
+
+@lru_cache(maxsize=256)
+def _is_nowhere(package: str, path: tuple[str, ...]) -> bool:
+    return PathFinder.find_spec(package, list(path)) is None
+
+
+def _normalized(name: str) -> str:
+    # PEP 503.
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+# Libraries that ask once whether another one is there, and remember the answer.
+
+_ASKING = "transformers.utils.import_utils"
+_QUESTIONS = (
+    "is_torch_cuda_available",
+    "is_flash_attn_2_available",
+    "is_flash_attn_3_available",
+    "is_flash_attn_4_available",
+    "is_flash_attn_greater_or_equal",
+    "is_flash_attn_greater_or_equal_2_10",
+    "is_causal_conv1d_available",
+)
+"""Functions of transformers whose answers a cache remembers (5.23)."""
+
+
+@contextmanager
+def _asked_anew(libraries: Sequence[Library]) -> Iterator[None]:
+    """Let what others remember of ``libraries`` hold inside, and not beyond."""
+    _forget_answers()
+    missing = [library for library in libraries if _is_missing(library)]
+    known = _distributions()
+    known.update({library.package: [library.name] for library in missing})
+    try:
+        yield
+    finally:
+        known = _distributions()
+        for library in missing:
+            known.pop(library.package, None)
+        _forget_answers()
+
+
+def _forget_answers() -> None:
+    asking = sys.modules.get(_ASKING)
+    for name in _QUESTIONS if asking is not None else ():
+        forget = getattr(getattr(asking, name, None), "cache_clear", None)
+        if forget is not None:
+            forget()
+
+
+def _distributions() -> dict[str, list[str]]:
+    """What transformers remembers of ``importlib.metadata.packages_distributions()``."""
+    asking = vars(sys.modules.get(_ASKING, ModuleType("")))
+    mapping = asking.get("PACKAGE_DISTRIBUTION_MAPPING")  # of transformers 4
+    remembering = asking.get("_package_distribution_mapping")
+    if mapping is None and remembering is not None and remembering.cache_info().currsize:
+        mapping = remembering()
+    return mapping if isinstance(mapping, dict) else {}

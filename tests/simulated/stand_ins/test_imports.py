@@ -1,0 +1,119 @@
+"""Libraries that are not installed: there while a simulation is active, and no longer."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.simulation import SimulatedGPU
+
+SENTENCE = "flash-attn is not installed: a stand-in allocated what flash-attn 2.8.3 does"
+
+
+def is_there() -> bool:
+    """Whether code that asks finds flash-attn: by import, by spec, by metadata."""
+    answers = {importlib.util.find_spec("flash_attn") is not None}
+    try:
+        answers.add(importlib.metadata.version("flash_attn") == "2.8.3")
+        answers.add(importlib.metadata.version("flash-attn") == "2.8.3")
+    except importlib.metadata.PackageNotFoundError:
+        answers.add(False)
+    answers.add("flash_attn" in importlib.metadata.packages_distributions())
+    try:
+        answers.add(importlib.import_module("flash_attn").__version__ == "2.8.3")
+    except ModuleNotFoundError:
+        answers.add(False)
+    (answer,) = answers
+    return answer
+
+
+def test_a_stand_in_is_there_inside_a_simulation_alone() -> None:
+    assert not is_there()
+    with simulate():
+        assert is_there()
+        with simulate("T4"):
+            assert is_there()
+        assert is_there()
+    assert not is_there()
+
+
+def test_it_is_gone_as_if_it_had_never_been() -> None:
+    with simulate():
+        importlib.import_module("flash_attn.layers.rotary")
+
+    assert not [name for name in sys.modules if name.startswith("flash_attn")]
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'flash_attn'$"):
+        importlib.import_module("flash_attn.layers.rotary")
+
+
+def test_code_that_keeps_a_module_finds_the_same_one_later() -> None:
+    with simulate():
+        kept = importlib.import_module("flash_attn.bert_padding")
+    with simulate():
+        assert importlib.import_module("flash_attn.bert_padding") is kept
+
+
+def test_libraries_are_chosen_by_name() -> None:
+    with SimulatedGPU("T4", stand_ins=()).active():
+        assert not is_there()
+    with SimulatedGPU("T4", stand_ins=("flash-attn",)).active():
+        assert is_there()
+
+
+def test_a_library_that_is_installed_is_the_real_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = 'the real one'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with simulate():
+        try:
+            assert importlib.import_module("flash_attn").__version__ == "the real one"
+            with pytest.raises(importlib.metadata.PackageNotFoundError):
+                importlib.metadata.version("flash_attn")
+        finally:
+            sys.modules.pop("flash_attn", None)
+
+
+def test_what_has_no_stand_in_is_named() -> None:
+    with simulate():
+        module = importlib.import_module("flash_attn")
+        with pytest.raises(UnsupportedOperatorError, match=r"^flash_attn\.flash_attn_more at \S+"):
+            module.flash_attn_more  # noqa: B018
+        # A fallback of the code under test would be another number than with the library.
+        with pytest.raises(UnsupportedOperatorError, match=r"^flash_attn\.ops\.rms_norm at \S+"):
+            importlib.import_module("flash_attn.ops.rms_norm")
+
+
+def test_what_the_library_does_not_have_either_is_not_there() -> None:
+    with simulate(), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.nothing")
+
+
+def test_numbers_say_that_a_stand_in_made_them() -> None:
+    with simulate() as gpu:
+        attend = importlib.import_module("flash_attn").flash_attn_func
+        q = torch.zeros(1, 8, 1, 64, device="cuda", dtype=torch.half)
+        assert not gpu.notes
+        attend(q, q, q)
+
+    assert list(gpu.notes) == [SENTENCE]
+
+
+def test_transformers_asks_again() -> None:
+    utils = pytest.importorskip("transformers.utils")
+    for _ in range(2):
+        assert not utils.is_flash_attn_2_available()
+        with simulate():
+            assert utils.is_flash_attn_2_available()
+            assert utils.is_flash_attn_greater_or_equal("2.4.1")
+            assert not utils.is_flash_attn_3_available()
+        assert not utils.is_flash_attn_2_available()
