@@ -18,6 +18,7 @@ from pytest_gpumem.session.reported import (
     RESCHEDULED,
     SENTENCE,
     SKIPPED_AT_IMPORT,
+    SNIPPET,
     UNSIMULATED,
     without_group,
 )
@@ -65,6 +66,8 @@ class Results:
         self._broken_plugins: dict[str, None] = {}
         """Sentences, each once: workers may all find the same."""
         self._unsimulated: dict[str, str] = {}
+        self._snippets: dict[str, str] = {}
+        """By kernel that nobody described, what would: once, however many tests it skips."""
         self._sentences: dict[str, str] = {}
         """What tests failed with that is not of their own memory."""
         self._skipped_at_import = 0
@@ -116,6 +119,9 @@ class Results:
             self._skipped_at_import += 1
         if sentence := getattr(report, UNSIMULATED, None):
             self._unsimulated[nodeid] = sentence
+        if found := getattr(report, SNIPPET, None):
+            kernel, snippet = found
+            self._snippets.setdefault(kernel, snippet)
         if sentence := getattr(report, SENTENCE, None):
             self._sentences[nodeid] = sentence
         if report.failed:
@@ -259,6 +265,7 @@ class Results:
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,
+            snippets=self._snippets,
         )
         write_section(writer, lines, verbosity=verbosity)
 
