@@ -23,7 +23,7 @@ from pytest_gpumem.simulated.operators.bound import Bound, bound_in
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.surface.kernels import Extensions
 
-CHECK = "  # check: shape and dtype, what else it allocates"
+CHECK = "  # check: shape, dtype, what else it takes"
 ops = torch.ops.gpumem_paste
 
 
@@ -72,7 +72,6 @@ def test_the_snippet_shows_the_call_and_the_schema(library: torch.library.Librar
     assert lines == [
         "import torch",
         "from pytest_gpumem import simulate_operator",
-        "",
         '@simulate_operator("gpumem_paste::fused")',
         "def fused(x, bias=None, *, eps=1e-05, mode='a'):",
         f"    return torch.empty_like(x){CHECK}",
@@ -94,12 +93,12 @@ def test_the_snippet_of_an_operator_runs(library: torch.library.Library) -> None
     [
         ("two(Tensor x) -> (Tensor, Tensor)", f"torch.empty_like(x), torch.empty_like(x){CHECK}"),
         ("mixed(Tensor x) -> (Tensor, int)", f"torch.empty_like(x), 0{CHECK}"),
-        ("none(Tensor x) -> ()", "None  # check: what it allocates"),
+        ("none(Tensor x) -> ()", "None  # check: what it takes"),
         ("count(Tensor x) -> int", f"0{CHECK}"),
         ("many(Tensor x) -> Tensor[]", f"[torch.empty_like(x)]{CHECK}"),
-        ("place_(Tensor(a!) x) -> Tensor(a!)", "x  # check: what it allocates"),
-        ("silent(Tensor(a!) x) -> ()", "None  # check: what it allocates"),
-        ("view(Tensor(a) x) -> Tensor(a)", "x.view_as(x)  # check: what it allocates"),
+        ("place_(Tensor(a!) x) -> Tensor(a!)", "x  # check: what it takes"),
+        ("silent(Tensor(a!) x) -> ()", "None  # check: what it takes"),
+        ("view(Tensor(a) x) -> Tensor(a)", "x.view_as(x)  # check: what it takes"),
         ("lambda(Tensor x) -> Tensor", f"torch.empty_like(x){CHECK}"),
     ],
 )
@@ -125,9 +124,7 @@ def test_what_is_written_to_an_argument_is_returned_by_its_name(
         result = pasted(lambda: ops.into.out(given, 3, out=out))
         assert result.data_ptr() == out.data_ptr()
         assert gpu.allocated == before
-    assert 'simulate_operator("gpumem_paste::into.out")' in str(DESCRIPTIONS.operators) or (
-        "gpumem_paste::into.out" in DESCRIPTIONS.operators
-    )
+    assert [*DESCRIPTIONS.operators] == ["gpumem_paste::into.out"]
 
 
 def test_a_list_of_tensors_makes_a_list_like_it(library: torch.library.Library) -> None:
@@ -226,7 +223,7 @@ class Compiled:
         (
             "norm(arg0: torch.Tensor, arg1: float) -> None\n",
             "def norm(arg0, arg1):",
-            "None  # check: what it allocates",
+            "None  # check: what it takes",
         ),
         (
             "norm(*args, **kwargs)\nOverloaded function.\n\n1. norm(arg0: torch.Tensor) -> int\n",
@@ -299,16 +296,15 @@ def test_an_extension_that_cannot_be_compiled_is_described_by_its_functions(
 
     with simulate("T4") as gpu:
         error = refusal(build)
-        assert str(error).startswith("load(name='gpumem_jit', ...) at tests/simulated/test_sugg")
+        assert str(error).startswith('load(name="gpumem_jit", ...) at tests/simulated/test_sugg')
         assert error.snippet.splitlines()[1:] == [
             "from types import SimpleNamespace",
             "import torch",
             "from pytest_gpumem import simulate_operator",
-            "",
             '@simulate_operator("torch.utils.cpp_extension.load")',
             "def load(name, *args, **options):",
-            f"    kernel = lambda x, *args, **options: torch.empty_like(x){CHECK}",
-            "    return {'gpumem_jit': SimpleNamespace("
+            f"    kernel = lambda x, *_, **__: torch.empty_like(x){CHECK}",
+            '    return {"gpumem_jit": SimpleNamespace('
             "forward=kernel, backward=kernel, chained=kernel)}[name]",
         ]
         built = pasted(build)
@@ -384,19 +380,19 @@ def test_what_was_compiled_for_the_cpu_never_sees_a_simulated_tensor(
 ) -> None:
     made: Any = ModuleType("gpumem_cpu")
     made.forward = function = Compiled("forward(arg0: torch.Tensor) -> torch.Tensor\n")
-    monkeypatch.setattr("pytest_gpumem.simulated.surface.cpp_extensions.EXTENSIONS", Extensions())
-    real = cpp_extension._jit_compile
+    extensions = Extensions()
+    for place in ("surface.cpp_extensions", "simulation"):
+        monkeypatch.setattr(f"pytest_gpumem.simulated.{place}.EXTENSIONS", extensions)
 
-    def compiled(name: str, sources: list[str], with_cuda: bool | None, **_: Any) -> ModuleType:
+    def compiled(name: str, sources: list[str], *, with_cuda: bool | None) -> ModuleType:
         return made
-
-    def load(name: str, sources: list[str]) -> Any:
-        return cpp_extension._jit_compile(name, sources, with_cuda=None)
 
     monkeypatch.setattr(cpp_extension, "_jit_compile", compiled)
     with simulate("T4"):
-        assert load("gpumem_cpu", ["kernel.cpp"]) is made
-    monkeypatch.undo()
-    assert cpp_extension._jit_compile is real
-    assert made.forward is not None
-    assert function is not None
+        cpp_extension._jit_compile("gpumem_cpu", ["kernel.cpp"], with_cuda=None)
+        error = refusal(lambda: made.forward(x()))
+        assert str(error).startswith("gpumem_cpu.forward at tests/simulated/test_suggested.py:")
+        assert 'simulate_operator("torch.utils.cpp_extension.load")' in error.snippet
+    assert made.forward is function
+    with simulate("T4"):  # a fixture of several tests has compiled it
+        refusal(lambda: made.forward(x()))

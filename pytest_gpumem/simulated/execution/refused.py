@@ -20,6 +20,6 @@ def quantize(runner: Runner, func: Any) -> Handler:
         if runner.owner(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         # The meta kernel returns an ordinary tensor of the input's type.
-        raise no_shapes(func, args, kwargs)
+        raise no_shapes(runner, func, args, kwargs)
 
     return handle

@@ -193,9 +193,9 @@ class Runner:
         if isinstance(error, NotImplementedError):
             if DATA_DEPENDENT & set(func.tags):
                 raise UnknownValueError(self.unknown(func)) from error
-            raise no_shapes(func, args, kwargs) from error
+            raise no_shapes(self, func, args, kwargs) from error
         if any(sign in text for sign in _SIGNS_OF_NO_SHAPES):
-            raise no_shapes(func, args, kwargs) from error
+            raise no_shapes(self, func, args, kwargs) from error
         if "meta tensor" in text:
             raise UnknownValueError(self.unknown(func)) from error
         words = said_by_aten(func, args, kwargs, error)
@@ -203,7 +203,9 @@ class Runner:
             raise words from None
 
 
-def no_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnsupportedOperatorError:
+def no_shapes(
+    runner: Runner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> UnsupportedOperatorError:
     """The refusal of the operator ``func``, called with these arguments."""
     own = func.namespace in TORCHS_OWN
     line = user_line() if own else callers_line()
@@ -215,5 +217,5 @@ def no_shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unsup
     return UndescribedKernelError(
         f"{sentence}: {how_to_describe(func)}",
         func._schema.name,
-        suggested.of_operator(func, args, kwargs, line),
+        suggested.of_operator(func, args, kwargs, line, runner.place),
     )

@@ -71,15 +71,14 @@ def of_module(loader: str, name: str, bound: Bound, line: str) -> str:
         body += _functions(name, functions)
     return "\n".join(
         [
-            f"# {loader}(name={name!r}, ...) was called at {line}",
+            f"# {loader}(name={json.dumps(name)}, ...) was called at {line}",
             *(["from types import SimpleNamespace"] if functions else []),
             "import torch",
             "from pytest_gpumem import simulate_operator",
-            "",
             f'@simulate_operator("torch.utils.cpp_extension.{loader}")',
             f"def {loader}(name, *args, **options):",
             *(f"    {text}" for text in body),
-            *(text for schema, _ in operators for text in ("", _described(schema))),
+            *(_described(schema) for schema, _ in operators),
         ]
     )
 
@@ -87,8 +86,8 @@ def of_module(loader: str, name: str, bound: Bound, line: str) -> str:
 def _functions(name: str, functions: Iterable[str]) -> list[str]:
     made = ", ".join(f"{function}=kernel" for function in functions)
     return [
-        f"kernel = lambda x, *args, **options: torch.empty_like(x){CHECK}",
-        f"return {{{name!r}: SimpleNamespace({made})}}[name]",
+        f"kernel = lambda x, *_, **__: torch.empty_like(x){CHECK}",
+        f"return {{{json.dumps(name)}: SimpleNamespace({made})}}[name]",
     ]
 
 

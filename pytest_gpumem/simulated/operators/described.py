@@ -197,8 +197,9 @@ def checked_outputs(schema: Any, outputs: Any) -> Any:
     """
     expected = len(schema.returns)
     given = 0 if outputs is None else len(outputs) if isinstance(outputs, (tuple, list)) else 1
-    of_list = expected == 1 and "[]" in str(schema.returns[0].type)
-    if given != expected and not of_list:
+    if expected == 1 and str(schema.returns[0].type).startswith("List["):
+        return outputs if outputs is None else list(outputs)
+    if given != expected:
         raise ValueError(
             f'simulate_operator("{schema.name}"): the operator returns {expected} '
             f"{'value' if expected == 1 else 'values'}, and its description {given}"

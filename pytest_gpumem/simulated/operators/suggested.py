@@ -12,7 +12,7 @@ import ast
 import keyword
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,20 @@ MOST_SHOWN = 3
 WIDEST = 99
 """Columns of a line that names arguments; where they are more, the rest is ``*args``."""
 
-CHECK = "  # check: shape and dtype, what else it allocates"
-IN_PLACE = "  # check: what it allocates"
+CHECK = "  # check: shape, dtype, what else it takes"
+IN_PLACE = "  # check: what it takes"
 
 _SIGNATURE = re.compile(r"\w+\((?P<arguments>.*)\) -> (?P<result>\S.*)")
 _ARGUMENT = re.compile(r"(\w+): ")
 _TENSOR = re.compile(r"(?:torch|at)(?:\.|::)Tensor")
 _WRITTEN = (bool, int, float, str, type(None))
+
+
+Place = Callable[[torch.Tensor], str]
+
+
+def _device(tensor: torch.Tensor) -> str:
+    return str(tensor.device)
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,13 @@ class Parameter:
         return self.name if self.default is None else f"{self.name}={self.default}"
 
 
-def of_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: str) -> str:
-    """What describes the operator ``func``, which was called with these arguments at ``line``."""
+def of_operator(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: str, place: Place
+) -> str:
+    """What describes the operator ``func``, which was called with these arguments at ``line``.
+
+    ``place`` says where a tensor is: below the dispatcher it is on ``meta``.
+    """
     schema = func._schema
     overload = schema.overload_name
     kernel = f"{schema.name}.{overload}" if overload else schema.name
@@ -57,7 +69,7 @@ def of_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line:
     parameters = parameters_of(schema, given)
     return _of_call(
         kernel,
-        f"{shown_call(schema.name.replace('::', '.'), args, kwargs)} was called at {line}",
+        f"{shown_call(schema.name.replace('::', '.'), args, kwargs, place)} was called at {line}",
         parameters,
         *results_of(schema, parameters),
     )
@@ -85,9 +97,12 @@ def of_function(
     )
 
 
-def shown_call(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+def shown_call(
+    name: str, args: Sequence[Any], options: Mapping[str, Any], place: Place = _device
+) -> str:
     """The call as its reader would write it, with tensors by shape, dtype and device."""
-    given = [*map(_shown, args), *(f"{key}={_shown(value)}" for key, value in options.items())]
+    named = [f"{key}={_shown(value, place)}" for key, value in options.items()]
+    given = [*(_shown(value, place) for value in args), *named]
     return f"{name}({', '.join(given)})"
 
 
@@ -146,7 +161,6 @@ def _of_call(
             f"# {comment}",
             *(["import torch"] if "torch." in result else []),
             "from pytest_gpumem import simulate_operator",
-            "",
             f'@simulate_operator("{kernel}")',
             f"def {name}({arguments}):",
             f"    return {result}{check}",
@@ -201,13 +215,13 @@ def _signature(doc: str | None) -> tuple[list[str], str | None]:
     return _ARGUMENT.findall(match["arguments"]), None if returned == "None" else returned
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, place: Place) -> str:
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"Tensor {tuple(value.shape)} {dtype} {value.device}"
+        return f"Tensor {tuple(value.shape)} {dtype} {place(value)}"
     if isinstance(value, (list, tuple)):
-        shown = [*map(_shown, value[:MOST_SHOWN]), *(["..."] if len(value) > MOST_SHOWN else [])]
-        return f"[{', '.join(shown)}]"
+        items = [_shown(item, place) for item in value[:MOST_SHOWN]]
+        return f"[{', '.join([*items, '...'] if len(value) > MOST_SHOWN else items)}]"
     if isinstance(value, (*_WRITTEN, torch.dtype, torch.device)):
         shown = repr(value)
         return shown if len(shown) <= WIDEST else f"{type(value).__name__} of {len(shown)} letters"

@@ -75,7 +75,7 @@ def _compile(module: Any, real: Callable[..., Any]) -> Callable[..., Any]:
         if with_cuda is None:
             with_cuda = any(map(module._is_cuda_file, sources))
         if with_cuda and not _can_compile(module):
-            _refuse(f"{loader}(name={name!r}, ...)", f"{_MODULE}.{loader}", snippet)
+            _refuse(f'{loader}(name="{name}", ...)', f"{_MODULE}.{loader}", snippet)
         made = real(*args, **options)
         if inspect.ismodule(made):
             EXTENSIONS.compiled(made, f"{_MODULE}.{loader}", snippet)
