@@ -110,7 +110,7 @@ def snippets(lines: list[str]) -> str:
     """What the terminal says is to be pasted, as it is printed."""
     blocks = "\n".join("" if line.startswith("====") else line for line in lines).split("\n\n")
     heads = [i for i, block in enumerate(blocks) if block.endswith("into conftest.py:")]
-    return "".join(blocks[i + 1] + "\n" for i in heads)
+    return "".join(blocks[i + 1].strip() + "\n" for i in heads)
 
 
 @pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one process", "a worker"])

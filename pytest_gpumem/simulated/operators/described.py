@@ -197,8 +197,9 @@ def checked_outputs(schema: Any, outputs: Any) -> Any:
     """
     expected = len(schema.returns)
     given = 0 if outputs is None else len(outputs) if isinstance(outputs, (tuple, list)) else 1
-    if expected == 1 and str(schema.returns[0].type).startswith("List["):
-        return outputs if outputs is None else list(outputs)
+    of_list = expected == 1 and str(schema.returns[0].type).startswith("List[")
+    if of_list and isinstance(outputs, (tuple, list)):
+        return list(outputs)
     if given != expected:
         raise ValueError(
             f'simulate_operator("{schema.name}"): the operator returns {expected} '
