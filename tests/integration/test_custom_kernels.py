@@ -88,8 +88,6 @@ def test_a_thread_that_cannot_be_simulated_skips_the_test(project: Project) -> N
 
 
 PASTED = """
-    from torch.utils.cpp_extension import load
-
     torch.library.define("gpumem_shop::{name}", "(Tensor x, float eps) -> Tensor")
 
     @pytest.mark.gpumem(max="1KiB")
@@ -100,6 +98,8 @@ PASTED = """
 
     @pytest.mark.gpumem(max="1KiB")
     def test_compiled():
+        from torch.utils.cpp_extension import load
+
         built = load(name="{name}_ext", sources=["kernel.cu"])
         assert built.fused(torch.ones(128, device="cuda")).shape == (128,)
 """

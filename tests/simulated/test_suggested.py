@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -378,18 +378,20 @@ def test_cuda_extension_names_the_line() -> None:
 def test_what_was_compiled_for_the_cpu_never_sees_a_simulated_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: Any = ModuleType("gpumem_cpu")
-    made.forward = function = Compiled("forward(arg0: torch.Tensor) -> torch.Tensor\n")
+    made, compiling = ModuleType("gpumem_cpu"), cast(Any, cpp_extension)
+    function = Compiled("forward(arg0: torch.Tensor) -> torch.Tensor\n")
     extensions = Extensions()
     for place in ("surface.cpp_extensions", "simulation"):
         monkeypatch.setattr(f"pytest_gpumem.simulated.{place}.EXTENSIONS", extensions)
+
+    vars(made)["forward"] = function
 
     def compiled(name: str, sources: list[str], *, with_cuda: bool | None) -> ModuleType:
         return made
 
     monkeypatch.setattr(cpp_extension, "_jit_compile", compiled)
     with simulate("T4"):
-        cpp_extension._jit_compile("gpumem_cpu", ["kernel.cpp"], with_cuda=None)
+        compiling._jit_compile("gpumem_cpu", ["kernel.cpp"], with_cuda=None)
         error = refusal(lambda: made.forward(x()))
         assert str(error).startswith("gpumem_cpu.forward at tests/simulated/test_suggested.py:")
         assert 'simulate_operator("torch.utils.cpp_extension.load")' in error.snippet
