@@ -130,6 +130,11 @@ def test_what_the_terminal_shows_can_be_pasted(project: Project, workers: tuple[
         ]
     )
     # Two tests call the operator: it is told once.
+    told = [line for line in refused.outlines if "was skipped:" in line or "were skipped:" in line]
+    assert [line.partition(": gpumem_shop")[0].partition(": load(")[0] for line in told] == [
+        "note: test_kernel.py::test_kernel[0.5] and 1 more test were skipped",
+        "note: test_kernel.py::test_compiled was skipped",
+    ]
     headings = [line for line in refused.outlines if line.endswith("into conftest.py:")]
     assert len(headings) == 2
     text = snippets(refused.outlines)
@@ -143,3 +148,14 @@ def test_a_quiet_run_shows_no_snippet(project: Project) -> None:
     project.write(test_kernel=KERNEL.format(name="quiet"))
     result = project.run("-q")
     result.stdout.no_fnmatch_line("*into conftest.py:")
+
+
+def test_a_verbose_run_names_every_test_of_a_kernel(project: Project) -> None:
+    project.write(test_kernel=PASTED.format(name="verbose"))
+    result = project.run("-v", "-k", "test_kernel[")
+    result.stdout.fnmatch_lines(
+        [
+            "note: test_kernel.py::test_kernel[[]0.5] was skipped: *",
+            "note: test_kernel.py::test_kernel[[]0.25] was skipped: *",
+        ]
+    )

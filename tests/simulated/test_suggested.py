@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -398,3 +399,23 @@ def test_what_was_compiled_for_the_cpu_never_sees_a_simulated_tensor(
     assert made.forward is function
     with simulate("T4"):  # a fixture of several tests has compiled it
         refusal(lambda: made.forward(x()))
+
+
+def test_a_test_that_imports_the_loader_is_refused_too() -> None:
+    code = (
+        "import sys\n"
+        "from pytest_gpumem import simulate\n"
+        "from pytest_gpumem.simulated.common.errors import UndescribedKernelError\n"
+        "with simulate('T4'):\n"
+        "    assert 'torch.utils.cpp_extension' not in sys.modules\n"
+        "    from torch.utils.cpp_extension import load\n"
+        "    try:\n"
+        "        load('gpumem_late', ['kernel.cu'])\n"
+        "    except UndescribedKernelError as error:\n"
+        "        print(error.kernel)\n"
+        "from torch.utils import cpp_extension\n"
+        "assert cpp_extension._jit_compile.__module__ == cpp_extension.__name__\n"
+        "assert not hasattr(cpp_extension._jit_compile, '__wrapped__')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout == 'load(name="gpumem_late", ...)\n'
