@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -192,6 +193,24 @@ def test_a_traceback_ends_with_the_snippet(library: torch.library.Library) -> No
     )
 
 
+def test_a_refusal_can_be_pickled(library: torch.library.Library) -> None:
+    library.define("sent(Tensor x) -> Tensor")
+    with simulate("T4"):
+        error = refusal(lambda: ops.sent(x()))
+    copied = pickle.loads(pickle.dumps(error))
+    assert (str(copied), copied.kernel, copied.snippet) == (
+        str(error),
+        error.kernel,
+        error.snippet,
+    )
+
+
+def test_memory_that_is_handed_over_has_a_sentence_of_its_own() -> None:
+    with simulate("T4"), pytest.raises(UnsupportedOperatorError, match="hands over") as caught:
+        _ = x().__cuda_array_interface__
+    assert not isinstance(caught.value, UndescribedKernelError)
+
+
 # Compiled extensions.
 
 
@@ -255,8 +274,8 @@ def test_the_snippet_of_a_compiled_function_runs(
 # Extensions that are compiled while a test runs.
 
 PYBIND = """
-    // m.def("commented", &commented);
     PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+      // m.def("commented", &commented);
       m.def("forward", &forward, "Forward (CUDA)");
       m.def(
           "backward", &backward).def("chained", &chained);

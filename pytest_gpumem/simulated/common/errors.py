@@ -32,6 +32,9 @@ class UndescribedKernelError(UnsupportedOperatorError):
         if hasattr(self, "add_note"):  # came with Python 3.11: tracebacks end with it
             self.add_note(f"{how_to_paste(kernel)}\n\n{snippet}")
 
+    def __reduce__(self) -> tuple[type[UndescribedKernelError], tuple[str, str, str]]:
+        return type(self), (str(self), self.kernel, self.snippet)
+
 
 def how_to_paste(kernel: str) -> str:
     """What stands above a snippet."""
