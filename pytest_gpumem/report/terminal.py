@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
@@ -17,6 +18,7 @@ from pytest_gpumem.report.rows import STATUS_STYLE, test_status
 from pytest_gpumem.report.selection import Sort
 from pytest_gpumem.report.table import table
 from pytest_gpumem.report.text import Line, Span, Writer, pack, shorten, wrap, write_lines
+from pytest_gpumem.simulated.common.errors import how_to_paste
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -71,13 +73,14 @@ def section(
     missing: Missing | None = None,
     rows: int | None = None,
     sort: Sort | None = None,
+    snippets: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Line]:
-    """Return the lines of the section, none wider than ``width`` unless one word or command is.
+    """Return the lines of the section, none wider than ``width`` unless it is one to be copied.
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
     exact bytes. ``command`` is how pytest was started, for the commands that are suggested.
     ``told_above``: pytest has shown the failures. ``missing`` says what was compared with nothing;
-    ``rows`` and ``sort`` are those of the table.
+    ``rows`` and ``sort`` are those of the table; ``snippets`` describe kernels, by their names.
     """
     records = _recorded(records, update)
     blocks: list[list[Line]] = []
@@ -96,6 +99,7 @@ def section(
         if missing:
             blocks.append(list(missing_lines(missing, command, most=most, width=width)))
         blocks.append(list(_notes(records, notes, most, width)))
+        blocks += _snippets(snippets, most, width)
         blocks.append(list(_devices(records, verbosity, width)))
     else:
         # What went wrong with files decides the exit status: it is said however quiet pytest is.
@@ -271,6 +275,15 @@ def _notes(
         times = f" ({_tests(count)})" if count > 1 else ""
         yield from map(Line.of, wrap(f"note: {note}{times}", width, rest="  "))
     yield from _rest(list(counts), most, "notes", tests=False)
+
+
+def _snippets(snippets: Mapping[str, str], most: int, width: int) -> Iterator[list[Line]]:
+    """Each as it is to be pasted: neither indented nor wrapped."""
+    for kernel, snippet in list(snippets.items())[:most]:
+        yield [*map(Line.of, wrap(how_to_paste(kernel), width))]
+        yield [*map(Line.of, snippet.splitlines())]
+    if rest := list(_rest(list(snippets), most, "kernels", tests=False)):
+        yield rest
 
 
 def _devices(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:

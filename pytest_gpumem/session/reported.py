@@ -21,6 +21,9 @@ ARGUMENTS = "gpumem_arguments"
 UNSIMULATED = "gpumem_unsimulated"
 """Of a test's report: the sentence that says why a simulated device cannot run it."""
 
+SNIPPET = "gpumem_snippet"
+"""Of the report of such a test: the name of the kernel that nobody described, and what would."""
+
 LOST = "gpumem_lost"
 """Of a test's report: the test after which the process that ran it leaves."""
 
@@ -61,7 +64,7 @@ def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseEx
 
     Not a failure, because the code may be right, and not an expected one either.
     """
-    from pytest_gpumem.simulated.common.errors import SimulationError
+    from pytest_gpumem.simulated.common.errors import SimulationError, UndescribedKernelError
 
     if not isinstance(error, SimulationError):
         return
@@ -70,6 +73,8 @@ def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseEx
     report.longrepr = (path, (line or 0) + 1, f"Skipped: {error}")
     vars(report).pop("wasxfail", None)
     setattr(report, UNSIMULATED, str(error))
+    if isinstance(error, UndescribedKernelError):
+        setattr(report, SNIPPET, (error.kernel, error.snippet))
 
 
 def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:

@@ -18,6 +18,7 @@ from pytest_gpumem.session.reported import (
     RESCHEDULED,
     SENTENCE,
     SKIPPED_AT_IMPORT,
+    SNIPPET,
     UNSIMULATED,
     without_group,
 )
@@ -65,6 +66,10 @@ class Results:
         self._broken_plugins: dict[str, None] = {}
         """Sentences, each once: workers may all find the same."""
         self._unsimulated: dict[str, str] = {}
+        self._undescribed: dict[str, str] = {}
+        """By node id, the kernel that nobody described."""
+        self._snippets: dict[str, str] = {}
+        """By kernel that nobody described, what would: once, however many tests it skips."""
         self._sentences: dict[str, str] = {}
         """What tests failed with that is not of their own memory."""
         self._skipped_at_import = 0
@@ -116,6 +121,10 @@ class Results:
             self._skipped_at_import += 1
         if sentence := getattr(report, UNSIMULATED, None):
             self._unsimulated[nodeid] = sentence
+        if found := getattr(report, SNIPPET, None):
+            kernel, snippet = found
+            self._undescribed[nodeid] = kernel
+            self._snippets.setdefault(kernel, snippet)
         if sentence := getattr(report, SENTENCE, None):
             self._sentences[nodeid] = sentence
         if report.failed:
@@ -222,7 +231,7 @@ class Results:
             *self._hosts(),
             *self._uses(),
             *self._waits(),
-            *(f"{nodeid} was skipped: {why}" for nodeid, why in self._unsimulated.items()),
+            *self._skips(),
         ]
         if count := self._skipped_at_import:
             notes.append(
@@ -259,8 +268,23 @@ class Results:
             missing=self._missing,
             rows=self._settings.rows,
             sort=self._settings.sort,
+            snippets=self._snippets,
         )
         write_section(writer, lines, verbosity=verbosity)
+
+    def _skips(self) -> Iterator[str]:
+        """Say why tests could not be simulated; tests of one cause as one, unless verbose."""
+        causes: dict[str, list[str]] = {}
+        for nodeid, why in self._unsimulated.items():
+            cause = self._undescribed.get(nodeid, why)
+            causes.setdefault(cause, []).append(nodeid)
+        verbose = self._config.get_verbosity() > 0
+        for first, *others in causes.values():
+            told = [first, *others] if verbose else [first]
+            for nodeid in told:
+                more = 0 if verbose else len(others)
+                also = f" and {more} more test{'s' * (more > 1)}" if more else ""
+                yield f"{nodeid}{also} {_were(more + 1)} skipped: {self._unsimulated[nodeid]}"
 
     def _uses(self) -> list[str]:
         """Return how full the devices were that tests shared."""

@@ -24,6 +24,7 @@ from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
 from pytest_gpumem.simulated.surface import compilers, pinned, plan
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
+from pytest_gpumem.simulated.surface.cpp_extensions import Compiling
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
@@ -113,6 +114,7 @@ class Simulation(SimulatedMachine):
             plan.plan(self, self._casts, self._patches)
             self.threads.plan(self._patches)
             pinned.plan(self, self._patches)
+        self._compiling = Compiling()
         self._resources: ExitStack | None = None
 
     @contextmanager
@@ -134,6 +136,7 @@ class Simulation(SimulatedMachine):
         with ExitStack() as resources:
             self._patch()
             resources.callback(self._patches.undo)
+            resources.callback(self._compiling.undo)
             resources.enter_context(_as_initialized())
             lifts = torch._C._only_lift_cpu_tensors()
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
@@ -152,6 +155,7 @@ class Simulation(SimulatedMachine):
 
     def _patch(self) -> None:
         self._patches.apply()
+        self._compiling.look()
         be_no_sequences()
 
     @contextmanager

@@ -111,6 +111,17 @@ def model():
     return Net().cuda(), torch.randn(64, 256, device="cuda")
 """
 
+KERNEL = """\
+import pytest
+import torch
+
+torch.library.define("mylib::fused", "(Tensor x, *, float eps=1e-6) -> Tensor")
+@pytest.mark.gpumem
+def test_fused():
+    x = torch.ones(8, 128, 64, dtype=torch.bfloat16, device="cuda")
+    torch.ops.mylib.fused(x, eps=1e-5)
+"""
+
 PREAMBLES = {
     "docs/predict.md: test_step": """
         import pytest
@@ -158,7 +169,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert new in failing
         (folder / name).write_text(failing)
     # Only where they are asked for.
-    (folder / "conftest.py").write_text(f"collect_ignore = {[*FAILING]}")
+    (folder / "conftest.py").write_text(f"collect_ignore = {[*FAILING, 'test_kernel.py']}")
     # Not their tests, which a plain pytest would run.
     for name in ("__init__.py", "cnn_memory/__init__.py", "cnn_memory/models.py"):
         (folder / "examples" / name).parent.mkdir(exist_ok=True)
@@ -166,6 +177,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-c", RECORDING, folder / "recorded.pickle"], check=True)
     (folder / "mylib").mkdir()
     (folder / "mylib" / "__init__.py").touch()
+    (folder / "test_kernel.py").write_text(KERNEL)
     kernels = "def launch_norm(x, weight): ...\ndef norm_kernel(): ...\n"
     (folder / "mylib" / "kernels.py").write_text(kernels)
     return folder

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,9 @@ _sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
+
+_PACKAGES = frozenset({"site-packages", "dist-packages"})
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
@@ -171,6 +175,21 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
+    return _shown_line(frame)
+
+
+def callers_line() -> str:
+    """``path:line`` of the innermost frame outside what is installed, if there is any.
+
+    Who describes a library's kernel looks for a line of their own, and not for the library's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return user_line() if frame is None else _shown_line(frame)
+
+
+def _shown_line(frame: FrameType) -> str:
     filename = frame.f_code.co_filename
     try:
         shown = os.path.relpath(filename)
@@ -217,6 +236,12 @@ def _is_factory(operator: Any) -> bool:
 @cache
 def _is_own(filename: str) -> bool:
     return filename.startswith(_OWN)
+
+
+@cache
+def _is_installed(filename: str) -> bool:
+    standard = filename.startswith(_STANDARD) or "frozen " in filename
+    return standard or is_internal(filename) or bool(_PACKAGES & set(Path(filename).parts))
 
 
 @cache

@@ -19,6 +19,28 @@ class UnsupportedOperatorError(SimulationError):
     """An operator that the simulated device does not know how to run."""
 
 
+class UndescribedKernelError(UnsupportedOperatorError):
+    """A kernel that only its library knows, called where nobody has described it.
+
+    ``kernel`` is what it is called, ``snippet`` the lines of Python that describe it.
+    """
+
+    def __init__(self, sentence: str, kernel: str, snippet: str) -> None:
+        super().__init__(sentence)
+        self.kernel = kernel
+        self.snippet = snippet
+        if hasattr(self, "add_note"):  # came with Python 3.11: tracebacks end with it
+            self.add_note(f"{how_to_paste(kernel)}\n\n{snippet}")
+
+    def __reduce__(self) -> tuple[type[UndescribedKernelError], tuple[str, str, str]]:
+        return type(self), (str(self), self.kernel, self.snippet)
+
+
+def how_to_paste(kernel: str) -> str:
+    """What stands above a snippet."""
+    return f"to simulate {kernel}, paste this into conftest.py:"
+
+
 class HostMemoryError(SimulationError):
     """Real values of all tensors do not fit in the memory of this machine."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.execution.runner import Runner, no_shapes
 from pytest_gpumem.simulated.machine.dispatch import Handler
 
@@ -21,6 +20,6 @@ def quantize(runner: Runner, func: Any) -> Handler:
         if runner.owner(args, kwargs) is None:
             return runner.run_elsewhere(func, args, kwargs)
         # The meta kernel returns an ordinary tensor of the input's type.
-        raise UnsupportedOperatorError(no_shapes(func))
+        raise no_shapes(runner, func, args, kwargs)
 
     return handle

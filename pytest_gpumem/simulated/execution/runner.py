@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.simulated.common.callsite import callers_line, user_line
+from pytest_gpumem.simulated.common.errors import (
+    UndescribedKernelError,
+    UnknownValueError,
+    UnsupportedOperatorError,
+)
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.on_host import OnHost
@@ -23,6 +27,7 @@ from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import suggested
 from pytest_gpumem.simulated.operators.described import how_to_describe
 
 CUDA = "cuda"
@@ -188,9 +193,9 @@ class Runner:
         if isinstance(error, NotImplementedError):
             if DATA_DEPENDENT & set(func.tags):
                 raise UnknownValueError(self.unknown(func)) from error
-            raise UnsupportedOperatorError(no_shapes(func)) from error
+            raise no_shapes(self, func, args, kwargs) from error
         if any(sign in text for sign in _SIGNS_OF_NO_SHAPES):
-            raise UnsupportedOperatorError(no_shapes(func)) from error
+            raise no_shapes(self, func, args, kwargs) from error
         if "meta tensor" in text:
             raise UnknownValueError(self.unknown(func)) from error
         words = said_by_aten(func, args, kwargs, error)
@@ -198,10 +203,19 @@ class Runner:
             raise words from None
 
 
-def no_shapes(func: Any) -> str:
-    """Say that the operator ``func`` cannot run on a simulated GPU."""
+def no_shapes(
+    runner: Runner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> UnsupportedOperatorError:
+    """The refusal of the operator ``func``, called with these arguments."""
+    own = func.namespace in TORCHS_OWN
+    line = user_line() if own else callers_line()
     sentence = (
-        f"{func} at {user_line()} has no shape-only implementation, so it cannot run on a "
-        f"simulated GPU"
+        f"{func} at {line} has no shape-only implementation, so it cannot run on a simulated GPU"
     )
-    return sentence if func.namespace in TORCHS_OWN else f"{sentence}: {how_to_describe(func)}"
+    if own:
+        return UnsupportedOperatorError(sentence)
+    return UndescribedKernelError(
+        f"{sentence}: {how_to_describe(func)}",
+        func._schema.name,
+        suggested.of_operator(func, args, kwargs, line, runner.place),
+    )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
 Description = Callable[..., Any]
@@ -32,6 +32,7 @@ def simulate_operator(kernel: Any) -> Callable[[_D], _D]:
     without the grid), and returns what the kernel would. What it makes by torch's own functions is
     allocated in that order; what it drops is freed then. A Triton kernel that only writes to its
     arguments allocates nothing: ``simulate_operator(kernel)(lambda *args, **options: None)``.
+    A ``SimpleNamespace`` that it returns stands for a module, and its functions for kernels.
 
     It holds for every simulation from here on, and for calls with tensors on a simulated GPU alone:
     on a real GPU, and for CPU tensors, the kernel itself runs. A second description replaces the
@@ -137,9 +138,36 @@ class _Replaced:
                 return real(*args, **options)
             result = self.description(*args, **options)
             wrote(args, options, result)
+            return _told(result, wrote) if isinstance(result, SimpleNamespace) else result
+
+        return call
+
+
+def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
+    """``made``, the module of a described loader, whose functions stand for kernels too."""
+
+    def described(name: str, function: Description) -> Description:
+        def call(*args: Any, **options: Any) -> Any:
+            if not on_gpu(args, options):
+                from pytest_gpumem.simulated.common.callsite import callers_line
+                from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+
+                raise UnsupportedOperatorError(
+                    f"{name} at {callers_line()} is given tensors of the CPU, and is described "
+                    f"for a simulated GPU alone"
+                )
+            result = function(*args, **options)
+            wrote(args, options, result)
             return result
 
         return call
+
+    return SimpleNamespace(
+        **{
+            name: described(name, value) if isinstance(value, FunctionType) else value
+            for name, value in vars(made).items()
+        }
+    )
 
 
 DESCRIPTIONS = Descriptions()
@@ -169,8 +197,10 @@ def checked_outputs(schema: Any, outputs: Any) -> Any:
     """
     expected = len(schema.returns)
     given = 0 if outputs is None else len(outputs) if isinstance(outputs, (tuple, list)) else 1
-    of_list = expected == 1 and "[]" in str(schema.returns[0].type)
-    if given != expected and not of_list:
+    of_list = expected == 1 and str(schema.returns[0].type).startswith("List[")
+    if of_list and isinstance(outputs, (tuple, list)):
+        return list(outputs)
+    if given != expected:
         raise ValueError(
             f'simulate_operator("{schema.name}"): the operator returns {expected} '
             f"{'value' if expected == 1 else 'values'}, and its description {given}"

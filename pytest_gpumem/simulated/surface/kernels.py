@@ -7,27 +7,21 @@ the test is skipped with a sentence that names them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ExtensionFileLoader
 from types import FunctionType
 from typing import Any, NoReturn
 
-from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.callsite import callers_line
+from pytest_gpumem.simulated.common.errors import UndescribedKernelError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.operators.described import tensors_in
+from pytest_gpumem.simulated.operators.suggested import of_function
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
 """How pybind11 spells a tensor argument in the signature that begins a function's docstring
 (torch/csrc/utils/pybind.h, PYBIND11_TYPE_CASTER of at::Tensor)."""
-
-
-def _refuse(path: str, what: str) -> NoReturn:
-    raise UnsupportedOperatorError(
-        f"{path} at {user_line()} is {what}, which a simulated GPU cannot run: say what it "
-        f'allocates with pytest_gpumem.simulate_operator("{path}")'
-    )
 
 
 class Extensions:
@@ -36,19 +30,33 @@ class Extensions:
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._found: list[tuple[Any, str, _Guarded]] = []
+        self._open: ExitStack | None = None
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Keep tensors of a simulated GPU from the extensions imported so far."""
         self._look()
-        patches = Patches()
-        for module, name, guard in self._found:
-            patches.plan(module, name, guard)
-        patches.apply()
-        try:
-            yield
-        finally:
-            patches.undo()
+        with ExitStack() as opened:
+            _replace(self._found, opened)
+            self._open = opened
+            try:
+                yield
+            finally:
+                self._open = None
+
+    def compiled(self, module: Any, path: str, snippet: Callable[[str], str]) -> None:
+        """Keep them from ``module`` too, which was compiled just now and is imported by nobody.
+
+        ``path`` names what compiled it, ``snippet`` makes its description for a line of code.
+        """
+        found = [
+            (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path, snippet))
+            for attribute, value in vars(module).items()
+            if _takes_tensors(value)
+        ]
+        self._found += found
+        if self._open is not None:
+            _replace(found, self._open)
 
     def _look(self) -> None:
         for name in [name for name in sys.modules if name not in self._seen]:
@@ -63,6 +71,14 @@ class Extensions:
                     self._found.append((module, attribute, guard))
 
 
+def _replace(found: Iterable[tuple[Any, str, _Guarded]], until: ExitStack) -> None:
+    patches = Patches()
+    for module, name, guard in found:
+        patches.plan(module, name, guard)
+    patches.apply()
+    until.callback(patches.undo)
+
+
 def _takes_tensors(value: Any) -> bool:
     if isinstance(value, (type, FunctionType)) or not callable(value):
         return False
@@ -73,14 +89,37 @@ def _takes_tensors(value: Any) -> bool:
 class _Guarded:
     """A compiled function; no Python function, which would bind as a method does."""
 
-    def __init__(self, function: Callable[..., Any], path: str) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        path: str,
+        described_as: str | None = None,
+        snippet: Callable[[str], str] | None = None,
+    ) -> None:
         self._function = function
         self._path = path
+        self._described_as = described_as or path
+        self._snippet = snippet
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(tensor.is_cuda for tensor in tensors_in((args, options))):
-            _refuse(self._path, "a function of a compiled extension")
+            self._refuse(args, options)
         return self._function(*args, **options)
+
+    def _refuse(self, args: tuple[Any, ...], options: dict[str, Any]) -> NoReturn:
+        path, described_as, line = self._path, self._described_as, callers_line()
+        snippet = (
+            of_function(path, getattr(self._function, "__doc__", None), args, options, line)
+            if self._snippet is None
+            else self._snippet(line)
+        )
+        raise UndescribedKernelError(
+            f"{path} at {line} is a function of a compiled extension, which a simulated GPU "
+            f"cannot run: say what it allocates with "
+            f'pytest_gpumem.simulate_operator("{described_as}")',
+            path,
+            snippet,
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._function, name)
