@@ -6,6 +6,7 @@ itself is asked by ``aten::is_pinned`` and ``aten::_pin_memory``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,6 @@ import torch
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-
-_ANSWERS = {
-    "aten::is_pinned": lambda machine, tensor: is_pinned(machine, tensor),
-    "aten::_pin_memory": lambda machine, tensor: pinned(machine, tensor),
-}
 
 
 def is_pinning(func: Any) -> bool:
@@ -53,3 +49,10 @@ def pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided or machine.storages.is_on_host(tensor):
         return machine.pinned.add(tensor.clone())
     return machine.pinned.copied(tensor)
+
+
+_ANSWERS: dict[str, Callable[[SimulatedMachine, torch.Tensor], Any]] = {
+    "aten::is_pinned": is_pinned,
+    "aten::_pin_memory": pinned,
+}
+"""By operator."""

@@ -97,7 +97,8 @@ class Choosy(Quantised):
         if func is torch._has_compatible_shallow_copy_type:
             one, other = args
             return type(one) is type(other) and one.shape == other.shape
-        return super().__torch_function__(func, types, args, kwargs or {})
+        plain: Any = super().__torch_function__
+        return plain(func, types, args, kwargs or {})
 
 
 def _module(weight: Tensor) -> nn.Module:
