@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
@@ -134,6 +135,10 @@ class TensorMoves(TensorFacts):
 
         Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
         """
+        pair = one, other
+        if has_torch_function(pair):
+            asked = torch._has_compatible_shallow_copy_type
+            return bool(handle_torch_function(asked, pair, *pair))
         types = {self.device(one).type, self.device(other).type}
         if types == {"cpu", "cuda"}:
             return True

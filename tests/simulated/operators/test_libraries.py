@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -44,3 +47,43 @@ def test_operators_without_shapes_of_their_own(on: Any) -> None:
     assert scores.grad is not None
     assert scores.grad.shape == scores.shape
     assert torch.fake_quantize_per_tensor_affine(scores, 0.1, 0, -128, 127).shape == scores.shape
+
+
+def _four_bits(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed weight of ``rows`` x ``columns``, and what each 64 of its columns are scaled by."""
+    bits = torch.zeros(rows, columns // 2, dtype=torch.uint8, device="cuda")
+    packed = torch.ops.aten._convert_weight_to_int4pack(bits, 8)
+    return packed, torch.zeros(columns // 64, rows, 2, dtype=torch.bfloat16, device="cuda")
+
+
+def test_products_with_weights_of_four_bits_allocate_their_result(on: Any) -> None:
+    gpu = on()
+    packed, scales = _four_bits(1024, 256)
+    assert packed.shape == (1024 // 8, 256 // (8 * 16), 32, 8 // 2)
+    x = torch.zeros(512, 256, dtype=torch.bfloat16, device="cuda")
+    multiply = torch.ops.aten._weight_int4pack_mm
+    assert multiply(x, packed, 64, scales).shape == (512, 1024)
+    assert gpu.of(lambda: multiply(x, packed, 64, scales)) == [512 * 1024 * 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "condition"),
+    [
+        (lambda x, w, s: (x.float(), w, 64, s), "A.dtype() == at::kBFloat16"),
+        (lambda x, w, s: (x.T.contiguous().T, w, 64, s), "A.is_contiguous()"),
+        (lambda x, w, s: (x[0], w, 64, s), "A.dim() == 2"),
+        (lambda x, w, s: (x, w.long(), 64, s), "B.dtype() == at::kInt"),
+        (lambda x, w, s: (x, w[0], 64, s), "B.dim() == 4"),
+        (lambda x, w, s: (x[:, :128].contiguous(), w, 64, s), "B.size(1) == k"),
+        (lambda x, w, s: (x, w, 48, s), "qGroupSize == 32"),
+        (lambda x, w, s: (x, w, 64, s[0]), "qScaleAndZeros.dim() == 3"),
+        (lambda x, w, s: (x, w, 64, s[:, :8]), "qScaleAndZeros.size(1) == n"),
+    ],
+)
+def test_products_with_weights_of_four_bits_check_what_they_are_given(
+    on: Any, change: Callable[..., tuple[Any, ...]], condition: str
+) -> None:
+    on()
+    x = torch.zeros(16, 256, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(RuntimeError, match=re.escape(f"Expected {condition}")):
+        torch.ops.aten._weight_int4pack_mm(*change(x, *_four_bits(64, 256)))

@@ -59,6 +59,10 @@ class Quantised(Tensor):
         if name in ("detach", "clone", "_to_copy", "empty_like", "zeros_like"):
             options = {n: v for n, v in (kwargs or {}).items() if n == "device"}
             return cls(func(args[0].codes, **options), func(args[0].scales, **options))
+        if name == "is_pinned":
+            return args[0].codes.is_pinned() and func(args[0].scales)
+        if name == "_pin_memory":
+            return cls(args[0].codes.pin_memory(), func(args[0].scales))
         if name in ("zero_", "fill_"):
             args[0].codes.zero_()
             return args[0]
@@ -83,6 +87,18 @@ class Silent(Quantised):
     """One whose functions are torch's own: only operators are its business."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's way to say it
+
+
+class Choosy(Quantised):
+    """One that is replaced by its like of the same shape alone, as torchao's weights are."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._has_compatible_shallow_copy_type:
+            one, other = args
+            return type(one) is type(other) and one.shape == other.shape
+        plain: Any = super().__torch_function__
+        return plain(func, types, args, kwargs or {})
 
 
 def _module(weight: Tensor) -> nn.Module:
@@ -244,3 +260,28 @@ def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
             assert loss.cpu().device.type == "cpu"
         assert gpu.allocated == 0
         assert FakeTensorMode().from_tensor(torch.ones(3, device="cuda")).device.type == "cuda"
+
+
+@pytest.mark.parametrize("kind", [Quantised, Silent])
+def test_one_on_the_host_pins_what_it_holds(kind: type[Quantised]) -> None:
+    with simulate("A100-40GB"):
+        weight = kind.zeros(ELEMENTS, "cpu")
+        assert not weight.is_pinned()
+        pinned: Any = weight.pin_memory()
+        assert type(pinned) is kind
+        assert pinned.is_pinned()
+        assert pinned.codes.is_pinned()
+        assert pinned.scales.is_pinned()
+        assert not weight.is_pinned()
+        assert pinned.pin_memory() is pinned
+        assert not kind.zeros(ELEMENTS, "cuda").is_pinned()
+
+
+def test_what_may_take_its_place_is_its_own_business() -> None:
+    with simulate("A100-40GB"):
+        of_its_own = Choosy.zeros(ELEMENTS, "cuda")
+        assert torch._has_compatible_shallow_copy_type(of_its_own, of_its_own)
+        assert not torch._has_compatible_shallow_copy_type(
+            of_its_own, Choosy.zeros(2 * ELEMENTS, "cuda")
+        )
+        assert not torch._has_compatible_shallow_copy_type(torch.zeros(1), of_its_own)
