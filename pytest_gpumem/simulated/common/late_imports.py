@@ -138,7 +138,7 @@ class _AloneLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code, once."""
         if self._own_spec is not None:
-            module.__spec__ = self._own_spec
+            vars(module)["__spec__"] = self._own_spec  # modules of settings take no attributes
             return
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader

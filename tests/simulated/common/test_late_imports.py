@@ -17,9 +17,18 @@ import pytest
 from pytest_gpumem.simulated.common.late_imports import LateImports, StandIn
 
 PACKAGE = {
-    "__init__.py": "import slow.part\nsize = 3\nstate = slow.part.state",
+    "__init__.py": "import slow.part, slow.strict\nsize = 3\nstate = slow.part.state",
     "part.py": "import settings\nstate = settings.replaced",
     "other.py": "import settings\nstate = settings.replaced",
+    "strict.py": """
+import sys, types
+
+class Strict(types.ModuleType):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+sys.modules[__name__].__class__ = Strict
+""",
 }
 """Takes over what it finds, as torch's compilers do."""
 
@@ -93,6 +102,15 @@ def test_a_submodule_that_comes_with_its_package_runs_once() -> None:
         assert part is sys.modules["slow"].slow.part
     assert part.__spec__ is not None
     assert isinstance(part.__spec__.loader, SourceFileLoader)
+
+
+@pytest.mark.usefixtures("project")
+def test_a_submodule_may_take_no_attributes() -> None:
+    # As modules of settings do, such as torch._dynamo.config.
+    with slow_kept_out():
+        strict = importlib.import_module("slow.strict")
+    assert strict.__spec__ is not None
+    assert isinstance(strict.__spec__.loader, SourceFileLoader)
 
 
 @pytest.mark.usefixtures("project")
