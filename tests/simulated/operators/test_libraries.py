@@ -87,3 +87,11 @@ def test_products_with_weights_of_four_bits_check_what_they_are_given(
     x = torch.zeros(16, 256, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(RuntimeError, match=re.escape(f"Expected {condition}")):
         torch.ops.aten._weight_int4pack_mm(*change(x, *_four_bits(64, 256)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_eight_bits_are_copied_from_the_host(on: Any, dtype: torch.dtype) -> None:
+    on()
+    there = torch.zeros(16, device="cuda").to(dtype)
+    assert there.copy_(torch.ones(16).to(dtype)).dtype is dtype
+    assert torch.ones(16).to(dtype).cuda().float().sum().item() == 16.0

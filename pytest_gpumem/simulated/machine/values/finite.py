@@ -185,5 +185,7 @@ def held(source: torch.Tensor) -> Infinity:
         return Infinity.NONE
     if source.layout is not torch.strided or source.numel() > MOST_UPLOADED:
         return Infinity.NONE
+    if source.dtype.itemsize == 1:  # torch has no isfinite for these
+        source = source.float()
     infinite = source[~source.isfinite()]
     return _kind(infinite.tolist() if infinite.numel() else (), keeps_sign=True)
