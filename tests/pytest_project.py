@@ -102,6 +102,10 @@ class Project:
         arguments = (f"--basetemp={base}", *_arguments(args, device, use))
         return self._pytester.run(quick(), "-c", PYTEST, *arguments)
 
+    def run_anew(self, *args: str, device: str = DEVICE) -> pytest.RunResult:
+        """Run pytest in a new Python, which has imported nothing."""
+        return self._pytester.runpytest_subprocess(*_arguments(args, device, ()))
+
     def start(self, *args: str, device: str = DEVICE) -> subprocess.Popen[bytes]:
         """Start pytest in a process of its own, and do not wait for it."""
         command = [sys.executable, "-m", "pytest", *_arguments(args, device, ())]

@@ -269,7 +269,7 @@ def pytest_unconfigure(config):
 """
     )
 
-    result = project.run_apart("-s", *args)
+    result = project.run_anew("-s", *args)
 
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*imported: []*"])
@@ -286,7 +286,7 @@ def pytest_unconfigure(config):
 """
     )
 
-    result = project.run_apart("-s", device="--gpumem-device=auto")
+    result = project.run_anew("-s", device="--gpumem-device=auto")
 
     rooms = (
         "device device.host_gpus device.select hookspecs ini_names option_values options paths"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,6 +108,10 @@ IN_VIEW: dict[str, Composite] = {
 """By overload: operators that autograd sees whole and that CUDA builds from others."""
 
 
+_MAY_OVERRIDE = "allow_override" in signature(torch.library.Library.impl).parameters
+"""Whether torch lets its own kernels be replaced; in 2.6, which does not, none of them is wrong."""
+
+
 @contextmanager
 def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
     """Route composite operators of meta tensors the way CUDA goes, above autograd."""
@@ -125,7 +130,7 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
         for name, kernel in shapes_only.WRONG.items():
-            if overload_of(name) is not None:
+            if _MAY_OVERRIDE and overload_of(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
         with casts.reachable(), slices.made(machine.current.version):
             yield

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch._subclasses.schema_check_mode  # by what leaves modes, so by each import alone
 import torch.fx.experimental._config  # kernels find it imported with what is kept out here
 
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn

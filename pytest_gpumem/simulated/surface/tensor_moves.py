@@ -136,7 +136,7 @@ class TensorMoves(TensorFacts):
         Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
         """
         pair = one, other
-        if has_torch_function(pair):
+        if has_torch_function(pair) and not any(map(is_lazy, pair)):  # which let torch answer
             asked = torch._has_compatible_shallow_copy_type
             return bool(handle_torch_function(asked, pair, *pair))
         types = {self.device(one).type, self.device(other).type}
