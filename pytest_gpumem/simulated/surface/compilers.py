@@ -16,7 +16,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -65,8 +65,10 @@ def kept_out(alone: Alone) -> Iterator[None]:
 
 
 def load() -> None:
-    """Import all of it now."""
-    importlib.import_module(f"{_DYNAMO}.eval_frame")
+    """Import all of it now, if it can be: whoever needs it is told what is wrong."""
+    # A test may have emptied sys.path, or deleted the folder that torch's settings ask for.
+    with suppress(ImportError, OSError):
+        importlib.import_module(f"{_DYNAMO}.eval_frame")
 
 
 @contextmanager
