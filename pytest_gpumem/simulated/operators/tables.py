@@ -108,8 +108,9 @@ IN_VIEW: dict[str, Composite] = {
 """By overload: operators that autograd sees whole and that CUDA builds from others."""
 
 
-_MAY_OVERRIDE = "allow_override" in signature(torch.library.Library.impl).parameters
-"""Whether torch lets its own kernels be replaced; in 2.6, which does not, none of them is wrong."""
+MAY_OVERRIDE = "allow_override" in signature(torch.library.Library.impl).parameters
+"""Whether torch lets its own kernels be replaced. Not in 2.6, where they give the right shapes, but
+check less than CUDA's."""
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
             if _lacks_shapes(name):
                 library.impl(name, kernel, "Meta")
         for name, kernel in shapes_only.WRONG.items():
-            if _MAY_OVERRIDE and overload_of(name) is not None:
+            if MAY_OVERRIDE and overload_of(name) is not None:
                 library.impl(name, kernel, "Meta", allow_override=True)
         with casts.reachable(), slices.made(machine.current.version):
             yield
