@@ -7,6 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from pytest_gpumem.simulated.common.errors import SimulationError
+from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 
 
 @pytest.hookimpl(wrapper=True)
@@ -16,3 +17,10 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
         return (yield)
     except SimulationError as error:
         raise AssertionError(str(error)) from error
+
+
+@pytest.fixture
+def no_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody have described a kernel, and what a test describes end with it."""
+    for name in ("operators", "kernels", "_functions"):
+        monkeypatch.setattr(DESCRIPTIONS, name, {})

@@ -14,16 +14,11 @@ import torch
 
 from pytest_gpumem import simulate, simulate_operator
 from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.surface.kernels import Extensions
 
 KIB = 1024
 
-
-@pytest.fixture(autouse=True)
-def no_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("operators", "kernels", "_functions"):
-        monkeypatch.setattr(DESCRIPTIONS, name, {})
+pytestmark = pytest.mark.usefixtures("no_descriptions")
 
 
 @pytest.fixture

@@ -28,11 +28,7 @@ from pytest_gpumem.simulated.surface.kernels import Extensions
 CHECK = "  # check: shape, dtype, what else it takes"
 ops = torch.ops.gpumem_paste
 
-
-@pytest.fixture(autouse=True)
-def no_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("operators", "kernels", "_functions"):
-        monkeypatch.setattr(DESCRIPTIONS, name, {})
+pytestmark = pytest.mark.usefixtures("no_descriptions")
 
 
 @pytest.fixture
