@@ -134,8 +134,9 @@ class Simulation(SimulatedMachine):
 
     def _enter(self) -> None:
         with ExitStack() as resources:
-            self._patch()
+            self._patches.apply()
             resources.callback(self._patches.undo)
+            self._follow_imports()
             resources.callback(self._compiling.undo)
             resources.enter_context(_as_initialized())
             lifts = torch._C._only_lift_cpu_tensors()
@@ -153,8 +154,7 @@ class Simulation(SimulatedMachine):
             resources.callback(self._forget_entering)
             self._resources = resources.pop_all()
 
-    def _patch(self) -> None:
-        self._patches.apply()
+    def _follow_imports(self) -> None:
         self._compiling.look()
         be_no_sequences()
 
@@ -164,12 +164,11 @@ class Simulation(SimulatedMachine):
         if not self._patches.are_applied or self.execution.lock is not None:
             yield
             return
-        self._patches.undo()
         try:
-            with _disable_current_modes(), _without_function_modes():
+            with self._patches.paused(), _disable_current_modes(), _without_function_modes():
                 yield
         finally:
-            self._patch()
+            self._follow_imports()
 
     def _forget_entering(self) -> None:
         self.is_active = self.here.joined = False

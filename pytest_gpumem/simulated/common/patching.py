@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 _ABSENT = object()
+
+
+@dataclass
+class _Replaced:
+    owner: Any
+    name: str
+    value: Any
+    before: Any
+
+    @property
+    def present(self) -> Any:
+        # vars(), not getattr(): what a class inherits must come back by deletion.
+        return vars(self.owner).get(self.name, _ABSENT)
+
+    def replace(self) -> None:
+        self.before = self.present
+        setattr(self.owner, self.name, self.value)
+
+    def put_back(self) -> None:
+        if self.before is _ABSENT:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
 
 
 class Patches:
@@ -14,7 +39,8 @@ class Patches:
 
     def __init__(self) -> None:
         self._planned: list[tuple[Any, str, Any]] = []
-        self._saved: list[tuple[Any, str, Any]] = []
+        self._replaced: list[_Replaced] = []
+        self._is_paused = False
         self._wrappable: set[int] = set()
 
     def plan(self, owner: Any, name: str, value: Any, *, wrappable: bool = False) -> None:
@@ -35,27 +61,42 @@ class Patches:
     @property
     def are_applied(self) -> bool:
         """Whether anything is replaced now."""
-        return bool(self._saved)
+        return bool(self._replaced) and not self._is_paused
 
     def apply(self) -> None:
         """Make every planned replacement, remembering what stood there."""
         for owner, name, value in self._planned:
-            # vars(), not getattr(): what a class inherits must come back by deletion.
-            before = vars(owner).get(name, _ABSENT)
-            if not self._is_wrapped(before):
-                self._saved.append((owner, name, before))
-                setattr(owner, name, value)
+            replaced = _Replaced(owner, name, value, _ABSENT)
+            if not self._is_wrapped(replaced.present):
+                self._replaced.append(replaced)
+                replaced.replace()
 
     def undo(self) -> None:
         """Put everything back, last replacement first."""
-        while self._saved:
-            owner, name, value = self._saved.pop()
-            if self._is_wrapped(vars(owner).get(name)):
-                continue
-            if value is _ABSENT:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        while self._replaced:
+            replaced = self._replaced.pop()
+            if not self._is_wrapped(replaced.present):
+                replaced.put_back()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Put everything back inside, but for what somebody else has replaced since.
+
+        What stands there at the end is what comes back by :meth:`undo`: who is imported inside may
+        have set it.
+        """
+        paused: list[_Replaced] = []
+        for replaced in reversed(self._replaced):
+            if replaced.present is replaced.value:
+                replaced.put_back()
+                paused.append(replaced)
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            for replaced in reversed(paused):
+                replaced.replace()
 
     def _is_wrapped(self, value: Any) -> bool:
         """Whether ``value`` wraps a replacement that may be wrapped."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -26,6 +28,17 @@ def test_backward_fills_a_gradient_for_every_view(on: Any, version: str, filled:
     gradient = torch.ones_like(last)
     events = gpu.of(lambda: last.backward(gradient))
     assert [event for event in events if event > 0] == filled
+
+
+def test_an_import_in_between_changes_nothing(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.show_pickle", raising=False)
+    gpu = on("A100-40GB", "2.8")
+    importlib.import_module("torch.utils.show_pickle")
+    x = torch.randn(8, 16, 32, device="cuda", requires_grad=True)
+    last = x[:, -1, :]
+    gradient = torch.ones_like(last)
+    events = gpu.of(lambda: last.backward(gradient))
+    assert [event for event in events if event > 0] == [PART, WHOLE, WHOLE]
 
 
 @pytest.mark.parametrize(

@@ -114,3 +114,15 @@ def test_several_threads_find_it_imported() -> None:
             assert found == [True]
         """
     )
+
+
+def test_what_a_test_has_replaced_itself_outlives_an_import() -> None:
+    run("""
+        with pytest_gpumem.simulate("T4"):
+            torch.cuda.memory_allocated = lambda: 7
+            import torch._dynamo
+
+            assert torch.cuda.memory_allocated() == 7
+            assert torch.cuda.is_available()
+        assert not torch.cuda.is_available()
+    """)
