@@ -25,11 +25,12 @@ def patches(owner: SimpleNamespace) -> Patches:
 
 
 def test_a_pause_puts_everything_back(owner: SimpleNamespace, patches: Patches) -> None:
+    applied = [patches.are_applied]
     with patches.paused():
         assert vars(owner) == {"name": "torch's"}
-        assert not patches.are_applied
+        applied.append(patches.are_applied)
     assert vars(owner) == {"name": "ours", "new": "ours"}
-    assert patches.are_applied
+    assert [*applied, patches.are_applied] == [True, False, True]
     patches.undo()
     assert vars(owner) == {"name": "torch's"}
 
