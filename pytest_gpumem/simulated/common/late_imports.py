@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
@@ -26,10 +26,13 @@ _ASKED_OF_EVERY_MODULE = ("__path__", "__warningregistry__")
 class StandIn(ModuleType):
     """What stands in ``sys.modules`` until more is asked of it than ``answers`` know.
 
-    Then the real module is imported, and does the work of this one as well.
+    Then the real module is imported, and does the work of this one as well. ``known`` are answers
+    for everybody, who may keep them.
     """
 
-    def __init__(self, name: str, answers: Answers, alone: Alone) -> None:
+    def __init__(
+        self, name: str, answers: Answers, alone: Alone, known: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(name)
         spec = _spec(name)
         # Importing submodules and looking through sys.modules ask for these of every module.
@@ -40,6 +43,7 @@ class StandIn(ModuleType):
             __file__=spec.origin,
             _answers=answers,
             _alone=alone,
+            **(known or {}),
         )
         if spec.submodule_search_locations is not None:
             vars(self)["__path__"] = spec.submodule_search_locations

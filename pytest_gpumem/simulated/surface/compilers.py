@@ -15,8 +15,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -49,9 +52,11 @@ def kept_out(alone: Alone) -> Iterator[None]:
                 yield
             inside.enter_context(_eagerly())
 
-        def stand_in(name: str, answers: Answers, importing: Alone) -> None:
+        def stand_in(
+            name: str, answers: Answers, importing: Alone, known: Mapping[str, Any] | None = None
+        ) -> None:
             if name not in sys.modules:
-                inside.enter_context(StandIn(name, answers, importing).in_place())
+                inside.enter_context(StandIn(name, answers, importing, known).in_place())
 
         if _DYNAMO in sys.modules:
             inside.enter_context(_eagerly())
@@ -59,7 +64,7 @@ def kept_out(alone: Alone) -> Iterator[None]:
         inside.enter_context(LateImports("torch", alone).watched())
         stand_in(_SYMPY, _of_sympy, alone)
         stand_in(_FUNCTIONS, _of_functions, alone)
-        stand_in(_SHAPES, _of_symbolic_shapes, alone)
+        stand_in(_SHAPES, _of_symbolic_shapes, alone, _there())
         stand_in(_DYNAMO, left_alone.of_dynamo, importing_dynamo)
         yield
 
@@ -144,15 +149,19 @@ def _is_kernel(asking: FrameType) -> bool:
 
 
 def _of_symbolic_shapes(name: str, asking: FrameType) -> Any:
-    """Functions of what may be symbolic, where it is a number."""
-    return _OF_NUMBERS.get(name) if _is_kernel(asking) else None
+    """No symbols are in numbers; who is no kernel expects a set of torch's own kind."""
+    return _no_symbols if name == "free_unbacked_symbols" and _is_kernel(asking) else None
+
+
+_PLAIN = frozenset({bool, int})
 
 
 def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
     def ask(*arguments: Any, **options: Any) -> Any:
-        if all(map(_is_number, arguments)):
-            return value(*arguments)
-        return getattr(importlib.import_module(_SHAPES), name)(*arguments, **options)
+        for argument in arguments:
+            if argument.__class__ not in _PLAIN and not _is_number(argument):
+                return getattr(importlib.import_module(_SHAPES), name)(*arguments, **options)
+        return value(*arguments)
 
     return ask
 
@@ -160,9 +169,7 @@ def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return not value._has_symbolic_sizes_strides
-    if isinstance(value, (tuple, list)):
-        return all(type(part) is int for part in value)
-    return isinstance(value, (bool, int))
+    return isinstance(value, (tuple, list)) and all(type(part) is int for part in value)
 
 
 _ITSELF = (
@@ -173,11 +180,26 @@ _VALUES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_ITSELF.split(), lambda value, *_: value),
     "_advise_is_bounded": lambda value, bound: None,
     "_advise_is_size": lambda value: None,
-    "free_unbacked_symbols": lambda value: (),
     "has_guarding_hint": lambda value: True,
     "is_nested_int": lambda value: False,
     "sym_and": lambda *values: all(values),
     "sym_eq": lambda one, other: one == other,
     "sym_or": lambda *values: any(values),
 }
-_OF_NUMBERS = {name: _of_numbers(name, value) for name, value in _VALUES.items()}
+
+
+@cache
+def _there() -> Mapping[str, Callable[..., Any]]:
+    """Functions of what may be symbolic, those of this release; numbers get what torch's say."""
+    spec = find_spec(_SHAPES)
+    assert spec is not None, f"torch imports {_SHAPES}"
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    return {
+        name: _of_numbers(name, value)
+        for name, value in _VALUES.items()
+        if f"\ndef {name}(" in source
+    }
+
+
+_no_symbols = _of_numbers("free_unbacked_symbols", lambda value: ())
