@@ -167,9 +167,12 @@ def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not value._has_symbolic_sizes_strides
-    return isinstance(value, (tuple, list)) and all(type(part) is int for part in value)
+    if isinstance(value, (tuple, list)):  # sizes, mostly
+        for part in value:
+            if part.__class__ is not int:
+                return False
+        return True
+    return isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
 
 
 _ITSELF = (
