@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
@@ -22,7 +21,6 @@ from pytest_gpumem.simulated.compiled.tracing import Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
-_aten = torch.ops.aten
 Compiled = Callable[..., Any]
 
 
@@ -71,7 +69,6 @@ class Inductor:
                     inputs,
                     inner_compile=self._inner,
                     config_patches=self._settings,
-                    decompositions=self._decompositions(),
                 )
         except Exception as error:
             not_followed(self._machine, error, refuses=self._refuses)
@@ -86,17 +83,6 @@ class Inductor:
 
     def _as_python_says(self, value: Any) -> Any:
         return place(self._machine, value) if isinstance(value, torch.device) else value
-
-    def _decompositions(self) -> dict[Any, Callable[..., Any]]:
-        table = select_decomp_table()
-        copy = table[_aten._to_copy.default]
-
-        def to_copy(tensor: Any, *, device: torch.device | None = None, **options: Any) -> Any:
-            if device is not None:
-                device = place(self._machine, device)
-            return copy(tensor, device=device, **options)
-
-        return {**table, _aten._to_copy.default: to_copy}
 
 
 def _name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:

@@ -24,6 +24,7 @@ import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
 from torch._inductor.constant_folding import ConstantFolder
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import pad_mm
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,7 @@ from pytest_gpumem.simulated.operators.layout import HALVES
 Bare = Callable[[], AbstractContextManager[object]]
 """Inside, torch is its own but for what answers for the GPU."""
 
+_TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MEASURES: Any = object()
 
@@ -93,6 +95,16 @@ class Tracing:
 
         return should_pad
 
+    def _decompositions(self) -> dict[Any, Callable[..., Any]]:
+        copy = select_decomp_table()[_TO_COPY]
+
+        def to_copy(tensor: Any, *, device: torch.device | None = None, **options: Any) -> Any:
+            if device is not None:
+                device = fakes.place(self._machine, device)
+            return copy(tensor, device=device, **options)
+
+        return {_TO_COPY: to_copy}
+
     def _folder(self) -> str:
         """Where Inductor keeps its wrappers: apart from those for real GPUs, and by model."""
         gpu = self._machine.current
@@ -112,6 +124,7 @@ class Tracing:
                 self._patches.apply()
                 inside.callback(self._patches.undo)
                 inside.enter_context(torch._inductor.config.patch(SETTINGS))
+                inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
             self._is_entered = False

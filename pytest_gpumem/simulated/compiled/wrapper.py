@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._ops import OpOverload
 
 from pytest_gpumem.simulated.common.callsite import Fused, is_internal, running
 from pytest_gpumem.simulated.common.patching import Patches
@@ -92,8 +93,9 @@ def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[str, int, str, tuple[str,
     if not places:
         return None
     overloads = [node.meta.get("original_aten") for node in order]
-    names = [each._schema.name for each in overloads if hasattr(each, "_schema")]
-    return (*places[-1], tuple(dict.fromkeys(names)))
+    operators = [each for each in overloads if isinstance(each, OpOverload)]
+    computing = [each for each in operators if not each.is_view] or operators
+    return (*places[-1], tuple(dict.fromkeys(each._schema.name for each in computing)))
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
