@@ -20,6 +20,7 @@ class DeviceSelector:
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
         self.stand_ins: Sequence[str] | None = None
+        self.compile = "auto"
         """Libraries that simulated tests may import although they are not installed; ``None``:
         those that are there without being named."""
         self._simulated: dict[tuple[str, bool], Device] = {}
@@ -110,7 +111,10 @@ class DeviceSelector:
 
             try:
                 self._simulated[key] = SimulatedDevice(
-                    model, real_values=real_values, stand_ins=self.stand_ins
+                    model,
+                    real_values=real_values,
+                    stand_ins=self.stand_ins,
+                    compile=self.compile,
                 )
             except AllocatorError as error:
                 raise DeviceError(str(error)) from error

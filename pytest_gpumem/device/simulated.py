@@ -33,7 +33,8 @@ class SimulatedDevice:
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
     ``real_values`` the CPU computes what is simulated, so that tests can read every value.
     ``stand_ins`` names the libraries that tests may import although they are not installed;
-    ``None`` stands for those that are there without being named.
+    ``None`` stands for those that are there without being named. ``compile`` says what becomes of
+    compiled code, as ``simulate`` takes it.
     """
 
     def __init__(
@@ -42,8 +43,11 @@ class SimulatedDevice:
         *,
         real_values: bool = False,
         stand_ins: Sequence[str] | None = None,
+        compile: str = "auto",
     ) -> None:
-        self._gpus = SimulatedGPU.machine(name, real_values=real_values, stand_ins=stand_ins)
+        self._gpus = SimulatedGPU.machine(
+            name, real_values=real_values, stand_ins=stand_ins, compile=compile
+        )
         self._simulation = self._gpus[0].simulation
         self._set_up: dict[object, _SetUp] = {}
         self._stray: dict[str, int] = {}

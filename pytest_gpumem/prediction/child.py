@@ -147,7 +147,10 @@ class Simulations(DeviceSelector):
 
             self.check_torch()
             self._devices[key] = SimulatedDevice(
-                self.machine, real_values=real_values, stand_ins=self.stand_ins
+                self.machine,
+                real_values=real_values,
+                stand_ins=self.stand_ins,
+                compile=self.compile,
             )
         return self._devices[key]
 

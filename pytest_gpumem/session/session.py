@@ -54,6 +54,7 @@ class GpumemSession(Parts):
             else config.stash.get(SELECTOR, None) or DeviceSelector(settings.device),
         )
         self.selector.stand_ins = settings.stand_ins
+        self.selector.compile = settings.sim_compile
         self.current: MeasuredItem | None = None
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""

@@ -8,6 +8,7 @@ machine    what a machine knows: devices, storages, values, streams, graphs, poo
 operators  what CUDA's operators allocate, by family
 execution  the dispatch mode that runs operators by their shapes
 surface    names of torch's that are replaced, each by a translation to the machine
+compiled   torch.compile: Inductor's own wrapper, run for what it allocates
 stand_ins  CUDA libraries that are not installed, each by what its functions allocate
 ========== =====================================================================================
 

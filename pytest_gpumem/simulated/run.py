@@ -12,6 +12,7 @@ from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
+from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
@@ -117,10 +118,14 @@ def simulate(
     torch_version: str | None = None,
     cublas_workspace_config: str | None = None,
     real_values: bool = False,
+    compile: str = AUTO,
 ) -> Iterator[SimulatedRun]:
     """Run the body on a simulated GPU of ``model``; see :class:`SimulatedGPU` for the settings.
 
     ``"A100-80GB*2"`` is a machine with two of them; a ``GpuModel`` need not be in the catalogue.
+    ``compile`` says what becomes of compiled code: ``"auto"`` follows Inductor and runs eagerly what
+    cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
+
     Raises ``ValueError`` for an unknown model, version or setting.
     """
     gpus = SimulatedGPU.machine(
@@ -129,6 +134,7 @@ def simulate(
         torch_version=torch_version,
         cublas_workspace_config=cublas_workspace_config,
         real_values=real_values,
+        compile=compile,
     )
     with gpus[0].active():
         statistics = CudaStatistics()

@@ -144,7 +144,8 @@ class _OnHost(TorchDispatchMode):
 
 def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _OnHost():
+        mode: Any = _OnHost
+        with mode():
             return run(*args, **kwargs)
 
     return call
