@@ -9,7 +9,7 @@ import pytest
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 from tests.cli.targets import GIB, KIB, Command, command
 
-pytestmark = pytest.mark.usefixtures("plain_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces", "forked_python")
 
 gpumem = command("predict")
 
