@@ -12,9 +12,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, UNNAMED, Library
+from pytest_gpumem.simulated.stand_ins.libraries import Library, chosen
 from pytest_gpumem.simulated.stand_ins.usage import telling
 
 _modules: dict[str, ModuleType] = {}
@@ -38,7 +37,7 @@ def served(names: Sequence[str] | None, note: Callable[[str], None]) -> Iterator
 
     ``note`` takes a sentence for each that is used.
     """
-    libraries = [LIBRARIES[name] for name in (UNNAMED if names is None else names)]
+    libraries = chosen(names)
     if not libraries:
         yield
         return
@@ -70,7 +69,12 @@ class StandInModule(ModuleType):
         _refuse(f"{self.__name__}.{name}")
 
 
-def _refuse(path: str) -> NoReturn:
+def _refuse(path: str, installing: str = "") -> NoReturn:
+    if installing:
+        raise UnsupportedOperatorError(
+            f"{path} at {user_line()} has a stand-in for its kernels, and its Python code is not "
+            f"installed, which needs no CUDA: {installing}"
+        )
     raise UnsupportedOperatorError(
         f"{path} at {user_line()} has no stand-in, and its library is not installed: describe "
         f"what calls it with pytest_gpumem.simulate_operator, or leave the library out with "
@@ -86,11 +90,15 @@ class _Finder(DistributionFinder):
 
     def __init__(self, libraries: Sequence[Library]) -> None:
         self._by_package = {library.package: library for library in libraries}
+        self._by_extension = {each.compiled: each for each in libraries if each.compiled}
 
     def library_of(self, module: str) -> Library | None:
         """The library that ``module`` is of, if it is not installed."""
         library = self._by_package.get(module.partition(".")[0])
-        return library if library is not None and _is_missing(library) else None
+        if library is not None:
+            return library if library.is_missing else None
+        library = self._by_extension.get(module)
+        return library if library is not None and library.is_uncompiled else None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -100,7 +108,9 @@ class _Finder(DistributionFinder):
         if library is None:
             return None
         if library.lacks(fullname):
-            return ModuleSpec(fullname, _Refusing(), is_package=True)
+            return ModuleSpec(fullname, _Refusing(library.installing), is_package=True)
+        if fullname == library.compiled:
+            return ModuleSpec(fullname, _Making(library))
         names = [library.package] if fullname == library.package else _contents(library)
         if fullname not in names:
             return None
@@ -115,7 +125,7 @@ class _Finder(DistributionFinder):
         """Find the metadata of libraries that are not installed: all, or those of one name."""
         asked = None if context.name is None else _normalized(context.name)
         for library in self._by_package.values():
-            if asked in (None, library.name) and _is_missing(library):
+            if asked in (None, library.name) and library.is_missing:
                 yield _Metadata(library)
 
 
@@ -138,9 +148,12 @@ class _Making(Loader):
 class _Refusing(Loader):
     """Says of a module of the real library that there is no stand-in for it."""
 
+    def __init__(self, installing: str) -> None:
+        self._installing = installing
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Refuse."""
-        _refuse(spec.name)
+        _refuse(spec.name, self._installing)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: no module is made."""
@@ -172,15 +185,6 @@ def _contents(library: Library) -> Mapping[str, Mapping[str, Any]]:
     return contents
 
 
-def _is_missing(library: Library) -> bool:
-    return _is_nowhere(library.package, tuple(sys.path))
-
-
-@lru_cache(maxsize=256)
-def _is_nowhere(package: str, path: tuple[str, ...]) -> bool:
-    return PathFinder.find_spec(package, list(path)) is None
-
-
 def _normalized(name: str) -> str:
     # PEP 503.
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -197,6 +201,8 @@ _QUESTIONS = (
     "is_flash_attn_greater_or_equal",
     "is_flash_attn_greater_or_equal_2_10",
     "is_causal_conv1d_available",
+    "is_mamba_ssm_available",
+    "is_mamba_2_ssm_available",
 )
 """Functions of transformers whose answers a cache remembers (5.23)."""
 
@@ -205,7 +211,7 @@ _QUESTIONS = (
 def _asked_anew(libraries: Sequence[Library]) -> Iterator[None]:
     """Let what others remember of ``libraries`` hold inside, and not beyond."""
     _forget_answers()
-    missing = [library for library in libraries if _is_missing(library)]
+    missing = [library for library in libraries if library.is_missing]
     known = _distributions()
     known.update({library.package: [library.name] for library in missing})
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpumem.simulated.stand_ins.flash_attn import functions, layers, padding
+from pytest_gpumem.simulated.stand_ins.flash_attn import functions, layers, padding, rotary
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 
@@ -34,6 +34,9 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         "ApplyRotaryEmb": layers.ApplyRotaryEmb,
         "apply_rotary_emb": layers.apply_rotary_emb,
         "apply_rotary_emb_func": layers.apply_rotary_emb,
+        "apply_rotary_emb_qkv_": rotary.apply_rotary_emb_qkv_,
+        "apply_rotary_emb_kv_": rotary.apply_rotary_emb_kv_,
+        "RotaryEmbedding": rotary.RotaryEmbedding,
         **_ROTARY,
     },
     "flash_attn.losses": {},
@@ -41,6 +44,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         "CrossEntropyLoss": layers.CrossEntropyLoss,
         **_CROSS_ENTROPY,
     },
+    "flash_attn_2_cuda": {"fwd_kvcache": functions.fwd_kvcache},
     "flash_attn.ops": {},
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.rotary": _ROTARY,
