@@ -20,9 +20,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import torch
+
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.stand_ins.libraries import Library, chosen
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, Library, chosen
 from pytest_gpumem.simulated.stand_ins.usage import telling
 
 _modules: dict[str, ModuleType] = {}
@@ -42,7 +45,7 @@ def served(names: Sequence[str] | None, note: Callable[[str], None]) -> Iterator
         yield
         return
     finder = _Finder(libraries)
-    with telling(note), _asked_anew(libraries):
+    with telling(note), _asked_anew(libraries), _loading(libraries):
         sys.meta_path.append(finder)
         kept = {
             name: module
@@ -64,9 +67,10 @@ class StandInModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         # Of names with underscores, Python and its tools ask every module.
-        if name.startswith("__"):
+        path = f"{self.__name__}.{name}"
+        if name.startswith("__") or any(path in each.absent for each in LIBRARIES.values()):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        _refuse(f"{self.__name__}.{name}")
+        _refuse(path)
 
 
 def _refuse(path: str, installing: str = "") -> NoReturn:
@@ -90,7 +94,7 @@ class _Finder(DistributionFinder):
 
     def __init__(self, libraries: Sequence[Library]) -> None:
         self._by_package = {library.package: library for library in libraries}
-        self._by_extension = {each.compiled: each for each in libraries if each.compiled}
+        self._by_extension = {name: each for each in libraries for name in each.compiled}
 
     def library_of(self, module: str) -> Library | None:
         """The library that ``module`` is of, if it is not installed."""
@@ -109,7 +113,7 @@ class _Finder(DistributionFinder):
             return None
         if library.lacks(fullname):
             return ModuleSpec(fullname, _Refusing(library.installing), is_package=True)
-        if fullname == library.compiled:
+        if fullname in library.compiled:
             return ModuleSpec(fullname, _Making(library))
         names = [library.package] if fullname == library.package else _contents(library)
         if fullname not in names:
@@ -188,6 +192,32 @@ def _contents(library: Library) -> Mapping[str, Mapping[str, Any]]:
 def _normalized(name: str) -> str:
     # PEP 503.
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@contextmanager
+def _loading(libraries: Sequence[Library]) -> Iterator[None]:
+    """Let extensions that only CUDA's torch can load be missed by nobody inside."""
+    packages = {each.package: each.loaded for each in libraries if each.loaded}
+    if not packages:
+        yield
+        return
+    real: Callable[[Any], None] = torch.ops.load_library
+
+    def load_library(path: Any) -> None:
+        try:
+            real(path)
+        except OSError:
+            file = Path(path)
+            if packages.get(file.parent.name) != file.name.partition(".")[0]:
+                raise
+
+    patches = Patches()
+    patches.plan(torch.ops, "load_library", load_library)
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 # Libraries that ask once whether another one is there, and remember the answer.

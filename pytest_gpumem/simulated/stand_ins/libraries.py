@@ -24,11 +24,16 @@ class Library:
     allocates would depend on when they looked, so it is there only where it is named."""
     without: frozenset[str] = frozenset()
     """Modules of that release that have no stand-in, with all that is below them."""
-    compiled: str = ""
-    """Its extension, which an installation without CUDA lacks: where the Python code is there, a
-    stand-in takes the place of this module alone."""
+    compiled: tuple[str, ...] = ()
+    """Its extensions, which an installation without CUDA lacks: where the Python code is there,
+    stand-ins take the place of these modules alone."""
     installing: str = ""
     """How to install the Python code without the extension, where there is no stand-in for it."""
+    absent: frozenset[str] = frozenset()
+    """What others ask of its modules, and that release does not have."""
+    loaded: str = ""
+    """Its extension, a file in its package, that it can do without where torch has no CUDA: all of
+    its kernels that have a use here are torch's."""
 
     @property
     def is_missing(self) -> bool:
@@ -37,13 +42,15 @@ class Library:
 
     @property
     def is_uncompiled(self) -> bool:
-        """Whether its extension is not installed."""
-        return bool(self.compiled) and _is_nowhere(self.compiled, tuple(sys.path))
+        """Whether its extensions are not installed."""
+        path = tuple(sys.path)
+        return bool(self.compiled) and all(_is_nowhere(each, path) for each in self.compiled)
 
     @property
     def sentence(self) -> str:
         """What readers of numbers have to know."""
-        missing = self.name if self.is_missing else f"{self.compiled} of {self.name}"
+        alone = self.compiled and not self.is_missing
+        missing = f"{self.compiled[0]} of {self.name}" if alone else self.name
         return (
             f"{missing} is not installed: a stand-in allocated what {self.name} {self.version} does"
         )
@@ -88,14 +95,15 @@ LIBRARIES = {
                     "utils",
                 )
             ),
-            compiled="flash_attn_2_cuda",
+            compiled=("flash_attn_2_cuda",),
+            absent=frozenset({"flash_attn.flash_attn_interface.flash_attn_cuda"}),
         ),
         Library(
             "causal-conv1d",
             "1.7.0",
             "causal_conv1d",
             taken_unasked=True,
-            compiled="causal_conv1d_cuda",
+            compiled=("causal_conv1d_cuda",),
         ),
         Library(
             "mamba-ssm",
@@ -103,11 +111,41 @@ LIBRARIES = {
             "mamba_ssm",
             taken_unasked=True,
             without=frozenset({"mamba_ssm"}),
-            compiled="selective_scan_cuda",
+            compiled=("selective_scan_cuda",),
             installing=(
                 "MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE "
                 "pip install --no-build-isolation mamba-ssm"
             ),
+        ),
+        Library(
+            "xformers",
+            "0.0.35",
+            "xformers",
+            taken_unasked=True,
+            without=frozenset(
+                f"xformers.{module}"
+                for module in (
+                    "checkpoint",
+                    "ops.fmha.ck",
+                    "ops.fmha.dispatch",
+                    "ops.fmha.flash3",
+                    "ops.fmha.triton_splitk",
+                    "ops.indexing",
+                    "ops.modpar_layers",
+                    "ops.rmsnorm",
+                    "ops.rope_padded",
+                    "ops.seqpar",
+                    "ops.sequence_parallel_fused_ops",
+                    "ops.sp24",
+                    "ops.swiglu_op",
+                    "ops.tiled_matmul",
+                    "ops.unbind",
+                    "profiler",
+                    "sparse",
+                    "triton",
+                )
+            ),
+            loaded="_C",
         ),
     )
 }

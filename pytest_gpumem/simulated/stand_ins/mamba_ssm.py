@@ -140,5 +140,5 @@ def _summed(of: Tensor) -> Tensor:
     return torch.zeros_like(of, dtype=torch.float32) if of.dim() >= 3 else torch.zeros_like(of)
 
 
-MODULES: Mapping[str, Mapping[str, Any]] = {_LIBRARY.compiled: {"fwd": fwd, "bwd": bwd}}
+MODULES: Mapping[str, Mapping[str, Any]] = {"selective_scan_cuda": {"fwd": fwd, "bwd": bwd}}
 """By the library's names."""
