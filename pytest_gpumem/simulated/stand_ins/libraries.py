@@ -118,6 +118,31 @@ LIBRARIES = {
             ),
         ),
         Library(
+            "apex",
+            "0.1",
+            "apex",
+            taken_unasked=True,
+            without=frozenset(
+                f"apex.{module}"
+                for module in (
+                    "RNN",
+                    "amp",
+                    "contrib",
+                    "fp16_utils",
+                    "fused_dense",
+                    "mlp",
+                    "parallel",
+                    "reparameterization",
+                    "transformer",
+                    "optimizers.fused_adagrad",
+                    "optimizers.fused_lamb",
+                    "optimizers.fused_mixed_precision_lamb",
+                    "optimizers.fused_novograd",
+                )
+            ),
+            compiled=("fused_layer_norm_cuda", "amp_C"),
+        ),
+        Library(
             "xformers",
             "0.0.35",
             "xformers",

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.described import simulate_operator
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
+from pytest_gpumem.simulated.stand_ins.registering import compiled
 from pytest_gpumem.simulated.stand_ins.usage import used
 
 _LIBRARY = LIBRARIES["mamba-ssm"]
@@ -66,12 +66,6 @@ def _check(
         )
 
 
-def fwd(*args: Any) -> list[Tensor]:
-    """``selective_scan_cuda.fwd``: out, states and, with a gate ``z``, the gated out."""
-    raise RuntimeError("Expected u.is_cuda() to be true, but got false.")
-
-
-@simulate_operator(fwd)
 def _forward(
     u: Tensor,
     delta: Tensor,
@@ -83,6 +77,7 @@ def _forward(
     delta_bias: Tensor | None,
     delta_softplus: bool,
 ) -> list[Tensor]:
+    """``fwd``: out, states and, with a gate ``z``, the gated out."""
     _check(u, delta, a, b, c, d, delta_bias)
     gated = None if z is None else torch.empty_like(z)
     # As delta, whose rows may lie apart: out has its layout.
@@ -92,12 +87,6 @@ def _forward(
     return [out, kept] if gated is None else [out, kept, gated]
 
 
-def bwd(*args: Any) -> list[Any]:
-    """``selective_scan_cuda.bwd``: gradients of u, delta, a, b, c, d, delta_bias and z, out_z."""
-    raise RuntimeError("Expected u.is_cuda() to be true, but got false.")
-
-
-@simulate_operator(bwd)
 def _backward(
     u: Tensor,
     delta: Tensor,
@@ -114,6 +103,7 @@ def _backward(
     delta_softplus: bool,
     recompute_out_z: bool,
 ) -> list[Any]:
+    """``bwd``: gradients of u, delta, A, B, C, D, delta_bias and z, and the gated out."""
     _check(u, delta, a, b, c, d, delta_bias)
     _require(dout.dtype == u.dtype, "Expected dout.scalar_type() == input_type to be true")
     again = None
@@ -140,5 +130,7 @@ def _summed(of: Tensor) -> Tensor:
     return torch.zeros_like(of, dtype=torch.float32) if of.dim() >= 3 else torch.zeros_like(of)
 
 
-MODULES: Mapping[str, Mapping[str, Any]] = {"selective_scan_cuda": {"fwd": fwd, "bwd": bwd}}
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "selective_scan_cuda": {"fwd": compiled(_forward), "bwd": compiled(_backward)}
+}
 """By the library's names."""

@@ -5,15 +5,14 @@ Source: csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3, its arguments and res
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.operators.described import simulate_operator
 from pytest_gpumem.simulated.stand_ins.flash_attn import functions, kernels
+from pytest_gpumem.simulated.stand_ins.registering import compiled
 
 
 def _forward(
@@ -145,18 +144,10 @@ def _gradients(
     return dq, dk, dv
 
 
-def _on_gpu(description: Callable[..., Any]) -> Callable[..., Any]:
-    def kernel(*args: Any) -> Any:
-        raise RuntimeError("Input tensor must be on CUDA")
-
-    simulate_operator(kernel)(description)
-    return kernel
-
-
 EXTENSION = SimpleNamespace(
-    fwd=_on_gpu(_forward),
-    varlen_fwd=_on_gpu(_varlen_forward),
-    bwd=_on_gpu(_backward),
-    varlen_bwd=_on_gpu(_varlen_backward),
+    fwd=compiled(_forward),
+    varlen_fwd=compiled(_varlen_forward),
+    bwd=compiled(_backward),
+    varlen_bwd=compiled(_varlen_backward),
     fwd_kvcache=functions.fwd_kvcache,
 )
