@@ -1,7 +1,7 @@
 """A graph of Dynamo's, led through AOTAutograd and Inductor.
 
-C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``): what AOTAutograd takes from C++ says
-so, and says ``cuda`` again before Inductor gets it.
+C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``): what AOTAutograd takes from C++
+says so, and says ``cuda`` again before Inductor gets it.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 class Compilation:
     """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
 
-    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()`` only
-    what answers for the GPU.
+    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()``
+    only what answers for the GPU.
     """
 
     def __init__(self, machine: SimulatedMachine, how: str, bare: Bare, alone: Alone) -> None:

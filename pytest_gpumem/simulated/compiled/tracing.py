@@ -82,7 +82,7 @@ class Tracing:
         decide = getattr(decide, "__wrapped__", decide)  # it remembers what was measured
 
         def should_pad(match: Any, one: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-            with mock.patch.object(pad_mm, "get_cached_should_pad", lambda key: _MEASURES):
+            with mock.patch.object(pad_mm, "get_cached_should_pad", return_value=_MEASURES):
                 decided = decide(match, one, *args, **kwargs)
             if decided is not _MEASURES:
                 return bool(decided)
