@@ -26,8 +26,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax of the scores times the values."""
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
     weights = torch.nn.functional.softmax(scores, dim=-1)
-    output = torch.matmul(weights, v)
-    return output
+    return torch.matmul(weights, v)
 
 
 def softmax(x: Tensor) -> Tensor:
