@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine import forks
@@ -25,6 +26,7 @@ from pytest_gpumem.simulated.stand_ins.imports import served
 from pytest_gpumem.simulated.surface import compilers, pinned, plan
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cpp_extensions import Compiling
+from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
@@ -50,11 +52,13 @@ class SimulatedGPU(GPU):
         *,
         real_values: bool = False,
         stand_ins: Sequence[str] | None = None,
+        compile: str = AUTO,
         **settings: Any,
     ) -> None:
         super().__init__(model, **settings)
         self._real_values = real_values
         self._stand_ins = stand_ins
+        self._compile = compile
 
     @classmethod
     def machine(cls, name: str | GpuModel | Machine, **settings: Any) -> tuple[SimulatedGPU, ...]:
@@ -78,7 +82,12 @@ class SimulatedGPU(GPU):
         return self._simulation_of([self])
 
     def _simulation_of(self, gpus: Sequence[GPU]) -> Simulation:
-        return Simulation(gpus, real_values=self._real_values, stand_ins=self._stand_ins)
+        return Simulation(
+            gpus,
+            real_values=self._real_values,
+            stand_ins=self._stand_ins,
+            compile=self._compile,
+        )
 
     @contextmanager
     def active(self) -> Iterator[SimulatedGPU]:
@@ -102,9 +111,11 @@ class Simulation(SimulatedMachine):
         *,
         real_values: bool = False,
         stand_ins: Sequence[str] | None = None,
+        compile: str = AUTO,
     ) -> None:
         super().__init__(gpus, real_values=real_values)
         self._stand_ins = stand_ins
+        self.compilation = Compilation(self, compile, self._as_compilers_see, self._as_torch_is)
         self.execution = ShapeExecution(self)
         self._casts = CastCache(self.gpus[0].version)
         self.threads = Threads(self, self._joining)
@@ -143,7 +154,9 @@ class Simulation(SimulatedMachine):
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
-            resources.enter_context(compilers.kept_out(self._as_torch_is))
+            resources.enter_context(
+                compilers.kept_out(self._as_torch_is, self.compilation.going)
+            )
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
@@ -169,6 +182,12 @@ class Simulation(SimulatedMachine):
                 yield
         finally:
             self._follow_imports()
+
+    @contextmanager
+    def _as_compilers_see(self) -> Iterator[None]:
+        """Let nothing be replaced inside but what answers for the GPU."""
+        with self._patches.paused(but=answers_for_gpu):
+            yield
 
     def _forget_entering(self) -> None:
         self.is_active = self.here.joined = False

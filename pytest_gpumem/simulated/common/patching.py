@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -79,22 +79,24 @@ class Patches:
                 replaced.put_back()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, but: Callable[[Any, str, Any], bool] | None = None) -> Iterator[None]:
         """Put everything back inside, but for what somebody else has replaced since.
 
         What stands there at the end is what comes back by :meth:`undo`: who is imported inside may
-        have set it.
+        have set it. ``but`` is told an owner, a name and a replacement that is to stay.
         """
         paused: list[_Replaced] = []
         for replaced in reversed(self._replaced):
+            if but is not None and but(replaced.owner, replaced.name, replaced.value):
+                continue
             if replaced.present is replaced.value:
                 replaced.put_back()
                 paused.append(replaced)
-        self._is_paused = True
+        before, self._is_paused = self._is_paused, self._is_paused or but is None
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused = before
             for replaced in reversed(paused):
                 replaced.replace()
 

@@ -1,15 +1,13 @@
-"""``torch.compile``: what it would fuse is not simulated, so compiled code runs eagerly."""
+"""Fast paths of transformer encoders, which modules ask torch for."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.backends.mha
 
-from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.operators.encoders import takes_fused_kernel
 
 if TYPE_CHECKING:
@@ -18,24 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Keep out what is not followed: ``torch.compile``, some fast paths of transformer encoders."""
-
-    original = torch.compile
-    # A library's own, which does something with the arguments: what it returns runs eagerly too.
-    is_wrapped = hasattr(original, "__wrapped__")
-
-    def compile(model: Any = None, **options: Any) -> Any:
-        if not machine.is_active:  # called by a wrapper that a library has put around it
-            return original(model, **options)
-        machine.note(
-            f"torch.compile at {user_line()} runs eagerly on a simulated GPU: compiled code "
-            f"allocates less"
-        )
-        if is_wrapped:
-            return original(**options) if model is None else original(model, **options)
-        return _wrapped if model is None else _wrapped(model)
-
-    vars(compile).update(vars(original))
+    """Keep out fast paths that are not followed."""
 
     enabled = torch.backends.mha.get_fastpath_enabled
 
@@ -55,10 +36,6 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             )
         return False
 
-    patches.plan(torch, "compile", compile, wrappable=True)
-    patches.plan(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
-    # Nothing was compiled; torch would look for CUDA graphs to drop.
-    patches.plan(torch.compiler, "reset", lambda: None)
     patches.plan(torch.backends.mha, "get_fastpath_enabled", fast_path_enabled)
 
 
@@ -83,17 +60,3 @@ def _is_followed(gpu: GPU, asking: dict[str, Any]) -> bool:
         wanted = same and not asking["need_weights"]
         return wanted and takes_fused_kernel(gpu, asking["query"], module.num_heads)
     return isinstance(module, torch.nn.TransformerEncoder)
-
-
-def _wrapped(model: Any) -> Any:
-    if not isinstance(model, torch.nn.Module):
-        return model
-    from torch._dynamo.eval_frame import OptimizedModule  # no test without it pays for it
-
-    # Modules get torch's own wrapper, with its names of parameters; nothing is compiled.
-    unchanged: Any = _unchanged
-    return OptimizedModule(model, unchanged)
-
-
-def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function

@@ -28,7 +28,6 @@ import torch._subclasses.schema_check_mode  # by what leaves modes, so by each i
 import torch.fx.experimental._config  # kernels find it imported with what is kept out here
 
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
-from pytest_gpumem.simulated.common.patching import Patches
 
 _DYNAMO = "torch._dynamo"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
@@ -37,8 +36,8 @@ _SYMPY = "sympy"
 
 
 @contextmanager
-def kept_out(alone: Alone) -> Iterator[None]:
-    """Run what is compiled eagerly inside, and import torch's compilers when somebody needs them.
+def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
+    """Import torch's compilers when somebody needs them; from then on be inside of ``present``.
 
     ``alone`` imports them, and all of torch, without what is replaced: they would keep it.
     """
@@ -50,7 +49,7 @@ def kept_out(alone: Alone) -> Iterator[None]:
             left_alone.forget()
             with alone():
                 yield
-            inside.enter_context(_eagerly())
+            inside.enter_context(present())
 
         def stand_in(
             name: str, answers: Answers, importing: Alone, known: Mapping[str, Any] | None = None
@@ -59,7 +58,7 @@ def kept_out(alone: Alone) -> Iterator[None]:
                 inside.enter_context(StandIn(name, answers, importing, known).in_place())
 
         if _DYNAMO in sys.modules:
-            inside.enter_context(_eagerly())
+            inside.enter_context(present())
         inside.callback(left_alone.forget)
         inside.enter_context(LateImports("torch", alone).watched())
         stand_in(_SYMPY, _of_sympy, alone)
@@ -74,20 +73,6 @@ def load() -> None:
     # A test may have emptied sys.path, or deleted the folder that torch's settings ask for.
     with suppress(ImportError, OSError):
         importlib.import_module(f"{_DYNAMO}.eval_frame")
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Run what is compiled, also what was compiled before, eagerly inside."""
-    patches = Patches()
-    # Nothing was compiled; torch would look for CUDA graphs to drop.
-    patches.plan(sys.modules[_DYNAMO], "reset", lambda: None)
-    with torch.compiler.set_stance("force_eager"):
-        patches.apply()
-        try:
-            yield
-        finally:
-            patches.undo()
 
 
 class _LeftAlone:

@@ -74,6 +74,19 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(torch.version, "cuda", torch.version.cuda or CUDA_OF_CPU_BUILDS)
 
 
+_STATE = frozenset(
+    {"_cached_device_count", "_get_device_properties", "_initialized", "default_generators"}
+)
+
+
+def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
+    """Whether a replacement is one that ``torch.cuda`` is made of, and nobody calls by itself."""
+    if isinstance(value, type):
+        return False
+    below = (torch._C, torch.version, torch.backends.cudnn, torch.backends.cuda)
+    return owner in below or (owner is torch.cuda and name in _STATE)
+
+
 def _device_module(find: Callable[..., Any]) -> Callable[..., Any]:
     def get_device_module(device: torch.device | str | None = None) -> Any:
         # The original remembers its answers, also beyond the simulation.

@@ -1,0 +1,168 @@
+"""Dynamo's way into compiling: what ``torch.compile`` was told to do, done for a simulated GPU.
+
+``torch.compile`` is torch's own. What it returns asks ``_callback_from_stance`` for what compiles
+frames each time that it is called; here it gets the same with another backend. A function that was
+compiled before the simulation began is so followed too, and no compiled code is taken for another
+machine's: Dynamo finds it by its backend.
+
+Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.9 to 2.15.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.common.late_imports import Alone
+    from pytest_gpumem.simulated.compiled.tracing import Bare, Tracing
+
+AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
+"""Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
+
+_INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
+"""Under which a callback of Dynamo's keeps what it calls, by release."""
+
+_compiled: dict[CodeType, weakref.ref[Compilation]] = {}
+"""The frames that were compiled for a machine, of all of the process: Dynamo keeps them there."""
+
+
+class Compilation:
+    """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
+
+    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()`` only
+    what answers for the GPU.
+    """
+
+    def __init__(self, machine: SimulatedMachine, how: str, bare: Bare, alone: Alone) -> None:
+        self._machine = machine
+        self._how = how
+        self._bare = bare
+        self._alone = alone
+        self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._tracing: Tracing | None = None
+        self._patches: Patches | None = None
+
+    @contextmanager
+    def going(self) -> Iterator[None]:
+        """Be asked for what compiles, inside; Dynamo has been imported."""
+        if self._patches is None:
+            self._patches = self._planned()
+        self._patches.apply()
+        try:
+            yield
+        finally:
+            self._patches.undo()
+
+    def _planned(self) -> Patches:
+        from torch._dynamo import convert_frame, eval_frame
+
+        patches = Patches()
+        patches.plan(
+            eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
+        )
+        patches.plan(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        return patches
+
+    def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def callback_from_stance(callback: Any) -> Any:
+            callback = of_stance(callback)
+            return callback if callback in (None, False) else self._callback(callback)
+
+        return callback_from_stance
+
+    def _callback(self, callback: Any) -> Any:
+        """What compiles in the place of ``callback``; ``None`` to run eagerly."""
+        found = self._callbacks.get(callback)
+        if found is None:
+            found = self._callbacks[callback] = self._replaced(callback) or _Eagerly
+        return None if found is _Eagerly else found
+
+    def _replaced(self, callback: Any) -> Any:
+        backend = callback
+        while (inner := _inner(backend)) is not None:
+            backend = inner
+        reason = self._reason(backend)
+        if reason is not None:
+            self._machine.note(
+                f"torch.compile at {user_line()} runs eagerly on a simulated GPU, {reason}: "
+                f"compiled code allocates less"
+            )
+            return None
+        from pytest_gpumem.simulated.compiled.backend import Inductor
+
+        own = Inductor(self._machine, self._tracer(), backend.config)
+        hooks = dataclasses.replace(
+            callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
+        )
+        return type(callback)(_inner(callback)._clone_with_backend(own), hooks)
+
+    def _reason(self, backend: Any) -> str | None:
+        """Why what ``backend`` makes cannot be followed, or is not to be."""
+        if self._how == EAGER:
+            return "as it was asked to"
+        if self._machine.values.everything:
+            return "where values are computed"
+        if getattr(backend, "compiler_name", None) != "inductor":
+            return f"whose compiler {backend!r} is not torch's own"
+        return None
+
+    def _tracer(self) -> Tracing:
+        if self._tracing is None:
+            with self._alone():
+                from pytest_gpumem.simulated.compiled.tracing import Tracing, prepare
+
+                prepare()
+                self._tracing = Tracing(self._machine, self._bare)
+        return self._tracing
+
+    def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
+        def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+            self._forget_others(code)
+            with self._tracer().entered():
+                return compile(code, *args, **kwargs)
+
+        return _compile
+
+    def _forget_others(self, code: CodeType) -> None:
+        """Drop what was compiled of ``code`` for machines before: Dynamo keeps but a few."""
+        before = _compiled.get(code)
+        if before is not None and before() is not self:
+            from torch._dynamo.eval_frame import reset_code
+
+            reset_code(code)
+        _compiled[code] = weakref.ref(self)
+
+
+class _Eagerly:
+    """Stands for a callback of functions that are not compiled."""
+
+
+def _inner(callback: Any) -> Any:
+    return next((found for name in _INNER if (found := getattr(callback, name, None))), None)
+
+
+def _filtered(others: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Guards without those on names of torch's: what is replaced there is torch's own again."""
+
+    def keep(guards: Sequence[Any]) -> Sequence[bool]:
+        kept = [True] * len(guards) if others is None else others(guards)
+        return [
+            wanted and not (guard.is_global and _is_of_torch(guard))
+            for guard, wanted in zip(guards, kept, strict=True)
+        ]
+
+    return keep
+
+
+def _is_of_torch(guard: Any) -> bool:
+    value = guard.value if guard.has_value else None
+    return callable(value) and getattr(value, "__module__", None) in (None, "torch")

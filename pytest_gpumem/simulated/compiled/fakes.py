@@ -1,0 +1,92 @@
+"""Fake tensors of a GPU in a build that may have none.
+
+Autograd's C++ asks the device of each tensor for its guard, and only builds with CUDA have one. So
+C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simulation, and Python
+sees ``cuda``. What C++ says of such a tensor's device comes back as ``meta``; nobody who compiles
+for a GPU means that, so it stands for the GPU everywhere here.
+
+Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.9 to 2.15.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor, meta_utils
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.operators.convolution_choice import common_format
+
+META = torch.device("meta")
+_PLACES = ("device", "fake_device", "_fake_device")
+
+
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
+    """List what makes fake tensors of the GPUs of ``machine``."""
+    for name, value in (
+        ("__new__", staticmethod(_placed(machine, FakeTensor.__new__))),
+        ("is_cuda", property(lambda fake: fake.fake_device.type == "cuda")),
+        ("is_cpu", property(lambda fake: fake.fake_device.type == "cpu")),
+        ("is_meta", property(lambda fake: False)),
+        ("get_device", lambda fake: -1 if fake.is_cpu else fake.fake_device.index),
+    ):
+        patches.plan(FakeTensor, name, value)
+    patches.plan(torch.Tensor, "_make_subclass", staticmethod(_made(torch.Tensor._make_subclass)))
+    # Numbers are not moved to the device while they are traced, as where there is none.
+    patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
+    patches.plan(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
+    patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
+    describer = meta_utils.MetaTensorDescriber
+    patches.plan(describer, "describe_tensor", _described(machine, describer.describe_tensor))
+
+
+def place(machine: SimulatedMachine, device: Any) -> torch.device:
+    """``device`` as Python sees it: what C++ calls ``meta`` is the current GPU."""
+    device = torch.device(device)
+    if device.type == "meta" or (device.type == "cuda" and device.index is None):
+        return machine.current.torch_device
+    return device
+
+
+def _placed(machine: SimulatedMachine, make: Callable[..., Any]) -> Callable[..., Any]:
+    def new(
+        cls: type, mode: Any = None, elem: Any = None, device: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if device is not None:
+            device = place(machine, device)
+        given = {name: kwargs[name] for name in _PLACES if kwargs.get(name) is not None}
+        kwargs |= {name: place(machine, value) for name, value in given.items()}
+        return make(cls, mode, elem, device, *args, **kwargs)
+
+    return new
+
+
+def _made(make: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keys = kwargs.get("device_for_backend_keys")
+        if keys is not None and keys.type == "cuda":
+            kwargs |= {"device_for_backend_keys": META, "dispatch_device": False}
+        return make(*args, **kwargs)
+
+    return call
+
+
+def _described(machine: SimulatedMachine, describe: Callable[..., Any]) -> Callable[..., Any]:
+    def describe_tensor(describer: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        described = describe(describer, tensor, *args, **kwargs)
+        block = machine.storages.of(tensor)
+        if block is None:
+            return described
+        return dataclasses.replace(described, device=block.device.torch_device)
+
+    return describe_tensor
+
+
+def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
+    """What cuDNN's kernels write; ``torch._C`` only knows those of the CPU here."""
+    return common_format(input, weight)

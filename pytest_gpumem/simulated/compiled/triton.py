@@ -1,0 +1,59 @@
+"""Triton where it is not installed: the names that Inductor writes into its kernels' source.
+
+The kernels are never compiled, so nothing of Triton's runs. Source: torch/utils/_triton.py and
+torch/_inductor/runtime/triton_compat.py, torch 2.9 to 2.15.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch.utils._triton
+
+
+_NAME = "triton"
+
+_ATTRIBUTES: dict[str, dict[str, Any]] = {
+    _NAME: {"__version__": "3.5.0"},
+    f"{_NAME}.backends": {"backends": {"nvidia": None}},
+    f"{_NAME}.backends.compiler": {},
+    f"{_NAME}.compiler": {},
+    f"{_NAME}.compiler.compiler": {},
+    f"{_NAME}.language": {"dtype": type("dtype", (), {})},
+}
+"""By module: what is read of it."""
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """Let ``import triton`` succeed inside, if it would not."""
+    if _NAME in sys.modules or importlib.util.find_spec(_NAME) is not None:
+        yield
+        return
+    made = {name: ModuleType(name) for name in _ATTRIBUTES}
+    for name, module in made.items():
+        vars(module).update(_ATTRIBUTES[name], __path__=[], __spec__=ModuleSpec(name, None))
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, module)
+    sys.modules.update(made)
+    _forget_answers()
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+        _forget_answers()
+
+
+def _forget_answers() -> None:
+    """Let torch ask again whether there is a Triton; it remembers, under many names."""
+    for function in vars(torch.utils._triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
