@@ -20,7 +20,7 @@ import torch._inductor.utils
 import torch.utils._triton
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import fakes, wrapper
+from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 Bare = Callable[[], AbstractContextManager[object]]
@@ -64,6 +64,7 @@ class Tracing:
         try:
             with ExitStack() as inside:
                 inside.enter_context(self._bare())
+                inside.enter_context(gradients.kept())
                 self._patches.apply()
                 inside.callback(self._patches.undo)
                 inside.enter_context(torch._inductor.config.patch(SETTINGS))

@@ -25,9 +25,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(AsyncCompile, "triton", _load_kernel)
 
 
-def _empty_strided(
-    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
+def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     # Looked up when it is called: a wrapper outlives the simulation that it was made in.
     return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
 
