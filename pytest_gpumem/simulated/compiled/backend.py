@@ -1,7 +1,7 @@
 """A graph of Dynamo's, led through AOTAutograd and Inductor.
 
-C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``), so a graph says ``meta`` where it
-says ``cuda`` while AOTAutograd runs it, and ``cuda`` again when Inductor gets it.
+C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``): what AOTAutograd takes from C++ says
+so, and says ``cuda`` again before Inductor gets it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
-from pytest_gpumem.simulated.compiled.fakes import META, place
+from pytest_gpumem.simulated.compiled.fakes import indexed, place
 from pytest_gpumem.simulated.compiled.tracing import Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -36,7 +36,7 @@ class Inductor:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """Return what runs in the place of ``graph``."""
-        _move(graph, lambda device: META if device.type == "cuda" else device)
+        _name_gpu(graph, lambda value: indexed(self._machine, value))
         with standing_in():
             compiled: Compiled = compile_fx(
                 graph,
@@ -48,10 +48,13 @@ class Inductor:
         return compiled
 
     def _inner(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        _move(graph, lambda device: place(self._machine, device))
+        _name_gpu(graph, self._as_python_says)
         # The backward of a graph may be compiled when it is first needed.
         with self._tracing.entered(), standing_in():
             return compile_fx_inner(graph, inputs, **options)
+
+    def _as_python_says(self, value: Any) -> Any:
+        return place(self._machine, value) if isinstance(value, torch.device) else value
 
     def _decompositions(self) -> dict[Any, Callable[..., Any]]:
         table = select_decomp_table()
@@ -65,19 +68,17 @@ class Inductor:
         return {**table, _aten._to_copy.default: to_copy}
 
 
-def _move(graph: GraphModule, to: Callable[[torch.device], torch.device]) -> None:
-    """Replace the devices that ``graph`` and its subgraphs name."""
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, torch.device):
-            return to(value)
-        if isinstance(value, str) and value.partition(":")[0] == "cuda":
-            return to(torch.device(value))
-        return value
-
+def _name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:
+    """Replace the devices that operators of ``graph`` and its subgraphs get."""
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
-                node.args = tree_map(moved, node.args)
-                node.kwargs = tree_map(moved, node.kwargs)
+                if node.op == "call_method":
+                    node.args = tree_map(named, node.args)
+                node.args = tuple(
+                    named(value) if isinstance(value, torch.device) else value
+                    for value in node.args
+                )
+                if "device" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "device": named(node.kwargs["device"])}
             module.recompile()

@@ -56,6 +56,7 @@ class Compilation:
         """Be asked for what compiles, inside; Dynamo has been imported."""
         if self._patches is None:
             self._patches = self._planned()
+        self._forget_others()
         self._patches.apply()
         try:
             yield
@@ -126,20 +127,20 @@ class Compilation:
 
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
-            self._forget_others(code)
+            _compiled[code] = weakref.ref(self)
             with self._tracer().entered():
                 return compile(code, *args, **kwargs)
 
         return _compile
 
-    def _forget_others(self, code: CodeType) -> None:
-        """Drop what was compiled of ``code`` for machines before: Dynamo keeps but a few."""
-        before = _compiled.get(code)
-        if before is not None and before() is not self:
-            from torch._dynamo.eval_frame import reset_code
+    def _forget_others(self) -> None:
+        """Drop what was compiled for machines before: Dynamo keeps but a few of each frame."""
+        from torch._dynamo.eval_frame import reset_code
 
-            reset_code(code)
-        _compiled[code] = weakref.ref(self)
+        for code, compilation in list(_compiled.items()):
+            if compilation() is not self:
+                reset_code(code)
+                del _compiled[code]
 
 
 class _Eagerly:

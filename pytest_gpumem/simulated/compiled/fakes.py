@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor, meta_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.convolution_choice import common_format
@@ -34,8 +36,12 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         ("is_cpu", property(lambda fake: fake.fake_device.type == "cpu")),
         ("is_meta", property(lambda fake: False)),
         ("get_device", lambda fake: -1 if fake.is_cpu else fake.fake_device.index),
+        ("to", _moving(machine, torch.Tensor.to)),
+        ("cuda", _to_gpu(machine, torch.Tensor.to)),
     ):
         patches.plan(FakeTensor, name, value)
+    patches.plan(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
+    patches.plan(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
     patches.plan(torch.Tensor, "_make_subclass", staticmethod(_made(torch.Tensor._make_subclass)))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
@@ -74,6 +80,30 @@ def _made(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*args, **kwargs)
 
     return call
+
+
+def _moving(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., Any]:
+    def call(fake: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: indexed(machine, value) for name, value in kwargs.items()}
+        return to(fake, *(indexed(machine, value) for value in args), **kwargs)
+
+    return call
+
+
+def _to_gpu(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., Any]:
+    def call(fake: FakeTensor, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if device is None:
+            device = machine.current_index
+        return to(fake, torch.device("cuda", torch.device(device).index), *args, **kwargs)
+
+    return call
+
+
+def indexed(machine: SimulatedMachine, value: Any) -> Any:
+    """``value``, with its index where it names a GPU: C++ would ask the driver for it."""
+    if value == "cuda" or (isinstance(value, torch.device) and value.type == "cuda"):
+        return place(machine, value)
+    return value
 
 
 def _described(machine: SimulatedMachine, describe: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.codegen.cuda_combined_scheduling  # with what it imports of Triton, or not
@@ -18,13 +19,19 @@ import torch._inductor.config
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
+from torch._inductor.constant_folding import ConstantFolder
+from torch._inductor.fx_passes import pad_mm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.operators.layout import HALVES
 
 Bare = Callable[[], AbstractContextManager[object]]
 """Inside, torch is its own but for what answers for the GPU."""
+
+_MEASURES: Any = object()
 
 SETTINGS: dict[str, Any] = {
     "compile_threads": 1,  # nothing is compiled
@@ -48,11 +55,34 @@ class Tracing:
         plan = self._patches.plan
         triton = torch.utils._triton
         plan(triton, "triton_hash_with_backend", lambda: "simulated")
+        plan(ConstantFolder, "run", _on_host(ConstantFolder.run))
+        plan(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
             plan(guard, "__enter__", lambda guard: None)
             plan(guard, "__exit__", lambda guard, *_: False)
         for owner, name in _measured():
             plan(owner, name, _innermost(getattr(owner, name)))
+
+    def _pads(self, decide: Any) -> Callable[..., bool]:
+        """Whether a product is padded: Inductor measures it, where it is not clear before.
+
+        Tensor cores read rows of 16 bytes, so padding pays where they are used.
+        """
+        decide = getattr(decide, "__wrapped__", decide)  # it remembers what was measured
+
+        def should_pad(match: Any, one: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+            with mock.patch.object(pad_mm, "get_cached_should_pad", lambda key: _MEASURES):
+                decided = decide(match, one, *args, **kwargs)
+            if decided is not _MEASURES:
+                return bool(decided)
+            pads = one.dtype in HALVES or torch.backends.cuda.matmul.allow_tf32
+            self._machine.note(
+                f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
+                f"it was taken for {'faster' if pads else 'slower'}"
+            )
+            return pads
+
+        return should_pad
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -71,6 +101,26 @@ class Tracing:
                 yield
         finally:
             self._is_entered = False
+
+
+class _OnHost(TorchDispatchMode):
+    """Makes on the CPU what is to be made on a GPU: constants, whose values are looked at."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if options.get("device") is not None:
+            options = {**options, "device": "cpu"}
+        return func(*args, **options)
+
+
+def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _OnHost():
+            return run(*args, **kwargs)
+
+    return call
 
 
 def _measured() -> Iterator[tuple[Any, str]]:

@@ -44,10 +44,17 @@ def in_view(runner: Runner, func: Any) -> Handler:
     return whole(runner, func, _on_cuda(runner, _checked(runner, func, parts), elsewhere))
 
 
+_WITH_RANDOM_STATE = frozenset({"graphsafe_run_with_rng_state"})
+"""Compiled code's way to recompute an operator with the same random numbers, which allocates
+nothing else (torch/_prims/rng_prims.py)."""
+
+
 def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     """Control flow, and what else takes functions for arguments."""
     if func.name() == "cond":
         return of_parts(runner, _cond)
+    if func.name() in _WITH_RANDOM_STATE:
+        return of_parts(runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs))
     # What it runs where nothing compiles it.
     eagerly = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if eagerly is not None:
