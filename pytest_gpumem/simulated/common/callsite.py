@@ -7,6 +7,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,6 +24,8 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 
+_WRAPPERS = f"{os.sep}torchinductor_"
+"""In the path of what Inductor writes."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
@@ -37,14 +40,32 @@ RELEASED = "free"
 """Stands for the operator where memory is given back, which none does."""
 
 
+@dataclass(frozen=True)
+class Fused:
+    """What compiled code computes into one buffer."""
+
+    place: tuple[str, int, str]
+    """Filename, line and function of the user's code that it comes from."""
+    operators: tuple[str, ...]
+    """By name, ``aten::_softmax``, in the order of the graph."""
+
+    @property
+    def name(self) -> str:
+        """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
+        names = list(dict.fromkeys(map(shown_operator, self.operators)))
+        return " + ".join(names) + (", fused" if len(names) > 1 else "")
+
+
 class Running:
     """What the process runs at the moment."""
 
-    __slots__ = ("operator",)
+    __slots__ = ("fused", "operator")
 
     def __init__(self) -> None:
         self.operator: Any = None
         """The overload that was dispatched last."""
+        self.fused: Fused | None = None
+        """What a wrapper of compiled code takes memory for."""
 
 
 running = Running()
@@ -61,6 +82,7 @@ class Provenance:
         "_entries",
         "_frames",
         "dtype",
+        "fused",
         "library",
         "nbytes",
         "node",
@@ -76,6 +98,8 @@ class Provenance:
         self._frames: list[dict[str, Any]] | None = None
         self.operator: Any = running.operator
         """The overload that ran, ``aten.mm.default``."""
+        self.fused = running.fused
+        """What it is for, in compiled code."""
         self.nbytes = 0
         """Bytes of the block, after rounding."""
         self.sequence = -1
@@ -105,6 +129,9 @@ class Provenance:
                 {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
                 for code, offset in self._entries
             ]
+            if self.fused is not None:
+                filename, line, function = self.fused.place
+                self._frames.insert(0, {"filename": filename, "line": line, "name": function})
         return self._frames
 
     @property
@@ -124,6 +151,8 @@ class Provenance:
     @property
     def place(self) -> tuple[str, int, str] | None:
         """Filename, line and function of the innermost frame outside torch and this package."""
+        if self.fused is not None:
+            return self.fused.place
         for code, offset in self._entries:
             if not is_internal(code.co_filename):
                 return code.co_filename, _line(code, offset), code.co_name
@@ -132,6 +161,8 @@ class Provenance:
     @property
     def operator_name(self) -> str:
         """The operator as users call it: ``torch.softmax``."""
+        if self.fused is not None:
+            return self.fused.name
         if self.operator is None or self.operator is FROM_HOST:
             return FROM_HOST
         return shown_operator(self.operator._schema.name)
@@ -139,6 +170,8 @@ class Provenance:
     @property
     def kind(self) -> str:
         """``copy`` from the host, ``factory`` or ``computed``."""
+        if self.fused is not None:
+            return "computed"
         if self.operator is None or self.operator is FROM_HOST:
             return "copy"
         return "factory" if _is_factory(self.operator) else "computed"
@@ -248,7 +281,7 @@ def _is_installed(filename: str) -> bool:
 def is_internal(filename: str) -> bool:
     """Whether code of this file is torch's, Triton's or our own, or is passed through."""
     passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
-    return passed or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
+    return passed or _WRAPPERS in filename or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
 
 
 def _folder(package: str) -> str:

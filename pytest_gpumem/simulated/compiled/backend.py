@@ -11,40 +11,68 @@ from typing import Any
 
 import torch
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_map
 
+from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.compiled.fakes import indexed, place
+from pytest_gpumem.simulated.compiled.refusals import not_followed
 from pytest_gpumem.simulated.compiled.tracing import Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
-_aten = torch.ops.aten
 Compiled = Callable[..., Any]
 
 
+TUNING = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+    "coordinate_descent_tuning",
+)
+"""Settings of Inductor that let it choose kernels by their speed."""
+
+
 class Inductor:
-    """The backend of one ``torch.compile``; ``settings`` are Inductor's, by name."""
+    """The backend of one ``torch.compile``; ``settings`` are Inductor's, by name.
+
+    What it cannot follow runs eagerly, with a note, or raises
+    :class:`~pytest_gpumem.simulated.common.errors.UnsupportedOperatorError` where that ``refuses``.
+    """
 
     def __init__(
-        self, machine: SimulatedMachine, tracing: Tracing, settings: Mapping[str, Any]
+        self,
+        machine: SimulatedMachine,
+        tracing: Tracing,
+        settings: Mapping[str, Any],
+        *,
+        refuses: bool,
     ) -> None:
         self._machine = machine
         self._tracing = tracing
-        self._settings = dict(settings)
+        self._settings = {name: value for name, value in settings.items() if name not in TUNING}
+        self._refuses = refuses
+        self._tunes = any(settings.get(name) for name in TUNING)
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """Return what runs in the place of ``graph``."""
         _name_gpu(graph, lambda value: indexed(self._machine, value))
-        with standing_in():
-            compiled: Compiled = compile_fx(
-                graph,
-                inputs,
-                inner_compile=self._inner,
-                config_patches=self._settings,
-                decompositions=self._decompositions(),
+        if self._tunes:
+            self._machine.note(
+                f"torch.compile at {user_line()} chooses kernels by their speed: it got its first "
+                f"choices, without what measuring them allocates"
             )
+        try:
+            with standing_in():
+                compiled: Compiled = compile_fx(
+                    graph,
+                    inputs,
+                    inner_compile=self._inner,
+                    config_patches=self._settings,
+                )
+        except Exception as error:
+            not_followed(self._machine, error, refuses=self._refuses)
+            return graph.forward
         return compiled
 
     def _inner(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
@@ -55,17 +83,6 @@ class Inductor:
 
     def _as_python_says(self, value: Any) -> Any:
         return place(self._machine, value) if isinstance(value, torch.device) else value
-
-    def _decompositions(self) -> dict[Any, Callable[..., Any]]:
-        table = select_decomp_table()
-        copy = table[_aten._to_copy.default]
-
-        def to_copy(tensor: Any, *, device: torch.device | None = None, **options: Any) -> Any:
-            if device is not None:
-                device = place(self._machine, device)
-            return copy(tensor, device=device, **options)
-
-        return {**table, _aten._to_copy.default: to_copy}
 
 
 def _name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:

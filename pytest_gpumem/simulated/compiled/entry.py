@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.compiled.refusals import not_followed
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Compilation:
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
+        self._ran_eagerly = False
 
     @contextmanager
     def going(self) -> Iterator[None]:
@@ -71,7 +73,14 @@ class Compilation:
             eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
         )
         patches.plan(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
+        if counts is not None:
+            patches.plan(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
         return patches
+
+    def _counting(self, set_count: Callable[[int], int]) -> Callable[[int], int]:
+        # Where a graph has to be whole, torch asks whether there was any.
+        return lambda value: set_count(value) or int(self._ran_eagerly)
 
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
@@ -85,6 +94,7 @@ class Compilation:
         found = self._callbacks.get(callback)
         if found is None:
             found = self._callbacks[callback] = self._replaced(callback) or _Eagerly
+        self._ran_eagerly |= found is _Eagerly
         return None if found is _Eagerly else found
 
     def _replaced(self, callback: Any) -> Any:
@@ -100,7 +110,7 @@ class Compilation:
             return None
         from pytest_gpumem.simulated.compiled.backend import Inductor
 
-        own = Inductor(self._machine, self._tracer(), backend.config)
+        own = Inductor(self._machine, self._tracer(), backend.config, refuses=self._how == ALWAYS)
         hooks = dataclasses.replace(
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
@@ -128,8 +138,15 @@ class Compilation:
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
             _compiled[code] = weakref.ref(self)
+            from torch._dynamo.exc import InternalTorchDynamoError
+            from torch._dynamo.types import ConvertFrameReturn
+
             with self._tracer().entered():
-                return compile(code, *args, **kwargs)
+                try:
+                    return compile(code, *args, **kwargs)
+                except InternalTorchDynamoError as error:
+                    not_followed(self._machine, error, refuses=self._how == ALWAYS)
+            return ConvertFrameReturn()
 
         return _compile
 

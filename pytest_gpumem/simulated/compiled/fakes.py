@@ -92,9 +92,9 @@ def _moving(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., 
 
 def _to_gpu(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., Any]:
     def call(fake: FakeTensor, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if device is None:
-            device = machine.current_index
-        return to(fake, torch.device("cuda", torch.device(device).index), *args, **kwargs)
+        if device is None or isinstance(device, int):
+            device = torch.device("cuda", machine.current_index if device is None else device)
+        return to(fake, place(machine, device), *args, **kwargs)
 
     return call
 

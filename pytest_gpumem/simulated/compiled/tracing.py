@@ -6,8 +6,12 @@ Dynamo meets torch's own functions and knows them.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,7 +24,9 @@ import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
 from torch._inductor.constant_folding import ConstantFolder
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import pad_mm
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.patching import Patches
@@ -31,10 +37,15 @@ from pytest_gpumem.simulated.operators.layout import HALVES
 Bare = Callable[[], AbstractContextManager[object]]
 """Inside, torch is its own but for what answers for the GPU."""
 
+_TO_COPY = torch.ops.aten._to_copy.default
+_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MEASURES: Any = object()
 
 SETTINGS: dict[str, Any] = {
     "compile_threads": 1,  # nothing is compiled
+    "max_autotune": False,  # nothing is measured
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
 }
 """Of Inductor."""
 
@@ -84,6 +95,21 @@ class Tracing:
 
         return should_pad
 
+    def _decompositions(self) -> dict[Any, Callable[..., Any]]:
+        copy = select_decomp_table()[_TO_COPY]
+
+        def to_copy(tensor: Any, *, device: torch.device | None = None, **options: Any) -> Any:
+            if device is not None:
+                device = fakes.place(self._machine, device)
+            return copy(tensor, device=device, **options)
+
+        return {_TO_COPY: to_copy}
+
+    def _folder(self) -> str:
+        """Where Inductor keeps its wrappers: apart from those for real GPUs, and by model."""
+        gpu = self._machine.current
+        return str(Path(cache_dir(), f"simulated-{_version()}", gpu.model.name))
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Compile inside."""
@@ -95,9 +121,11 @@ class Tracing:
             with ExitStack() as inside:
                 inside.enter_context(self._bare())
                 inside.enter_context(gradients.kept())
+                inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: self._folder()}))
                 self._patches.apply()
                 inside.callback(self._patches.undo)
                 inside.enter_context(torch._inductor.config.patch(SETTINGS))
+                inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
             self._is_entered = False
@@ -121,6 +149,13 @@ def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return call
+
+
+@cache
+def _version() -> str:
+    """Of what is written into wrappers, and decided for Inductor: by this room's own code."""
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(code).hexdigest()[:12]
 
 
 def _measured() -> Iterator[tuple[Any, str]]:

@@ -8,26 +8,105 @@ source. Source: torch/_inductor/codegen/wrapper.py and async_compile.py, torch 2
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._ops import OpOverload
 
+from pytest_gpumem.simulated.common.callsite import Fused, is_internal, running
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """List what wrappers are to find while they are loaded."""
-    patches.plan(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided)
+    """List what wrappers are to find while they are loaded, and what is written into them."""
+    patches.plan(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
     patches.plan(AsyncCompile, "triton", _load_kernel)
+    for name, write in (
+        ("make_buffer_allocation", _with_origin),
+        ("generate_extern_kernel_alloc", _between_origins),
+        ("generate_fallback_kernel", _between_origins),
+    ):
+        patches.plan(PythonWrapperCodegen, name, write(getattr(PythonWrapperCodegen, name)))
 
 
-def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    # Looked up when it is called: a wrapper outlives the simulation that it was made in.
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+class Memory:
+    """``empty_strided_cuda`` of a wrapper, which says first what it is for."""
+
+    def of(
+        self, filename: str, line: int, function: str, operators: tuple[str, ...]
+    ) -> Memory:
+        """What comes next is computed there, by these operators."""
+        running.fused = Fused((filename, line, function), operators)
+        return self
+
+    def done(self) -> None:
+        """It has been."""
+        running.fused = None
+
+    def __call__(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Take memory of the current GPU."""
+        # Looked up when it is called: a wrapper outlives the simulation that it was made in.
+        try:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+        finally:
+            running.fused = None
+
+
+_TAKES = "empty_strided_cuda"
+
+
+def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
+    def make_buffer_allocation(codegen: Any, buffer: Any) -> str:
+        line = write(codegen, buffer)
+        origin = origin_of(buffer.get_origins())
+        return line if origin is None else line.replace(f"{_TAKES}(", f"{_TAKES}.of{origin}(", 1)
+
+    return make_buffer_allocation
+
+
+def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
+    def generate(codegen: Any, node: Any, *args: Any) -> None:
+        origin = origin_of(node.get_origins())
+        if origin is not None:
+            codegen.writeline(f"{_TAKES}.of{origin}")
+        write(codegen, node, *args)
+        if origin is not None:
+            codegen.writeline(f"{_TAKES}.done()")
+
+    return generate
+
+
+def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[str, int, str, tuple[str, ...]] | None:
+    """Filename, line, function and operators of what ``nodes`` compute together.
+
+    The line is that of the last one; ``None`` where none of them comes from the user's code.
+    """
+    order = sorted(nodes)
+    places = [place for node in order if (place := _place(node.stack_trace)) is not None]
+    if not places:
+        return None
+    overloads = [node.meta.get("original_aten") for node in order]
+    operators = [each for each in overloads if isinstance(each, OpOverload)]
+    computing = [each for each in operators if not each.is_view] or operators
+    return (*places[-1], tuple(dict.fromkeys(each._schema.name for each in computing)))
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
+
+
+def _place(stack: str | None) -> tuple[str, int, str] | None:
+    """The innermost frame outside torch."""
+    for filename, line, function in reversed(_FRAME.findall(stack or "")):
+        if not is_internal(filename):
+            return filename, int(line), function.strip()
+    return None
 
 
 def _load_kernel(_: AsyncCompile, name: str, source: str, **__: Any) -> Kernel:

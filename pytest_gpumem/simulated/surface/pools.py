@@ -167,6 +167,9 @@ class _Api:
         pool = chosen_pool(self._machine, chosen)
         return snapshot(memories, pool, traces=list(traces) != [False])
 
+    def _cuda_cudaCachingAllocator_is_enabled(self) -> bool:
+        return True
+
     def _cuda_cudaCachingAllocator_enable(self, enabled: bool) -> None:
         for gpu in self._machine.gpus:
             gpu.allocator.enable_caching(enabled and not gpu.uncached)
