@@ -1,19 +1,35 @@
-"""A language model that multiplies weights from the left: its first training step; a forward pass.
+"""A language model that multiplies weights from the left: its first training step; forward passes.
 
 Recorded: kkaitlyn111/cs336-a2-systems c1c174d1, cs336_systems/benchmark.py (the model is the one of
-kkaitlyn111/cs336-assignment1, cs336_basics/transformer.py), batch 4, 2.7 billion parameters.
+kkaitlyn111/cs336-assignment1, cs336_basics/transformer.py), batch 4, 2.7 billion parameters; the
+small one under torch.compile, in its first call, 46eae3f8.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-VOCABULARY, BATCH, WIDTH, INNER, LAYERS, HEADS = 10_000, 4, 2560, 10_240, 32, 32
+VOCABULARY, BATCH = 10_000, 4
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model is."""
+
+    width: int
+    inner: int
+    layers: int
+    heads: int
+
+
+SMALL, LARGE = Size(768, 3072, 12, 12), Size(2560, 10_240, 32, 32)
 
 
 class Product(nn.Module):
@@ -34,9 +50,9 @@ class Product(nn.Module):
 class Table(nn.Module):
     """An embedding, by indexing."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCABULARY, WIDTH, device="cuda"))
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, width, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows of the table."""
@@ -46,16 +62,17 @@ class Table(nn.Module):
 class Norm(nn.Module):
     """Root mean square norm through the vector norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, device="cuda"))
+        self.width = width
+        self.weight = nn.Parameter(torch.ones(width, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` over its root mean square, times the weight."""
         dtype = x.dtype
         x = x.to(torch.float32)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        root = torch.sqrt(length**2 / WIDTH + 1e-5)
+        root = torch.sqrt(length**2 / self.width + 1e-5)
         normed = x / root
         result = torch.einsum("a,bca->bca", self.weight, normed)
         return result.to(dtype)
@@ -66,9 +83,8 @@ class Rotation(nn.Module):
 
     table: Tensor
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, size: int) -> None:
         super().__init__()
-        size = WIDTH // HEADS
         positions = torch.arange(length, device="cuda")
         columns = torch.arange(0, size, 2, device="cuda")
         frequencies = 1.0 / (10_000 ** (columns.float() / size))
@@ -111,11 +127,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal attention."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, size: Size) -> None:
         super().__init__()
-        self.q, self.k, self.v = (Product(WIDTH, WIDTH) for _ in range(3))
-        self.out = Product(WIDTH, WIDTH)
-        self.rotation = Rotation(length)
+        self.heads = size.heads
+        self.q, self.k, self.v = (Product(size.width, size.width) for _ in range(3))
+        self.out = Product(size.width, size.width)
+        self.rotation = Rotation(length, size.width // size.heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
@@ -124,7 +141,7 @@ class Attention(nn.Module):
         whole_k = self.k(x)
         whole_v = self.v(x)
         q, k, v = (
-            t.reshape(batch, length, HEADS, -1).permute(0, 2, 1, 3)
+            t.reshape(batch, length, self.heads, -1).permute(0, 2, 1, 3)
             for t in (whole_q, whole_k, whole_v)
         )
         positions = torch.arange(length, device=x.device).unsqueeze(0).expand(batch, -1)
@@ -132,7 +149,7 @@ class Attention(nn.Module):
         k = self.rotation(k, positions)
         mask = torch.triu(torch.ones(length, length, device=x.device), diagonal=1).to(torch.bool)
         mask = ~mask
-        mask = mask.unsqueeze(0).unsqueeze(0).expand(batch, HEADS, -1, -1)
+        mask = mask.unsqueeze(0).unsqueeze(0).expand(batch, self.heads, -1, -1)
         result = attend(q, k, v, mask)
         result = result.permute(0, 2, 1, 3).reshape(batch, length, -1)
         projected: Tensor = self.out(result)
@@ -143,12 +160,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Gated feed-forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
         self.w1, self.w2, self.w3 = (
-            Product(INNER, WIDTH),
-            Product(WIDTH, INNER),
-            Product(INNER, WIDTH),
+            Product(size.inner, size.width),
+            Product(size.width, size.inner),
+            Product(size.inner, size.width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,12 +181,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, size: Size) -> None:
         super().__init__()
-        self.norm1 = Norm()
-        self.attention = Attention(length)
-        self.norm2 = Norm()
-        self.feed_forward = FeedForward()
+        self.norm1 = Norm(size.width)
+        self.attention = Attention(length, size)
+        self.norm2 = Norm(size.width)
+        self.feed_forward = FeedForward(size)
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
@@ -186,12 +203,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """The language model."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, size: Size = LARGE) -> None:
         super().__init__()
-        self.table = Table()
-        self.blocks = nn.ModuleList(Block(length) for _ in range(LAYERS))
-        self.norm = Norm()
-        self.head = Product(VOCABULARY, WIDTH)
+        self.table = Table(size.width)
+        self.blocks = nn.ModuleList(Block(length, size) for _ in range(size.layers))
+        self.norm = Norm(size.width)
+        self.head = Product(VOCABULARY, size.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -270,5 +287,20 @@ def _pass(length: int, start: Callable[[], None]) -> list[Any]:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         start()
         torch.cuda.empty_cache()
+        logits = model(data)
+    return [model, data, logits]
+
+
+def compiled(start: Callable[[], None]) -> list[Any]:
+    """The first call of the small model, compiled, under an autocast that float32 switches off."""
+    model = torch.compile(Model(128, SMALL))
+    model.to("cuda")
+    data = torch.randint(0, VOCABULARY, (BATCH, 128), device="cuda")
+    start()
+    torch.cuda.empty_cache()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        context = torch.autocast("cuda", dtype=torch.float32)
+    with context:
         logits = model(data)
     return [model, data, logits]

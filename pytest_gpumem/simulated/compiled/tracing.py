@@ -30,7 +30,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import fakes, wrapper
+from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
 
@@ -120,6 +120,7 @@ class Tracing:
         try:
             with ExitStack() as inside:
                 inside.enter_context(self._bare())
+                inside.enter_context(gradients.kept())
                 inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: self._folder()}))
                 self._patches.apply()
                 inside.callback(self._patches.undo)

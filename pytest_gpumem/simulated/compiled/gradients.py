@@ -1,0 +1,69 @@
+"""Operators that are built from others keep their gradients while torch traces for a GPU.
+
+C++ takes fake tensors of a GPU for ``meta`` (see ``fakes``), for which torch gives many such
+operators a kernel of Python's: the shapes of ``torch.where`` with a number, of ``std``, of
+``nll_loss``. Autograd's key of a device that has a kernel no longer takes an operator apart, so
+Python's dispatcher would lead these past autograd, and nothing would be saved for backward. On
+CUDA they are taken apart.
+
+Source: torch/_ops.py, ``resolve_key``; torch/_meta_registrations.py, ``activate_meta``; torch 2.9
+to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Take such operators apart inside, in view of autograd."""
+    operators = _with_shapes_alone()
+    for operator in operators:
+        _handles(operator)[DispatchKey.AutogradMeta] = operator.decompose
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator in operators:
+            del _handles(operator)[DispatchKey.AutogradMeta]
+            operator._dispatch_cache.clear()
+
+
+@cache
+def _with_shapes_alone() -> tuple[OpOverload, ...]:
+    """ATen's operators that are built from others and have a kernel for ``meta`` in Python."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = name.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace == "aten":
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+            if operator is not None and _is_led_past(operator):
+                found.append(operator)
+    return tuple(found)
+
+
+def _is_led_past(operator: OpOverload) -> bool:
+    # What has a kernel for meta in C++ has one for CUDA, too, and is not taken apart there.
+    name = operator.name()
+    return (
+        DispatchKey.Meta in _handles(operator)
+        and _has_kernel(name, "CompositeImplicitAutograd")
+        and not any(_has_kernel(name, key) for key in ("Meta", "Autograd", "AutogradMeta"))
+    )
+
+
+def _handles(operator: OpOverload) -> dict[Any, Any]:
+    kernels: dict[Any, Any] = operator.py_kernels
+    return kernels
