@@ -18,8 +18,11 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import not_followed
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
+
+FOLLOWED_SINCE = "2.11"
+"""Releases before have other hooks; ``torch.__version__`` compares itself by releases."""
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
@@ -64,7 +70,8 @@ class Compilation:
         self._forget_others()
         self._patches.apply()
         try:
-            yield
+            with launched.told_to(self._machine.kernel_wrote):
+                yield
         finally:
             self._patches.undo()
 
@@ -124,6 +131,8 @@ class Compilation:
 
     def _reason(self, backend: str) -> str | None:
         """Why what ``backend`` makes is not followed."""
+        if torch.__version__ < FOLLOWED_SINCE:
+            return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
             return "as it was asked to"
         if self._machine.values.everything:

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from pytest_gpumem.simulated.common.callsite import Fused, is_internal, running
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
@@ -119,12 +120,14 @@ class Kernel:
         self._source = source
 
     def run(self, *args: Any, stream: Any = None, **options: Any) -> None:
-        """Launch it."""
+        """Launch it: what it writes to has unknown values from then on."""
+        if launched.wrote is not None:
+            launched.wrote(*(args[at] for at in self._outputs if at < len(args)))
 
     @cached_property
     def _outputs(self) -> list[int]:
         """The positions of the arguments that it writes to."""
-        found = re.search(rf"^def {re.escape(self.name)}\\(([^)]*)\\)", self._source, re.MULTILINE)
+        found = re.search(rf"^def {re.escape(self.name)}\(([^)]*)\)", self._source, re.MULTILINE)
         names = found[1].split(",") if found else []
         return [at for at, name in enumerate(names) if name.strip().startswith(_WRITTEN)]
 

@@ -2,8 +2,8 @@
 
 Source: torch/csrc/cuda/Module.cpp (_cuda_setCheckpointPoolState, removeStorageDeleterFns,
 addStorageDeleterFns, _construct_storage_from_data_pointer,
-_has_Standard_Deleter, _free_And_Remove_DeleterFn, _tensors_data_ptrs_at_indices_equal), torch 2.6 to
-2.15.
+_has_Standard_Deleter, _free_And_Remove_DeleterFn, _tensors_data_ptrs_at_indices_equal), torch 2.6
+to 2.15.
 """
 
 from __future__ import annotations

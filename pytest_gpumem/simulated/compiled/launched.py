@@ -1,0 +1,27 @@
+"""What kernels of compiled code write to, told to the machine whose code is running."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Launched:
+    """Whom launches are told of; wrappers outlive the simulations that they were made in."""
+
+    def __init__(self) -> None:
+        self.wrote: Callable[..., None] | None = None
+        """Told the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
+
+    @contextmanager
+    def told_to(self, wrote: Callable[..., None]) -> Iterator[None]:
+        """Tell ``wrote`` inside."""
+        before, self.wrote = self.wrote, wrote
+        try:
+            yield
+        finally:
+            self.wrote = before
+
+
+launched = Launched()
+"""One, because what a simulation replaces is the process."""

@@ -1,0 +1,221 @@
+"""Code under ``torch.compile``: what Inductor's wrapper allocates on a simulated GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pytest_gpumem import simulate
+
+MIB = 1024 * 1024
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wrappers_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile``, which gives up its types."""
+    result: Callable[..., Any] = torch.compile(function, **options)
+    return result
+
+
+def allocated(gpu: Any, since: int) -> list[int]:
+    """The sizes of what was allocated after so many events."""
+    return [event.size for event in gpu.trace[since:] if event.action == "alloc"]
+
+
+def test_a_chain_of_elementwise_operators_takes_one_buffer() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        x = torch.ones(256, 1024, device="cuda")  # 1 MiB
+        chain = compiled(lambda x: (x.sin().cos() + 1).exp())
+        for _ in range(2):
+            before = len(gpu.trace)
+            y = chain(x)
+            assert allocated(gpu, before) == [MIB]
+            assert (y.device, y.shape) == (x.device, x.shape)
+            del y
+        assert gpu.peak_allocated == 2 * MIB
+        assert gpu.notes == ()
+
+
+def test_the_partitioner_decides_what_is_saved_for_backward() -> None:
+    """Of three gates only the input is kept: the rest is computed again, in one kernel."""
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid() * x.tanh() * x.cos()
+
+    held = {}
+    for how in ("eager", "always"):
+        with simulate("A100-40GB", compile=how):
+            x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+            y = compiled(gated)(x)
+            held[how] = torch.cuda.memory_allocated() // MIB
+            y.sum().backward()
+            assert x.grad is not None
+    # Eager: x, sigmoid, tanh, cos, their first product and y.
+    assert held == {"eager": 6, "always": 2}
+
+
+def test_autocast_casts_within_the_graph() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+        x = torch.ones(512, 1024, device="cuda")
+        run = compiled(layer)
+        before = len(gpu.trace)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = run(x)
+        assert y.dtype is torch.bfloat16
+        # Casts of the input and of the weight, the result; cuBLAS's workspace beside them.
+        assert sorted(allocated(gpu, before))[:3] == [MIB, MIB, 2 * MIB]
+
+
+def test_buffers_name_the_line_and_the_operators_that_they_fuse() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        x = torch.ones(256, 1024, device="cuda")
+        before = len(gpu.trace)
+
+        def gated(x: torch.Tensor) -> torch.Tensor:
+            return x.sigmoid() * x.tanh()
+
+        y = compiled(gated)(x)
+        (event,) = [event for event in gpu.trace[before:] if event.action == "alloc"]
+        del y
+    line = gated.__code__.co_firstlineno + 1
+    assert event.context.place == (__file__, line, "gated")
+    assert event.context.operator_name == "torch.sigmoid + torch.tanh + torch.mul, fused"
+
+
+def test_what_breaks_the_graph_runs_eagerly_between_its_parts() -> None:
+    seen: list[torch.device] = []
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos()
+        seen.append(torch.ones(3, device="cuda").device)
+        torch._dynamo.graph_break()
+        return y + torch.zeros(256, 1024, device="cuda")
+
+    with simulate("A100-40GB", compile="always"):
+        x = torch.ones(256, 1024, device="cuda")
+        assert compiled(broken)(x).is_cuda
+    assert seen == [torch.device("cuda:0")]
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_another_size_is_compiled_for_sizes_that_vary(rows: int) -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        double = compiled(lambda x: x.sin() * 2)
+        double(torch.ones(32, 1024, device="cuda"))
+        x = torch.ones(rows, 1024, device="cuda")
+        before = len(gpu.trace)
+        double(x)
+        assert allocated(gpu, before) == [rows * 1024 * 4]
+
+
+def test_a_function_that_was_compiled_before_is_followed_in_each_simulation() -> None:
+    chain = compiled(lambda x: x.sin().cos())
+    for model in ("A100-40GB", "T4"):
+        with simulate(model, compile="always") as gpu:
+            x = torch.ones(256, 1024, device="cuda")
+            before = len(gpu.trace)
+            chain(x)
+            assert allocated(gpu, before) == [MIB]
+
+
+def test_what_compiled_code_writes_to_is_known_no_longer() -> None:
+    with simulate("A100-40GB", compile="always"):
+        count = torch.zeros(3, device="cuda")
+        assert count.tolist() == [0.0, 0.0, 0.0]
+        compiled(lambda count: count.add_(torch.rand(3, device="cuda")))(count)
+        with pytest.raises(Exception, match="depends on values"):
+            count.tolist()
+
+
+def test_flex_attention_makes_no_matrix_of_scores() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with simulate("A100-40GB", compile="always") as gpu:
+        q = torch.ones(2, 8, 512, 64, device="cuda", requires_grad=True)  # 2 MiB
+        out: Any = compiled(flex_attention)(q, q, q, score_mod=lambda score, b, h, i, j: score + i)
+        out.sum().backward()
+        assert q.grad is not None
+        # The scores alone would be 2 * 8 * 512 * 512 * 4 bytes, 16 MiB.
+        assert gpu.peak_allocated < 14 * MIB
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_cuda_graphs_keep_what_they_use_in_a_pool_of_their_own() -> None:
+    with simulate("A100-40GB", compile="always"):
+        chain = compiled(lambda x: x.sin().sum(), mode="reduce-overhead")
+        x = torch.ones(256, 1024, device="cuda")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            chain(x)
+        pools = {tuple(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot()}
+        assert len(pools) > 1
+
+
+# What is not followed.
+
+
+def test_it_can_be_left_out() -> None:
+    with simulate("A100-40GB", compile="eager") as gpu:
+        x = torch.ones(256, 1024, device="cuda")
+        before = len(gpu.trace)
+        compiled(lambda x: x.sin().cos())(x)
+        assert allocated(gpu, before) == [MIB, MIB]
+    (note,) = gpu.notes
+    assert note.startswith("torch.compile at ")
+    assert note.endswith(
+        "runs eagerly on a simulated GPU, as it was asked to: compiled code allocates less"
+    )
+
+
+def test_an_unknown_way_is_refused() -> None:
+    sentence = "compile='never': write one of 'auto', 'always', 'eager'"
+    with pytest.raises(ValueError, match=sentence), simulate("A100-40GB", compile="never"):
+        pass
+
+
+def broken_lowering(*_: Any, **__: Any) -> Any:
+    raise ValueError("no such kernel")
+
+
+def test_what_inductor_cannot_do_runs_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_gpumem.simulated.compiled import backend
+
+    monkeypatch.setattr(backend, "compile_fx_inner", broken_lowering)
+    with simulate("A100-40GB") as gpu:
+        x = torch.ones(256, 1024, device="cuda")
+        before = len(gpu.trace)
+        assert compiled(lambda x: x.tan().cos())(x).is_cuda
+        assert allocated(gpu, before) == [MIB, MIB]
+    assert "could not be followed on a simulated GPU, so it runs eagerly" in gpu.notes[0]
+    assert gpu.notes[0].endswith("compiled code allocates less: no such kernel")
+
+
+def test_what_inductor_cannot_do_is_refused_where_all_is_to_be_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from pytest_gpumem.simulated.compiled import backend
+
+    monkeypatch.setattr(backend, "compile_fx_inner", broken_lowering)
+    with simulate("A100-40GB", compile="always"):
+        from torch._dynamo.exc import BackendCompilerFailed
+
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(BackendCompilerFailed, match=r"not be followed .*: no such kernel"):
+            compiled(lambda x: x.tan().sin())(x)
