@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory, quota, elastic, exclusive, qos, priority, isolate): measure the test's GPU "
-    "memory and fail it where it exceeds what is given."
+    "gpu, min_memory, quota, elastic, exclusive, qos, priority, isolate, ranks, rank): measure the "
+    "test's GPU memory and fail it where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 
@@ -96,6 +96,11 @@ _VALUES = {
         "libraries that need CUDA to be installed, like flash-attn, which simulated tests may "
         "import all the same: those that change nothing unless asked for, none, or these (default: "
         "auto)",
+    ),
+    "gpumem_sim_compile": (
+        "auto|always|eager",
+        "simulate what torch.compile makes, and run eagerly what cannot be followed; fail where it "
+        "cannot; or run compiled code eagerly (default: auto)",
     ),
     "gpumem_explain": (
         "failed|always|never",
@@ -176,6 +181,7 @@ class Settings:
     stand_ins: tuple[str, ...] | None = None
     """Libraries that simulated tests may import although they are not installed; ``None`` where
     the user leaves it to the plugin."""
+    sim_compile: Literal["auto", "always", "eager"] = "auto"
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
     share_timeout: float = SHARE_TIMEOUT
@@ -251,6 +257,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         sim_values=reader.one("gpumem_sim_values", one_of("auto", "always", "never")) or "auto",
         sim_values_limit=reader.one("gpumem_sim_values_limit", seconds) or VALUES_LIMIT,
         stand_ins=reader.one("gpumem_sim_stand_ins", stand_in_names),
+        sim_compile=reader.one("gpumem_sim_compile", one_of("auto", "always", "eager")) or "auto",
         all=bool(reader.flag("gpumem_all")),
         share=bool(reader.flag("gpumem_share")),
         quota=reader.one("gpumem_quota", process_quota),

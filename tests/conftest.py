@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import quick
 from tests.pytest_project import Project
 
 pytest_plugins = ["pytester"]
@@ -18,6 +20,19 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all of torch: each of many full collections would go through them.
+    gc.freeze()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """Let the collector know what there was before the first test, too."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
     # pytester takes what a test imported out of sys.modules, and torch cannot be imported twice.
@@ -25,6 +40,8 @@ def _loaded_torch() -> None:
 
     import pytest_gpumem.session.item
     import pytest_gpumem.simulated.simulation  # noqa: F401
+
+    gc.freeze()
 
 
 @pytest.fixture
@@ -38,6 +55,14 @@ def project(
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     return Project(pytester)
+
+
+@pytest.fixture
+def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what is started as ``sys.executable`` have torch already."""
+    monkeypatch.setattr(sys, "executable", str(quick()))
+    # It starts a thread in every run, and with several threads torch's compilers are imported.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:rerunfailures")
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
-"""Python processes that have torch already: forked from one that did nothing but import it.
+"""Python processes that have torch already: forked from one that did nothing but import.
 
-A new Python imports torch for seconds of processor time; the tests here start hundreds. ``quick``
-is a program that is called as Python is. Called with ``-c``, it asks a server of this test process
-for a fork, hands it its folder, environment, arguments and its standard streams, and ends as the
-fork did. No plugin, no simulated device and no thread was in the server before.
+A new Python imports torch and this package for seconds of processor time; the tests here start
+hundreds. ``quick`` is a program that is called as Python is: with ``-c``, with ``-m`` or with a
+script. It asks a server of this test process for a fork, hands it its folder, environment,
+arguments and its standard streams, passes signals on, and ends as the fork did. Nothing ran in the
+server before: no pytest, no simulated device, no thread. What is called otherwise, or is to have
+other open files, is a new Python.
 
-The workers of pytest-xdist in runs that tests start are such processes, too.
+The workers of pytest-xdist in runs that tests start are such processes, too, and so is what a fork
+starts as ``sys.executable``.
 """
 
 from __future__ import annotations
@@ -25,23 +28,35 @@ from execnet import gateway_io
 REPOSITORY = Path(__file__).parent.parent
 
 _QUICK = """#!{python} -IS
-import json, os, signal, socket, sys
+import json, os, signal, socket, struct, sys
 
-flags = [flag for flag in sys.argv[1:] if flag in ("-u", "-B")]
-rest = [word for word in sys.argv[1:] if word not in flags]
-if rest[:1] != ["-c"]:
+flags = [flag for flag in sys.argv[1:3] if flag in ("-u", "-B")]
+rest = sys.argv[1 + len(flags):]
+if rest and rest[0].startswith("-m") and rest[0] != "-m":
+    rest[:1] = ["-m", rest[0][2:]]
+known = len(rest) > 1 if rest[:1] in (["-c"], ["-m"]) else rest and rest[0][0] != "-"
+files = [int(name) for name in os.listdir("/proc/self/fd")]
+if not known or len(files) != 4:  # three streams, and the folder that was listed
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-request = dict(folder=os.getcwd(), environment=dict(os.environ), arguments=rest[1:])
+request = json.dumps(
+    dict(
+        program=sys.argv[0], folder=os.getcwd(), environment=dict(os.environ), arguments=rest
+    )
+).encode()
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [b"0"], [0, 1, 2])
-server.sendall(json.dumps(request).encode())
-server.shutdown(socket.SHUT_WR)
+socket.send_fds(server, [struct.pack("q", len(request))], [0, 1, 2])
+server.sendall(request)
+answers = server.makefile()
+fork = int(answers.readline() or -1)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.kill(fork, number))
 for stream in (0, 1, 2):
     os.close(stream)
-status = int(server.recv(16) or 1)
+status = int(answers.readline() or 256)
 if os.WIFSIGNALED(status):
-    signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    if os.WTERMSIG(status) != signal.SIGKILL:  # which nobody handles
+        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.waitstatus_to_exitcode(status))
 """

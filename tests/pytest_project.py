@@ -35,7 +35,7 @@ _TERMINAL = """
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm", COLUMNS="200")
-        os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
+        os.execv(sys.argv[1], [sys.argv[1], "-m", "pytest", *sys.argv[2:]])
     shown = b""
     try:
         while chunk := os.read(terminal, 1024):
@@ -108,14 +108,14 @@ class Project:
 
     def start(self, *args: str, device: str = DEVICE) -> subprocess.Popen[bytes]:
         """Start pytest in a process of its own, and do not wait for it."""
-        command = [sys.executable, "-m", "pytest", *_arguments(args, device, ())]
+        command = [quick(), "-m", "pytest", *_arguments(args, device, ())]
         return subprocess.Popen(command, cwd=self.path, stdout=subprocess.PIPE)
 
     def run_on_terminal(self, *args: str, device: str = DEVICE) -> str:
         """Run pytest in a process of its own, on a terminal; return what it wrote there."""
         self._pytester.makepyfile(on_terminal=_TERMINAL)
         script = self.path / "on_terminal.py"
-        written = self._pytester.run(sys.executable, script, *_arguments(args, device, ()))
+        written = self._pytester.run(sys.executable, script, quick(), *_arguments(args, device, ()))
         return written.stdout.str()
 
     def run_without_plugin(self, *args: str) -> pytest.RunResult:

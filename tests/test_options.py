@@ -527,6 +527,7 @@ def test_help_shows_every_option_and_its_ini_twin(
         *("--gpumem-tolerance", "--gpumem-report", "--gpumem-history", "--gpumem-artifacts"),
         "--gpumem-sim-values",
         "--gpumem-sim-stand-ins",
+        "--gpumem-sim-compile",
     ):
         assert f"  {option}" in options
         assert f"  {option[2:].replace('-', '_')} (" in ini

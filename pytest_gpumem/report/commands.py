@@ -60,6 +60,7 @@ _REPEATED = (
     *("--import-mode", "--gpumem-device", "--gpumem-baselines", "--gpumem-sim-scope"),
     *("--gpumem-sim-values", "--gpumem-sim-values-limit", "--pythonwarnings"),
     "--gpumem-sim-stand-ins",
+    "--gpumem-sim-compile",
 )
 """Options that are repeated with the word behind them, which may read like a path."""
 

@@ -66,6 +66,7 @@ def begin_early(config: pytest.Config) -> None:
 
     selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
     selector.stand_ins = settings.stand_ins
+    selector.compile = settings.sim_compile
     with suppress(DeviceError):
         # A real device is there anyway: that it is the current one can wait for the conftests.
         if selector.real() is None:

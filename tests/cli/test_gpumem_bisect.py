@@ -20,6 +20,8 @@ from pytest_gpumem.sizes import parse_tolerance
 from tests.cli.test_gpumem_compare import Gpumem, Refusal, gpumem, refusal  # noqa: F401
 from tests.cli.test_gpumem_history import Commits, commits  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 MIB = 1024**2
 REPOSITORY = Path(__file__).parents[2]
 TEST = """

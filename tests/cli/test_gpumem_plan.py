@@ -224,6 +224,7 @@ def test_plain():
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_suite_runs_on_each_runner(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "test_it.py").write_text(SUITE)
     assert main(["plan", *RUNNERS, "--json", "test_it.py"]) == 1

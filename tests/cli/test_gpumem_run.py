@@ -18,7 +18,7 @@ from pytest_gpumem.script.request import Answer
 
 pytest_plugins = ["pytester"]
 
-pytestmark = pytest.mark.usefixtures("plain_workspaces")
+pytestmark = pytest.mark.usefixtures("plain_workspaces", "forked_python")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
@@ -28,6 +27,7 @@ from tests.docs.blocks import (
     printed_blocks,
     python_blocks,
 )
+from tests.forked import quick
 from tests.pytest_project import Project
 
 NAMED_RELEASE = "2.13"
@@ -174,7 +174,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("__init__.py", "cnn_memory/__init__.py", "cnn_memory/models.py"):
         (folder / "examples" / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / "examples" / name, folder / "examples" / name)
-    subprocess.run([sys.executable, "-c", RECORDING, folder / "recorded.pickle"], check=True)
+    subprocess.run([quick(), "-c", RECORDING, folder / "recorded.pickle"], check=True)
     (folder / "mylib").mkdir()
     (folder / "mylib" / "__init__.py").touch()
     (folder / "test_kernel.py").write_text(KERNEL)
@@ -278,7 +278,7 @@ def test_python(block: Shown, run: Run, place: Path) -> None:
         assert code == 0, printed
         return
     if "simulate_operator" in source:  # what it says holds for the whole process
-        subprocess.run([sys.executable, "-c", source], cwd=place, check=True)
+        subprocess.run([quick(), "-c", source], cwd=place, check=True)
         return
     printed = _executed(source)
     if block.output is not None and _is_named_release():

@@ -104,6 +104,7 @@ def test_figures_that_the_guide_quotes_are_those_of_the_page_that_is_measured(fi
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="shows numbers of 2.13")
+@pytest.mark.usefixtures("forked_python")
 def test_the_picture_shows_what_a_run_prints() -> None:
     root = ElementTree.parse(make_picture.PICTURE).getroot()
     words = [element for element in root.iter() if element.tag.endswith("}text")]

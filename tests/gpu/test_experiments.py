@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +24,7 @@ from examples.memory_of_training.timelines import (
 )
 from pytest_gpumem.measurement.nvml import NvmlAbsent
 from tests.conftest import REPOSITORY
+from tests.forked import quick
 from tests.gpu.device import kept_workspaces
 
 MODEL = 257_024
@@ -192,7 +192,7 @@ with device_under_test():
 def test_optimizer_timeline_without_workspaces(optimizer: type, state_copies: int) -> None:
     # In a process of its own: cuBLAS reads the setting once.
     ran = subprocess.run(
-        [sys.executable, "-c", TIMELINE.replace("NAME", optimizer.__name__)],
+        [quick(), "-c", TIMELINE.replace("NAME", optimizer.__name__)],
         env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"},
         cwd=REPOSITORY,
         capture_output=True,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 from tests.conftest import REPOSITORY
+from tests.forked import quick
 from tests.gpu.device import stands_in
 
 
@@ -14,7 +14,7 @@ def test_the_benchmark_of_the_overhead_runs() -> None:
     device = "cuda" if stands_in() is None else "sim"
     ran = subprocess.run(
         [
-            sys.executable,
+            quick(),
             "benchmarks/plugin_overhead.py",
             *("--device", device, "--pairs", "3", "--steps", "1"),
         ],

@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.docs.blocks import blocks
+from tests.forked import quick
 from tests.pytest_project import LOADED
 
 REPOSITORY = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ class Runner:
         tools.mkdir()
         self._tool(tools / "gh", str(FAKE_GH))
         self._tool(tools / "gpumem", "-m", "pytest_gpumem.cli")
-        command = [sys.executable, "-m", "pytest", *LOADED, "-p", "no:cacheprovider", "-q"]
+        command = [str(quick()), "-m", "pytest", *LOADED, "-p", "no:cacheprovider", "-q"]
         self.environment = {
             **os.environ,
             "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
@@ -84,7 +84,7 @@ class Runner:
         self.git("init", "--quiet")
 
     def _tool(self, path: Path, *arguments: str) -> None:
-        path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *arguments])} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {shlex.join([str(quick()), *arguments])} "$@"\n')
         path.chmod(0o755)
 
     def git(self, *arguments: str) -> None:

@@ -6,11 +6,11 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import quick
 from tests.pytest_project import LOADED, PLUGINS_OF_SOME_TESTS, Project
 
 NAMES = ["it's", 'a "b"', "x $HOME `y`", "wow!", "a\\b", "[z]::w", "ü"]
@@ -38,7 +38,7 @@ def repository(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     program = tmp_path / "bin" / "pytest"
     program.parent.mkdir()
     off = " ".join(f"-p no:{name}" for name in PLUGINS_OF_SOME_TESTS if name != "cacheprovider")
-    command = f"{shlex.quote(sys.executable)} -c 'import pytest; raise SystemExit(pytest.main())'"
+    command = f"{quick()} -c 'import pytest; raise SystemExit(pytest.main())'"
     program.write_text(f'#!/bin/sh\nexec {command} {shlex.join(LOADED)} {off} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)

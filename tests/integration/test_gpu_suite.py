@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.forked import quick
 
 
 def run(device: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"],
+        [quick(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"],
         cwd=REPOSITORY,
         env={**os.environ, "GPUMEM_TEST_DEVICE": device, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

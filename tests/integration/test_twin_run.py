@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.forked import quick
 
 SOME = (
     *("products/linear bfloat16", "optimizers/AdamW fused", "checkpointing/reentrant autocast"),
@@ -21,7 +21,7 @@ SOME = (
 
 def twin(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "benchmarks/twin.py", *arguments],
+        [quick(), "benchmarks/twin.py", *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -13,6 +13,8 @@ from pytest_gpumem import simulate
 from pytest_gpumem.measurement.holders import holders_of
 from pytest_gpumem.measurement.statistics import Block
 
+pytestmark = pytest.mark.usefixtures("thawed")
+
 KEPT: dict[str, list[Any]] = {}
 
 

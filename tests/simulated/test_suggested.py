@@ -24,6 +24,7 @@ from pytest_gpumem.simulated.common.errors import (
 from pytest_gpumem.simulated.operators.bound import Bound, bound_in
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.surface.kernels import Extensions
+from tests.forked import quick
 
 CHECK = "  # check: shape, dtype, what else it takes"
 ops = torch.ops.gpumem_paste
@@ -432,5 +433,5 @@ def test_a_test_that_imports_the_loader_is_refused_too() -> None:
         "assert cpp_extension._jit_compile.__module__ == cpp_extension.__name__\n"
         "assert not hasattr(cpp_extension._jit_compile, '__wrapped__')\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    ran = subprocess.run([quick(), "-c", code], check=True, capture_output=True, text=True)
     assert ran.stdout == 'load(name="gpumem_late", ...)\n'

@@ -281,7 +281,11 @@ def _is_installed(filename: str) -> bool:
 def is_internal(filename: str) -> bool:
     """Whether code of this file is torch's, Triton's or our own, or is passed through."""
     passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
-    return passed or _WRAPPERS in filename or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
+    return (
+        passed
+        or _WRAPPERS in filename
+        or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
+    )
 
 
 def _folder(package: str) -> str:

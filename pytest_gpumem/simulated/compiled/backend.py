@@ -1,13 +1,13 @@
 """A graph of Dynamo's, led through AOTAutograd and Inductor.
 
-C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``): what AOTAutograd takes from C++ says
-so, and says ``cuda`` again before Inductor gets it.
+C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``): what AOTAutograd takes from C++
+says so, and says ``cuda`` again before Inductor gets it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -73,7 +73,7 @@ class Inductor:
             )
         try:
             with standing_in():
-                compiled: Compiled = compile_fx(
+                compiled: Any = compile_fx(
                     graph,
                     inputs,
                     inner_compile=self._inner,
@@ -82,7 +82,7 @@ class Inductor:
         except Exception as error:
             not_followed(self._machine, error, refuses=self._refuses)
             return graph.forward
-        return compiled
+        return cast(Compiled, compiled)
 
     def _inner(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         _name_gpu(graph, self._as_python_says)

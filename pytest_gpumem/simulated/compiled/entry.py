@@ -39,11 +39,13 @@ _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 class Compilation:
     """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
 
-    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()`` only
-    what answers for the GPU.
+    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()``
+    only what answers for the GPU.
     """
 
     def __init__(self, machine: SimulatedMachine, how: str, bare: Bare, alone: Alone) -> None:
+        if how not in HOW:
+            raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
         self._machine = machine
         self._how = how
         self._bare = bare
@@ -152,7 +154,7 @@ class Compilation:
 
     def _forget_others(self) -> None:
         """Drop what was compiled for machines before: Dynamo keeps but a few of each frame."""
-        from torch._dynamo.eval_frame import reset_code
+        from torch._C._dynamo.eval_frame import reset_code
 
         for code, compilation in list(_compiled.items()):
             if compilation() is not self:

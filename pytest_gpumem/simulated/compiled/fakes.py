@@ -40,7 +40,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         ("cuda", _to_gpu(machine, torch.Tensor.to)),
     ):
         patches.plan(FakeTensor, name, value)
-    patches.plan(FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each))))
+    patches.plan(
+        FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each)))
+    )
     patches.plan(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
     patches.plan(torch.Tensor, "_make_subclass", staticmethod(_made(torch.Tensor._make_subclass)))
     # Numbers are not moved to the device while they are traced, as where there is none.
@@ -53,10 +55,10 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 def place(machine: SimulatedMachine, device: Any) -> torch.device:
     """``device`` as Python sees it: what C++ calls ``meta`` is the current GPU."""
-    device = torch.device(device)
-    if device.type == "meta" or (device.type == "cuda" and device.index is None):
-        return machine.current.torch_device
-    return device
+    found: torch.device = torch.device(device)
+    if found.type == "meta" or (found.type == "cuda" and found.index is None):
+        found = machine.current.torch_device
+    return found
 
 
 def _placed(machine: SimulatedMachine, make: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,7 +82,7 @@ class Tracing:
         decide = getattr(decide, "__wrapped__", decide)  # it remembers what was measured
 
         def should_pad(match: Any, one: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-            with mock.patch.object(pad_mm, "get_cached_should_pad", lambda key: _MEASURES):
+            with mock.patch.object(pad_mm, "get_cached_should_pad", return_value=_MEASURES):
                 decided = decide(match, one, *args, **kwargs)
             if decided is not _MEASURES:
                 return bool(decided)
@@ -145,7 +145,8 @@ class _OnHost(TorchDispatchMode):
 
 def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _OnHost():
+        mode: Any = _OnHost
+        with mode():
             return run(*args, **kwargs)
 
     return call

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch.utils._triton
 
-
 _NAME = "triton"
 
 _ATTRIBUTES: dict[str, dict[str, Any]] = {

@@ -37,9 +37,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 class Memory:
     """``empty_strided_cuda`` of a wrapper, which says first what it is for."""
 
-    def of(
-        self, filename: str, line: int, function: str, operators: tuple[str, ...]
-    ) -> Memory:
+    def of(self, filename: str, line: int, function: str, operators: tuple[str, ...]) -> Memory:
         """What comes next is computed there, by these operators."""
         running.fused = Fused((filename, line, function), operators)
         return self

@@ -54,7 +54,9 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     if func.name() == "cond":
         return of_parts(runner, _cond)
     if func.name() in _WITH_RANDOM_STATE:
-        return of_parts(runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs))
+        return of_parts(
+            runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
+        )
     # What it runs where nothing compiles it.
     eagerly = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
     if eagerly is not None:

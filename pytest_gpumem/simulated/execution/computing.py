@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.execution.elements import run_by_kinds
 from pytest_gpumem.simulated.execution.runner import CUDA, HOST, Runner
-from pytest_gpumem.simulated.execution.shapes import NEW
+from pytest_gpumem.simulated.execution.shapes import NEW, is_of_lists
 from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
@@ -43,6 +44,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
     parts = sparse.PARTS.get(overload)
+    takes_lists = is_of_lists(func)
     in_parts = None if parts is None else on_machine(parts, func, machine)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,6 +71,8 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
             try:
                 if call is not None and is_shaped:
                     result = call.shapes()
+                elif takes_lists and key is not None:
+                    result = run_by_kinds(run, key, args, kwargs)
                 else:
                     result = run(func, args, kwargs)
             except BaseException:

@@ -18,6 +18,7 @@ from pytest_gpumem.simulated.execution import (
     views,
 )
 from pytest_gpumem.simulated.execution.runner import Runner
+from pytest_gpumem.simulated.execution.shapes import is_of_lists
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators import tables
 
@@ -56,7 +57,7 @@ SPECIAL = (
     Special(sized.is_sized_by_values, sized.sized),
     Special(masks.takes_masks, masks.masked),
     Special(masks.is_selection, masks.selected),
-    Special(lambda func: func._schema.name.startswith("aten::_foreach_"), computing.each_device),
+    Special(is_of_lists, computing.each_device),
 )
 """Every one that takes an operator, from the inside out."""
 

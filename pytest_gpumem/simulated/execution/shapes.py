@@ -7,7 +7,7 @@ has been seen, equal outputs are made directly, and an in-place operator is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,13 @@ MOST_SHAPES = 50_000
 
 _NUMBERS = frozenset({int, float, bool, complex})
 
+_MORE_THAN_TYPES = frozenset(
+    value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and (value.is_complex or str(value).startswith("torch.q"))
+)
+"""Complex tensors may be conjugated, and quantized ones have scales."""
+
 _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
 """What ``torch.Generator`` is while nothing replaces it."""
@@ -32,7 +39,7 @@ NEW: Any = object()
 """Stands for what nobody knows yet: how an operator answers arguments of a new kind."""
 
 
-class _UnknownError(Exception):
+class UnknownError(Exception):
     """An argument or result that cannot be described by value."""
 
 
@@ -66,7 +73,7 @@ class Shapes:
                 # CPU tensors are real: writing to them must happen.
                 return None, NEW
             return key, self._known.get(key, NEW)
-        except (_UnknownError, TypeError):
+        except (UnknownError, TypeError):
             return None, NEW
 
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -74,14 +81,14 @@ class Shapes:
         make = None
         # unsqueeze_ and its relatives write to the tensor's own shape: they must run each time.
         if torch.Tag.inplace_view not in key[0].tags:
-            with suppress(_UnknownError):
-                make = _recipe(result, args, _storages((args, kwargs)))
+            with suppress(UnknownError):
+                make = recipe(result, args, storages_in((args, kwargs)))
         if len(self._known) >= MOST_SHAPES:
             self._known.clear()
         self._known[key] = make
 
     def _describing(self, func: Any) -> Callable[[Any], Any]:
-        if func._schema.name.startswith("aten::_foreach_"):
+        if is_of_lists(func):
             # Element by element: of numbers, which an optimizer has new ones of in each step,
             # only the type counts.
             return self._describe_by_class
@@ -96,10 +103,11 @@ class Shapes:
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
-                raise _UnknownError
+            dtype = value.dtype
+            if dtype in _MORE_THAN_TYPES or value.layout is not torch.strided:
+                raise UnknownError
             where = True if self._of(value) is not None else self._place(value)
-            return value.shape, value.stride(), value.dtype, where
+            return value.shape, value.stride(), dtype, where
         if isinstance(value, (list, tuple)):
             return tuple([self._describe(item) for item in value])
         if isinstance(value, dict):
@@ -110,40 +118,54 @@ class Shapes:
         return value.__class__, value
 
 
-def _has_values(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not raw.is_meta(value)
-    return isinstance(value, (list, tuple)) and any(map(_has_values, value))
+def is_of_lists(func: Any) -> bool:
+    """Whether ``func`` takes lists of tensors, and does the same to one element after the other."""
+    return bool(func._schema.name.startswith("aten::_foreach_"))
 
 
-def _storages(value: Any) -> set[int]:
+def _has_values(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not raw.is_meta(value):
+                return True
+        elif isinstance(value, (list, tuple)) and _has_values(value):
+            return True
+    return False
+
+
+def storages_in(value: Any) -> set[int]:
+    """The keys of all storages in ``value``."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage()._cdata}
     items = value.values() if isinstance(value, dict) else value
     if isinstance(value, (list, tuple, dict)):
-        return {key for item in items for key in _storages(item)}
+        return {key for item in items for key in storages_in(item)}
     return set()
 
 
-def _recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
+def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
+    """Say how ``result`` is made anew from ``args``; ``inputs`` are the arguments' storages.
+
+    Raises ``UnknownError`` where only running the operator makes one.
+    """
     if result is None or isinstance(result, (int, float, str)):
         return lambda args: result
     if args and result is args[0]:
         return lambda args: args[0]
     if isinstance(result, torch.Tensor):
         if result.layout is not torch.strided:
-            raise _UnknownError
+            raise UnknownError
         if result.untyped_storage()._cdata in inputs:
             # A view whose schema does not say so (_unsafe_view): only running it makes one.
-            raise _UnknownError
+            raise UnknownError
         return _tensor_recipe(result)
     if isinstance(result, (list, tuple)):
         if args and isinstance(args[0], (list, tuple)) and _same(result, args[0]):
             return lambda args: args[0]
-        makes = [_recipe(item, (), inputs) for item in result]
+        makes = [recipe(item, (), inputs) for item in result]
         kind = type(result)
         return lambda args: kind([make(()) for make in makes])
-    raise _UnknownError
+    raise UnknownError
 
 
 def _same(results: Any, inputs: Any) -> bool:
@@ -159,9 +181,9 @@ def _tensor_recipe(tensor: torch.Tensor) -> _Make:
         or tensor.storage_offset()
         or type(tensor) is not torch.Tensor
     ):
-        raise _UnknownError
+        raise UnknownError
     size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
     probe = _empty_strided(size, stride, dtype=dtype, device=META)
     if probe.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
-        raise _UnknownError
+        raise UnknownError
     return lambda args: _empty_strided(size, stride, dtype=dtype, device=META)

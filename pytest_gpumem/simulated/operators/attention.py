@@ -158,15 +158,18 @@ def _cudnn_outputs(compute_log_sumexp: bool, result: tuple[Tensor, ...]) -> Iter
         yield result[1]
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The multiple of ``multiple`` that is ``value`` or next."""
     return -(-value // multiple) * multiple
 
 
-def _head_size_rounded(size: int) -> int:
-    return _round_up(size, 32) if size <= 192 else 256
+def head_size_rounded(size: int) -> int:
+    """Elements of a head in what flash-attention accumulates."""
+    return round_up(size, 32) if size <= 192 else 256
 
 
-def _flash_forward(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> None:
+def flash_forward(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> None:
+    """Parts of the output and logsumexp, where the keys are split; (batch, heads, length, size)."""
     batch, heads, length, size = query.shape
     if dropout_p:
         return
@@ -175,7 +178,7 @@ def _flash_forward(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> No
     splits = splits_of(gpu.model.sm_count, batch * heads * -(-length // 64), size, key.shape[2])
     if splits > 1:
         rows = splits * batch * heads * length
-        passing(gpu, rows * 4, rows * _head_size_rounded(size) * 4)
+        passing(gpu, rows * 4, rows * head_size_rounded(size) * 4)
 
 
 def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:
@@ -207,23 +210,25 @@ def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
     return Scratch(gpu, *_copied_by_length(grad_out, out))
 
 
-def _flash_backward(gpu: GPU, query: Tensor, key: Tensor) -> None:
+def flash_backward(gpu: GPU, query: Tensor, key: Tensor) -> None:
+    """Sums of rows, gradients of queries in float32, and those of repeated keys and values."""
     batch, heads, length, size = query.shape
-    rows = batch * heads * _round_up(length, 128)
+    rows = batch * heads * round_up(length, 128)
     copies = 1
     if torch.are_deterministic_algorithms_enabled():
         copies = -(-gpu.model.sm_count // (batch * heads))
     expanded = []
     if key.shape[1] != heads:
         expanded = [batch * key.shape[2] * heads * size * key.element_size()] * 2
-    passing(gpu, rows * 4, copies * rows * _head_size_rounded(size) * 4, *expanded)
+    passing(gpu, rows * 4, copies * rows * head_size_rounded(size) * 4, *expanded)
 
 
 _KEYS_AT_ONCE = 128
 """Value head size up to which the efficient kernel keeps its output in registers."""
 
 
-def _efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
+def efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
+    """The output in float32, where it does not stay in registers."""
     if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
         passing(gpu, result[0].numel() * 4)
 
@@ -232,11 +237,21 @@ def _before_efficient_backward(gpu: GPU, grad_out_: Tensor) -> Scratch:
     return Scratch(gpu, *_copied_by_length(grad_out_))
 
 
-def _efficient_backward(
-    gpu: GPU, grad_out_: Tensor, query: Tensor, key: Tensor, value: Tensor
+def efficient_backward(
+    gpu: GPU,
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: tuple[int, int, int] | None = None,
 ) -> None:
+    """Temporaries of the efficient kernel's backward.
+
+    ``lengths``: how many sequences there are one behind the other, their most queries and keys.
+    """
     batch, heads, length, size = query.shape
     rows = batch * heads * length
+    sequences, most_queries, most_keys = lengths or (batch, length, key.shape[2])
     half = query.dtype in HALVES
     block, keys_block = _backward_blocks(gpu, half, max(size, value.shape[-1]))
     in_registers = half and max(size, value.shape[-1]) <= block
@@ -258,9 +273,9 @@ def _efficient_backward(
             scratch.drop(product)
     scratch.take(
         _workspace(
-            batch * heads,
-            length,
-            key.shape[2],
+            sequences * heads,
+            most_queries,
+            most_keys,
             size,
             value.shape[-1],
             half,
@@ -299,10 +314,14 @@ def _gradients_by_length(
     )
     if attn_bias is None or not grad_input_mask[3]:
         return by_query, by_key, by_value, None
-    *sizes, last = attn_bias.shape
-    rows = _round_up(last, _MASK_ALIGNMENT)
-    by_bias = torch.empty((*sizes, rows), dtype=attn_bias.dtype, device=META)[..., :last]
-    return by_query, by_key, by_value, by_bias
+    return by_query, by_key, by_value, gradient_of_bias(attn_bias)
+
+
+def gradient_of_bias(bias: Tensor) -> Tensor:
+    """The gradient of an efficient kernel's bias, on meta: rows begin as those of a mask do."""
+    *sizes, last = bias.shape
+    rows = round_up(last, _MASK_ALIGNMENT)
+    return torch.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
 
 
 def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:
@@ -336,9 +355,9 @@ def _workspace(
         splits = max(min(splits, 200 // pairs), 1)
     elements = -(-length // block) * -(-size // keys_block) * (16 + block * keys_block * 4) // 4
     if staged:
-        elements += splits * keys_block * _round_up(size, block)
-        elements += splits * keys_block * _round_up(value_size, block)
-    return pairs * _round_up(elements, 4) * 4
+        elements += splits * keys_block * round_up(size, block)
+        elements += splits * keys_block * round_up(value_size, block)
+    return pairs * round_up(elements, 4) * 4
 
 
 def _safe_softmax(gpu: GPU, result: Tensor) -> None:
@@ -347,15 +366,15 @@ def _safe_softmax(gpu: GPU, result: Tensor) -> None:
 
 
 RULES = {
-    "aten::_scaled_dot_product_flash_attention": Rule(after=_flash_forward, placed=_flash_outputs),
+    "aten::_scaled_dot_product_flash_attention": Rule(after=flash_forward, placed=_flash_outputs),
     "aten::_scaled_dot_product_flash_attention_backward": Rule(
-        before=_before_flash_backward, after=_flash_backward
+        before=_before_flash_backward, after=flash_backward
     ),
     "aten::_scaled_dot_product_efficient_attention": Rule(
-        after=_efficient_forward, placed=_efficient_outputs
+        after=efficient_forward, placed=_efficient_outputs
     ),
     "aten::_scaled_dot_product_efficient_attention_backward": Rule(
-        before=_before_efficient_backward, after=_efficient_backward, shapes=_gradients_by_length
+        before=_before_efficient_backward, after=efficient_backward, shapes=_gradients_by_length
     ),
     "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
     "aten::_safe_softmax": Rule(after=_safe_softmax),

@@ -31,6 +31,7 @@ from pytest_gpumem.simulated.operators import (
     losses,
     matmul,
     normalization,
+    packed_attention,
     reductions,
     rnn,
     rolling,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 RULES: dict[str, Rule] = {
     **assertions.RULES,
     **attention.RULES,
+    **packed_attention.RULES,
     **counting.RULES,
     **ctc.RULES,
     **dropout.RULES,

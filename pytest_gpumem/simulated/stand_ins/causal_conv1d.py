@@ -334,6 +334,7 @@ _FUNCTIONS = {
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "causal_conv1d": {"__version__": _LIBRARY.version, **_FUNCTIONS},
     "causal_conv1d.causal_conv1d_interface": {"CausalConv1dFn": CausalConv1dFn, **_FUNCTIONS},
+    "causal_conv1d_cuda": {},
     "causal_conv1d.causal_conv1d_varlen": {
         "causal_conv1d_varlen_states": causal_conv1d_varlen_states
     },

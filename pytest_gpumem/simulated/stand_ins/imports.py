@@ -12,18 +12,20 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import torch
+
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, UNNAMED, Library
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, Library, chosen
 from pytest_gpumem.simulated.stand_ins.usage import telling
 
 _modules: dict[str, ModuleType] = {}
@@ -38,12 +40,12 @@ def served(names: Sequence[str] | None, note: Callable[[str], None]) -> Iterator
 
     ``note`` takes a sentence for each that is used.
     """
-    libraries = [LIBRARIES[name] for name in (UNNAMED if names is None else names)]
+    libraries = chosen(names)
     if not libraries:
         yield
         return
     finder = _Finder(libraries)
-    with telling(note), _asked_anew(libraries):
+    with telling(note), _asked_anew(libraries), _loading(libraries):
         sys.meta_path.append(finder)
         kept = {
             name: module
@@ -65,12 +67,18 @@ class StandInModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         # Of names with underscores, Python and its tools ask every module.
-        if name.startswith("__"):
+        path = f"{self.__name__}.{name}"
+        if name.startswith("__") or any(path in each.absent for each in LIBRARIES.values()):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        _refuse(f"{self.__name__}.{name}")
+        _refuse(path)
 
 
-def _refuse(path: str) -> NoReturn:
+def _refuse(path: str, installing: str = "") -> NoReturn:
+    if installing:
+        raise UnsupportedOperatorError(
+            f"{path} at {user_line()} has a stand-in for its kernels, and its Python code is not "
+            f"installed, which needs no CUDA: {installing}"
+        )
     raise UnsupportedOperatorError(
         f"{path} at {user_line()} has no stand-in, and its library is not installed: describe "
         f"what calls it with pytest_gpumem.simulate_operator, or leave the library out with "
@@ -86,11 +94,15 @@ class _Finder(DistributionFinder):
 
     def __init__(self, libraries: Sequence[Library]) -> None:
         self._by_package = {library.package: library for library in libraries}
+        self._by_extension = {name: each for each in libraries for name in each.compiled}
 
     def library_of(self, module: str) -> Library | None:
         """The library that ``module`` is of, if it is not installed."""
         library = self._by_package.get(module.partition(".")[0])
-        return library if library is not None and _is_missing(library) else None
+        if library is not None:
+            return library if library.is_missing else None
+        library = self._by_extension.get(module)
+        return library if library is not None and library.is_uncompiled else None
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -100,7 +112,9 @@ class _Finder(DistributionFinder):
         if library is None:
             return None
         if library.lacks(fullname):
-            return ModuleSpec(fullname, _Refusing(), is_package=True)
+            return ModuleSpec(fullname, _Refusing(library.installing), is_package=True)
+        if fullname in library.compiled:
+            return ModuleSpec(fullname, _Making(library))
         names = [library.package] if fullname == library.package else _contents(library)
         if fullname not in names:
             return None
@@ -115,7 +129,7 @@ class _Finder(DistributionFinder):
         """Find the metadata of libraries that are not installed: all, or those of one name."""
         asked = None if context.name is None else _normalized(context.name)
         for library in self._by_package.values():
-            if asked in (None, library.name) and _is_missing(library):
+            if asked in (None, library.name) and library.is_missing:
                 yield _Metadata(library)
 
 
@@ -138,9 +152,12 @@ class _Making(Loader):
 class _Refusing(Loader):
     """Says of a module of the real library that there is no stand-in for it."""
 
+    def __init__(self, installing: str) -> None:
+        self._installing = installing
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Refuse."""
-        _refuse(spec.name)
+        _refuse(spec.name, self._installing)
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: no module is made."""
@@ -172,18 +189,35 @@ def _contents(library: Library) -> Mapping[str, Mapping[str, Any]]:
     return contents
 
 
-def _is_missing(library: Library) -> bool:
-    return _is_nowhere(library.package, tuple(sys.path))
-
-
-@lru_cache(maxsize=256)
-def _is_nowhere(package: str, path: tuple[str, ...]) -> bool:
-    return PathFinder.find_spec(package, list(path)) is None
-
-
 def _normalized(name: str) -> str:
     # PEP 503.
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@contextmanager
+def _loading(libraries: Sequence[Library]) -> Iterator[None]:
+    """Let extensions that only CUDA's torch can load be missed by nobody inside."""
+    packages = {each.package: each.loaded for each in libraries if each.loaded}
+    if not packages:
+        yield
+        return
+    real: Callable[[Any], None] = torch.ops.load_library
+
+    def load_library(path: Any) -> None:
+        try:
+            real(path)
+        except OSError:
+            file = Path(path)
+            if packages.get(file.parent.name) != file.name.partition(".")[0]:
+                raise
+
+    patches = Patches()
+    patches.plan(torch.ops, "load_library", load_library)
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.undo()
 
 
 # Libraries that ask once whether another one is there, and remember the answer.
@@ -197,6 +231,8 @@ _QUESTIONS = (
     "is_flash_attn_greater_or_equal",
     "is_flash_attn_greater_or_equal_2_10",
     "is_causal_conv1d_available",
+    "is_mamba_ssm_available",
+    "is_mamba_2_ssm_available",
 )
 """Functions of transformers whose answers a cache remembers (5.23)."""
 
@@ -205,7 +241,7 @@ _QUESTIONS = (
 def _asked_anew(libraries: Sequence[Library]) -> Iterator[None]:
     """Let what others remember of ``libraries`` hold inside, and not beyond."""
     _forget_answers()
-    missing = [library for library in libraries if _is_missing(library)]
+    missing = [library for library in libraries if library.is_missing]
     known = _distributions()
     known.update({library.package: [library.name] for library in missing})
     try:

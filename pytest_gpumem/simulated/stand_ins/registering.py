@@ -1,4 +1,4 @@
-"""Operators of ``torch.library``, as the libraries themselves register them."""
+"""Operators of ``torch.library`` and functions of extensions, as the libraries have them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, simulate_operator
 
 
 def register(
@@ -35,3 +35,16 @@ def register(
         operator.register_kernel("cpu", values)
     DESCRIPTIONS.operators.setdefault(name, description)
     return operator
+
+
+def compiled(description: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a compiled extension, which ``description`` allocates for.
+
+    For tensors of the host it raises ``RuntimeError``, as a CUDA kernel does.
+    """
+
+    def kernel(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("Expected a tensor that is_cuda(), but got one of the CPU")
+
+    simulate_operator(kernel)(description)
+    return kernel

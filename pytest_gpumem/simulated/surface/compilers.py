@@ -139,6 +139,7 @@ def _of_symbolic_shapes(name: str, asking: FrameType) -> Any:
 
 
 _PLAIN = frozenset({bool, int})
+_INTEGERS = frozenset({int})
 
 
 def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,10 +154,7 @@ def _of_numbers(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, (tuple, list)):  # sizes, mostly
-        for part in value:
-            if part.__class__ is not int:
-                return False
-        return True
+        return set(map(type, value)) <= _INTEGERS
     return isinstance(value, torch.Tensor) and not value._has_symbolic_sizes_strides
 
 

@@ -137,6 +137,12 @@ def _is_faking() -> bool:
 def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
+        if kwargs.get("pin_memory") and not _is_cuda(device):
+            # In C++ the pinned memory is asked for out of sight of any dispatch mode.
+            requires_grad = kwargs.get("requires_grad", False)
+            plain = {**kwargs, "pin_memory": False, "requires_grad": False}
+            made = call(*args, **plain).pin_memory()
+            return made.requires_grad_() if requires_grad else made
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         numbers = numbers_in(data, kwargs.get("dtype"))
         if numbers is not None:

@@ -212,6 +212,28 @@ def test_rotary_embedding_keeps_nothing_of_the_inputs_size(gpu: Any, flash: Any)
     assert gpu.of(lambda: rotary.apply_rotary_emb(x.detach(), cos, sin, inplace=True)) == []
 
 
+@pytest.mark.parametrize("scale_base", [None, 512.0])
+def test_rotary_tables_are_made_once_and_packed_tensors_are_rotated_in_place(
+    gpu: Any, flash: Any, scale_base: float | None
+) -> None:
+    layer = importlib.import_module("flash_attn.layers.rotary").RotaryEmbedding
+    module = layer(32, scale_base=scale_base, device="cuda")
+    qkv = made(BATCH, LENGTH, 3, HEADS, SIZE, grad=False)
+    grouped = made(BATCH, LENGTH, HEADS + 2, SIZE, grad=False)
+    tables = 2 if scale_base is None else 4
+    before = torch.cuda.memory_allocated()
+    assert module(qkv).data_ptr() == qkv.data_ptr()
+    # 3,200 B of 16 cosines each, rounded to blocks of 512 B.
+    assert torch.cuda.memory_allocated() - before == tables * 3584
+    assert gpu.of(lambda: module(qkv)) == []
+    assert gpu.of(lambda: module(grouped, num_heads_q=HEADS)) == []
+    q, kv = heads(), made(BATCH, LENGTH, 2, HEADS, SIZE)
+    rotated, packed = module(q.clone(), kv.clone())
+    events = gpu.of(lambda: torch.autograd.grad(packed.sum(), kv))
+    assert sum(events) > 0
+    assert rotated.shape == q.shape
+
+
 def test_cross_entropy_keeps_the_logits_and_their_logsumexp(gpu: Any, flash: Any) -> None:
     losses = importlib.import_module("flash_attn.losses.cross_entropy")
     logits = made(256, 1000)

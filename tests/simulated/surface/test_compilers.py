@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
+
+from tests.forked import quick
 
 PRELUDE = """
 import sys
@@ -30,7 +31,7 @@ def train(model, *shape):
 def run(code: str) -> None:
     """Run ``code`` where nothing has been imported yet; what it asserts is read from its output."""
     ran = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True
+        [quick(), "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (0, "")
 

@@ -348,6 +348,8 @@ def test_profiler_ranges_and_data_parallel_on_one_device() -> None:
 def test_pinned_loading() -> None:
     with simulate("T4") as gpu:
         assert torch.empty(3, pin_memory=True).device.type == "cpu"
+        numbers = torch.tensor([1.0, 2.0], pin_memory=True, requires_grad=True)
+        assert (numbers.is_pinned(), numbers.is_leaf, numbers.tolist()) == (True, True, [1, 2])
         batch = torch.ones(256).pin_memory().cuda(non_blocking=True)
         assert batch.is_cuda
         assert gpu.allocated == 1024

@@ -47,8 +47,10 @@ _ANYWHERE = (
     "aten::_ctc_loss",
     "aten::ctc_loss",
     "aten::convolution",
+    "aten::_efficient_attention_backward",
 )
-"""Operators whose tensors have devices of their own (lengths on the host, lists of several GPUs),
+"""Operators whose tensors have devices of their own (lengths or seeds on the host, lists of several
+GPUs),
 and convolutions, which compare them themselves (operators/convolution.py)."""
 
 _STANDS_FOR: dict[str, tuple[Any, dict[str, str]]] = {

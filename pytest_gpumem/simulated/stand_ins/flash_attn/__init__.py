@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pytest_gpumem.simulated.stand_ins.flash_attn import functions, layers, padding
+from pytest_gpumem.simulated.stand_ins.flash_attn import functions, layers, padding, rotary
+from pytest_gpumem.simulated.stand_ins.flash_attn.extension import EXTENSION
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 
@@ -17,7 +18,11 @@ _CROSS_ENTROPY = {"cross_entropy_loss": layers.cross_entropy_loss}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "flash_attn": {"__version__": LIBRARIES["flash-attn"].version, **_FUNCTIONS},
-    "flash_attn.flash_attn_interface": {**_FUNCTIONS, **OPERATORS},
+    "flash_attn.flash_attn_interface": {
+        **_FUNCTIONS,
+        **OPERATORS,
+        "flash_attn_gpu": EXTENSION,
+    },
     "flash_attn.bert_padding": {
         name: getattr(padding, name)
         for name in (
@@ -34,6 +39,9 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         "ApplyRotaryEmb": layers.ApplyRotaryEmb,
         "apply_rotary_emb": layers.apply_rotary_emb,
         "apply_rotary_emb_func": layers.apply_rotary_emb,
+        "apply_rotary_emb_qkv_": rotary.apply_rotary_emb_qkv_,
+        "apply_rotary_emb_kv_": rotary.apply_rotary_emb_kv_,
+        "RotaryEmbedding": rotary.RotaryEmbedding,
         **_ROTARY,
     },
     "flash_attn.losses": {},
@@ -41,6 +49,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         "CrossEntropyLoss": layers.CrossEntropyLoss,
         **_CROSS_ENTROPY,
     },
+    "flash_attn_2_cuda": vars(EXTENSION),
     "flash_attn.ops": {},
     "flash_attn.ops.triton": {},
     "flash_attn.ops.triton.rotary": _ROTARY,

@@ -206,13 +206,26 @@ def with_cache(
     v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
+    seqlens_k: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    leftpad_k: Tensor | None,
     block_table: Tensor | None,
     alibi_slopes: Tensor | None,
-    window_size: tuple[int, int],
+    out_: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    window_size_left: int,
+    window_size_right: int,
     softcap: float,
+    is_rotary_interleaved: bool,
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
     """mha_fwd_kvcache: out and softmax_lse."""
+    _require(
+        k is None or seqlens_k is not None, "If key is supplied, seqlens_k must also be passed in"
+    )
     _check(q, k_cache, v_cache, 0.0, softcap, any_size=True)
     batch, length, heads, size = q.shape
     key_heads = k_cache.shape[2]
@@ -223,7 +236,7 @@ def with_cache(
     swapped = (
         length == 1
         and groups > 1
-        and max(window_size) < 0
+        and max(window_size_left, window_size_right) < 0
         and size % 8 == 0
         and alibi_slopes is None
     )

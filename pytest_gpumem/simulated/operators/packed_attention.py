@@ -1,0 +1,124 @@
+"""Attention as xformers and nested tensors call it: (batch, length, heads, size), or sequences of
+several lengths one behind the other.
+
+Source: aten/src/ATen/native/transformers/cuda/attention.cu (_flash_attention_forward,
+_efficient_attention_forward), attention_backward.cu and flash_attn/flash_api.cpp (mha_varlen_fwd,
+mha_varlen_bwd), of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.operators import attention
+from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+
+def _by_head(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _flash_outputs(gpu: GPU, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
+    yield result[0]
+    yield result[1]
+    if gpu.version >= (2, 7):
+        yield result[2]
+        yield result[3]
+
+
+def _flash_forward(
+    gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None, dropout_p: float
+) -> None:
+    if cum_seq_q is None:
+        attention.flash_forward(gpu, _by_head(query), _by_head(key), dropout_p)
+
+
+def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
+    return Scratch(gpu, *copied(grad_out, out))
+
+
+def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None) -> None:
+    if cum_seq_q is None:
+        attention.flash_backward(gpu, _by_head(query), _by_head(key))
+        return
+    total, heads, size = query.shape
+    batch = cum_seq_q.numel() - 1
+    rows = (total + 128 * batch) * heads
+    copies = 1
+    if torch.are_deterministic_algorithms_enabled():
+        copies = -(-gpu.model.sm_count // (batch * heads))
+    expanded = []
+    if key.shape[1] != heads:
+        expanded = [key.shape[0] * heads * size * key.element_size()] * 2
+    wide = attention.head_size_rounded(size)
+    passing(gpu, rows * 4, copies * rows * wide * 4, *expanded)
+
+
+def _efficient_outputs(result: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    yield result[0]
+    yield result[1]
+
+
+def _before_efficient_backward(gpu: GPU, grad_out_: Tensor) -> Scratch:
+    return Scratch(gpu, *copied(grad_out_))
+
+
+def _efficient_backward(
+    gpu: GPU,
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    lengths = None
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q.numel() - 1, max_seqlen_q, max_seqlen_k
+    grad_out_, query, key, value = map(_by_head, (grad_out_, query, key, value))
+    attention.efficient_backward(gpu, grad_out_, query, key, value, lengths)
+
+
+def _gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    bias_requires_grad: bool,
+    shared_storage_dqdkdv: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Contiguous ones: torch's shapes leave out an argument (2.13)."""
+    made: list[Tensor]
+    if shared_storage_dqdkdv:
+        shape = (*query.shape[:-2], 3, *query.shape[-2:])
+        made = list(torch.empty(shape, dtype=query.dtype, device=META).unbind(-3))
+    else:
+        tensors = (query, key, value)
+        made = [torch.empty(each.shape, dtype=each.dtype, device=META) for each in tensors]
+    by_bias = None
+    if bias is not None and bias_requires_grad:
+        by_bias = attention.gradient_of_bias(bias)
+    return made[0], made[1], made[2], by_bias
+
+
+RULES = {
+    "aten::_flash_attention_forward": Rule(after=_flash_forward, placed=_flash_outputs),
+    "aten::_flash_attention_backward": Rule(before=_before_flash_backward, after=_flash_backward),
+    "aten::_efficient_attention_forward": Rule(
+        after=attention.efficient_forward, placed=_efficient_outputs
+    ),
+    "aten::_efficient_attention_backward": Rule(
+        before=_before_efficient_backward, after=_efficient_backward, shapes=_gradients
+    ),
+}
