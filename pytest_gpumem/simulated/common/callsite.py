@@ -181,7 +181,7 @@ def provenance() -> Provenance:
     """The frames that lead here, without those of this package in front."""
     entries: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_own(frame.f_code.co_filename):
+    while frame.f_back is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
     following: Any = frame
     while following is not None and len(entries) < MOST_FRAMES:
@@ -267,7 +267,8 @@ def _is_factory(operator: Any) -> bool:
 
 
 @cache
-def _is_own(filename: str) -> bool:
+def is_own(filename: str) -> bool:
+    """Whether code of this file is our own."""
     return filename.startswith(_OWN)
 
 

@@ -11,13 +11,14 @@ Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.9 to 2.15.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.refusals import not_followed
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -116,7 +117,7 @@ class Compilation:
         hooks = dataclasses.replace(
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
-        return type(callback)(_inner(callback)._clone_with_backend(own), hooks)
+        return _ButOwn(type(callback)(_inner(callback)._clone_with_backend(own), hooks))
 
     def _reason(self, backend: Any) -> str | None:
         """Why what ``backend`` makes cannot be followed, or is not to be."""
@@ -160,6 +161,24 @@ class Compilation:
             if compilation() is not self:
                 reset_code(code)
                 del _compiled[code]
+
+
+class _ButOwn:
+    """A callback that leaves alone what this package calls while compiled code runs."""
+
+    def __init__(self, callback: Any) -> None:
+        self._torchdynamo_orig_backend = callback
+        """As torch's callbacks have it, which are looked through for their backend."""
+
+    def __call__(self, frame: Any, *state: Any) -> Any:
+        if not is_own(sys._getframe(1).f_code.co_filename):
+            return self._torchdynamo_orig_backend(frame, *state)
+        from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+
+        skip = FrameAction.SKIP
+        return ConvertFrameReturn(
+            frame_exec_strategy=FrameExecStrategy(skip, skip), apply_to_code=False
+        )
 
 
 class _Eagerly:

@@ -398,8 +398,8 @@ def test_numbers_assigned_to_elements_allocate_nothing() -> None:
         assert gpu.peak_allocated == 1024
 
 
-def test_compiled_code_runs_eagerly_and_says_so() -> None:
-    with simulate("T4") as gpu:
+def test_compiled_code_runs_eagerly_where_it_is_asked_to_and_says_so() -> None:
+    with simulate("T4", compile="eager") as gpu:
         compile: Any = torch.compile
         double = compile(lambda x: x * 2)
         triple = compile(fullgraph=True)(lambda x: x * 3)

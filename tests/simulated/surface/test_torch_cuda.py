@@ -373,7 +373,7 @@ def test_functional_transforms_run() -> None:
 
 
 def test_compiled_modules_have_torchs_own_wrapper() -> None:
-    with simulate("T4") as gpu:
+    with simulate("T4", compile="eager") as gpu:
         layer = nn.Linear(3, 3).cuda()
         compiled: Any = torch.compile(layer, mode="reduce-overhead")
         assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
