@@ -104,7 +104,10 @@ class Compilation:
         backend = callback
         while (inner := _inner(backend)) is not None:
             backend = inner
-        reason = self._reason(backend)
+        name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", "?")
+        if name == "eager":
+            return None
+        reason = self._reason(name)
         if reason is not None:
             self._machine.note(
                 f"torch.compile at {user_line()} runs eagerly on a simulated GPU, {reason}: "
@@ -119,14 +122,14 @@ class Compilation:
         )
         return _ButOwn(type(callback)(_inner(callback)._clone_with_backend(own), hooks))
 
-    def _reason(self, backend: Any) -> str | None:
-        """Why what ``backend`` makes cannot be followed, or is not to be."""
+    def _reason(self, backend: str) -> str | None:
+        """Why what ``backend`` makes is not followed."""
         if self._how == EAGER:
             return "as it was asked to"
         if self._machine.values.everything:
             return "where values are computed"
-        if getattr(backend, "compiler_name", None) != "inductor":
-            return f"whose compiler {backend!r} is not torch's own"
+        if backend != "inductor":
+            return f"where backend {backend!r} is not followed"
         return None
 
     def _tracer(self) -> Tracing:

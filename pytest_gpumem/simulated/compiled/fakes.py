@@ -45,6 +45,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     )
     patches.plan(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
     patches.plan(torch.Tensor, "_make_subclass", staticmethod(_made(torch.Tensor._make_subclass)))
+    patches.plan(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
     patches.plan(torch._C, "_conv_determine_backend_memory_format", _convolution_format)

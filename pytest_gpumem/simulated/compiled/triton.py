@@ -13,8 +13,12 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch.utils._triton
+from torch._inductor import select_algorithm
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen import triton_utils
 
 _NAME = "triton"
 
@@ -44,11 +48,33 @@ def standing_in() -> Iterator[None]:
     sys.modules.update(made)
     _forget_answers()
     try:
-        yield
+        with (
+            mock.patch.object(triton_utils, "AttrsDescriptorWrapper", _attributes),
+            mock.patch.object(select_algorithm, "PyCodeCache", _Sources),
+        ):
+            yield
     finally:
         for name in made:
             del sys.modules[name]
         _forget_answers()
+
+
+def _attributes(
+    divisible_by_16: Any = (), equal_to_1: Any = (), pointer_range_32: Any = ()
+) -> dict[Any, Any]:
+    """What Inductor writes of a kernel's arguments for a Triton of 2025 (runtime/hints.py)."""
+    return {(position,): [["tt.divisibility", 16]] for position in divisible_by_16}
+
+
+class _Sources:
+    """``PyCodeCache`` for kernels made of templates, which are read and not run."""
+
+    @staticmethod
+    def load(source: str, extra: str = "", **_: Any) -> ModuleType:
+        key, path = PyCodeCache.write(source, extra)
+        module = ModuleType(f"{__name__}.{key}")
+        vars(module).update(__file__=path, key=key)
+        return module
 
 
 def _forget_answers() -> None:

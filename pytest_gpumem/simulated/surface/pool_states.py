@@ -1,7 +1,9 @@
 """Checkpoints of private pools, and storages that point to memory of others.
 
 Source: torch/csrc/cuda/Module.cpp (_cuda_setCheckpointPoolState, removeStorageDeleterFns,
-addStorageDeleterFns, _construct_storage_from_data_pointer), torch 2.6 to 2.15.
+addStorageDeleterFns, _construct_storage_from_data_pointer,
+_has_Standard_Deleter, _free_And_Remove_DeleterFn, _tensors_data_ptrs_at_indices_equal), torch 2.6 to
+2.15.
 """
 
 from __future__ import annotations
@@ -71,6 +73,26 @@ class _Surface:
         made = torch.empty(0, dtype=metadata["dtype"], device="cuda")
         return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
+    def has_own_memory(self, key: int) -> bool:
+        """Whether the storage at ``key`` frees what it points to."""
+        record = self._machine.storages.by_key.get(key)
+        return record is not None and record.allocator is not NOBODYS
+
+    def release(self, key: int) -> None:
+        """Free the memory of the storage at ``key`` now, and not when it dies."""
+        record = self._machine.storages.by_key[key]
+        record.allocator.free(record.address)
+        record.allocator = NOBODYS
+
+    def are_at(
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: Sequence[int | None],
+        indices: Sequence[int],
+    ) -> bool:
+        """Whether each of ``tensors[indices]`` lies at its address."""
+        return all(tensors[index].data_ptr() == addresses[index] for index in indices)
+
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace the functions of ``torch._C``."""
@@ -80,5 +102,16 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "_cuda_setCheckpointPoolState": surface.set,
         "_construct_storage_from_data_pointer": surface.storage,
         "_construct_CUDA_Tensor_From_Storage_And_Metadata": surface.tensor,
+        "_has_Standard_Deleter": surface.has_own_memory,
+        "_free_And_Remove_DeleterFn": surface.release,
+        "_tensors_data_ptrs_at_indices_equal": surface.are_at,
+        # What is said where memory is used that a graph has taken back.
+        "_set_storage_access_error_msg": _nothing,
+        "_set_storage_data_ptr_access_error_msg": _nothing,
+        "_cuda_get_conv_benchmark_empty_cache": lambda: True,
+        "_cudnn_set_conv_benchmark_empty_cache": _nothing,
     }.items():
         patches.plan(torch._C, name, function)
+
+
+def _nothing(*_: Any) -> None: ...

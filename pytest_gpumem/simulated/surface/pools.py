@@ -116,13 +116,8 @@ class _Api:
         if self._machine.device(device).version < THREAD_POOLS:
             self._begin(device, pool, lambda _: True)
             return
-        thread = threading.get_ident()
-        # Autograd's thread is another one on a GPU, though it is this one here.
-        self._begin(
-            device,
-            pool,
-            lambda _: threading.get_ident() == thread and torch._C._current_graph_task_id() == -1,
-        )
+        thread = _thread_on_gpu()
+        self._begin(device, pool, lambda _: _thread_on_gpu() == thread)
 
     def _cuda_beginAllocateCurrentStreamToPool(self, device: int, pool: PoolId) -> None:
         chosen = self._machine.device(device).stream
@@ -239,6 +234,11 @@ def _torch_errors() -> Iterator[None]:
         yield
     except AllocatorError as error:
         raise RuntimeError(str(error)) from None
+
+
+def _thread_on_gpu() -> tuple[int, bool]:
+    # Autograd's thread is another one on a GPU, though it is this one here.
+    return threading.get_ident(), torch._C._current_graph_task_id() != -1
 
 
 def _needs_a_driver(name: str) -> UnsupportedOperatorError:
