@@ -27,7 +27,9 @@ from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import pad_mm
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
@@ -66,6 +68,8 @@ class Tracing:
         plan = self._patches.plan
         triton = torch.utils._triton
         plan(triton, "triton_hash_with_backend", lambda: "simulated")
+        unset = "unset_fake_temporarily"
+        plan(proxy_tensor, unset, _unfaked(getattr(proxy_tensor, unset)))
         plan(ConstantFolder, "run", _on_host(ConstantFolder.run))
         plan(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
@@ -137,10 +141,12 @@ class _OnHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        options = kwargs or {}
-        if options.get("device") is not None:
-            options = {**options, "device": "cpu"}
-        return func(*args, **options)
+        args, kwargs = tree_map_only(torch.device, _to_host, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _to_host(_: torch.device) -> torch.device:
+    return torch.device("cpu")
 
 
 def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,6 +156,16 @@ def _on_host(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return call
+
+
+def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def of_constants(*args: Any, **kwargs: Any) -> Iterator[None]:
+        mode: Any = _OnHost
+        with unset(*args, **kwargs), mode():
+            yield
+
+    return of_constants
 
 
 @cache
