@@ -13,22 +13,29 @@ graphs allocated: `torch._inductor.memory.estimate_peak_memory` of the nodes in 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from models import bert_base, classified_text, vit_base
 from producers.blocks import DiffusionUNet, LlamaBlock
 from producers.vision import resnet50
 from torch import Tensor, nn
+from torch._inductor import memory
+from torch._inductor.graph import GraphLowering
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._ordered_set import OrderedSet
 from training_step import Gpt2
 
 from pytest_gpumem import simulate
 
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a plan is only made where code is
 MIB = 2**20
 STEPS = 3
 
@@ -41,6 +48,10 @@ class Peaks:
 
     saved: int
     peak: int
+    forward: int
+    """The peak of the forward pass alone."""
+    backward: int
+    """What the backward pass needs beyond what was there when it began."""
 
     @property
     def beyond(self) -> int:
@@ -153,6 +164,90 @@ def measured(program: Callable[[], Step]) -> Peaks:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = step()
+    forward = torch.cuda.max_memory_allocated() - before
     saved = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
     loss.backward()  # type: ignore[no-untyped-call]
-    return Peaks(saved, torch.cuda.max_memory_allocated() - before)
+    backward = torch.cuda.max_memory_allocated() - before
+    return Peaks(saved, max(forward, backward), forward, backward - saved)
+
+
+# Inductor's own planning.
+
+
+@contextmanager
+def planned() -> Iterator[dict[bool, int]]:
+    """What Inductor expects graphs to need, forward (False) and backward, while they are made.
+
+    Beyond the graph's inputs, of which those that are saved for backward end in it.
+    """
+    expected: dict[bool, int] = {False: 0, True: 0}
+    codegen = GraphLowering.codegen
+
+    def codegen_and_note(graph: GraphLowering) -> Any:
+        made = codegen(graph)
+        nodes = graph.scheduler.nodes
+        inputs = OrderedSet(graph.graph_inputs)
+        ending = {
+            name: buffer
+            for name, buffer in memory.get_freeable_input_buf(nodes, inputs).items()
+            if not name.startswith("primals")
+        }
+        outputs = OrderedSet(graph.get_output_names())
+        peak, _ = memory.estimate_peak_memory(nodes, ending, outputs)
+        inside = sum(buffer.mpi_buffer.size_free for buffer in ending.values())
+        expected[graph.is_backward] += peak - inside
+        return made
+
+    with patch.object(GraphLowering, "codegen", codegen_and_note):
+        yield expected
+
+
+def compared(program: Callable[[], Step]) -> tuple[Peaks, Peaks, dict[bool, int]]:
+    """Eager, compiled, and what was planned."""
+    found = []
+    with planned() as expected:
+        for how in ("eager", "always"):
+            torch._dynamo.reset()
+            with simulate("A100-80GB", alloc_conf="", compile=how):
+                found.append(measured(program))
+    eager, compiled = found
+    return eager, compiled, expected
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="programs; all without names")
+    names = parser.parse_args().names
+    print(f"MiB; torch {torch.__version__}, A100-80GB\n")
+    print(
+        f"{'':16} {'peak':>18} {'saved':>18} {'beyond':>18}   {'forward':>18} {'backward':>18}\n"
+        f"{'':16} "
+        + f"{'eager compiled':>18} " * 3
+        + "  "
+        + f"{'planned allocated':>18} " * 2
+        + "     s"
+    )
+    for name, program in PROGRAMS.items():
+        if names and not any(part in name for part in names):
+            continue
+        began = time.perf_counter()
+        eager, compiled, plan = compared(program)
+        pairs = (
+            (eager.peak, compiled.peak),
+            (eager.saved, compiled.saved),
+            (eager.beyond, compiled.beyond),
+            (plan[False], compiled.forward),
+            (plan[True], compiled.backward),
+        )
+        text = [f"{one / MIB:8,.1f} {other / MIB:9,.1f}" for one, other in pairs]
+        seconds = time.perf_counter() - began
+        print(
+            f"{name:16} {text[0]} {text[1]} {text[2]}   {text[3]} {text[4]} {seconds:6.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -17,10 +17,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from compiled_numbers import compiled_numbers
 from convolutions import convolutions
 from measured_tables import mlp_table, operator_table, usable
 from measured_tables import rows as table_rows
 from recordings import (
+    COMPILED_TRACES,
     GROUND_TRUTH,
     REPLAYED_ONLY,
     ROOT,
@@ -29,7 +31,9 @@ from recordings import (
     Trace,
     compare,
     differences,
+    events,
     load,
+    matching,
 )
 from single_numbers import Number, numbers
 
@@ -79,7 +83,7 @@ def page() -> Iterator[str]:
         "not part of this one (`GPUMEM_GROUNDTRUTH` names their folder). *Equal* means equal to "
         "the byte."
     )
-    for section in (allocators, programs, perceptrons, operators, layers, single, speed, unmatched):
+    for section in _SECTIONS:
         yield ""
         yield from section()
 
@@ -155,6 +159,55 @@ def verdict(trace: Trace, found: Comparison) -> tuple[str, str]:
     stretches = differences(found.recorded, found.simulated)
     note = trace.note or f"{len(stretches)} stretches differ, the first at {stretches[0]}"
     return f"up to {first:,}", note
+
+
+def compiled() -> Iterator[str]:
+    """Programs under torch.compile: recordings, and numbers that others printed."""
+    yield "## Compiled code"
+    yield ""
+    yield (
+        "Programs under `torch.compile`, run with the Inductor of the torch that made this page; "
+        "rules are those of the release recorded or measured. Two recordings: every allocation "
+        "and free, but for what torch allocated for a moment while it compiled. *Equal* are those "
+        "that stand in the same order on both sides."
+    )
+    yield ""
+    yield from header("program", "events", "while compiling", "compared", "equal", "peak allocated")
+    notes = []
+    for name, trace in COMPILED_TRACES.items():
+        found = compare(trace)
+        whole = len(events(max(load(trace.file)["device_traces"], key=len)))
+        equal = matching(found.recorded, found.simulated)
+        yield row(
+            name,
+            whole,
+            whole - len(found.recorded),
+            len(found.recorded),
+            f"{equal:,} ({equal / len(found.recorded):.1%})",
+            beside(found.recorded_peaks[0], found.simulated_peaks[0]),
+        )
+        notes.append(f"- {name}: {trace.note}.")
+    yield ""
+    yield from notes
+    yield ""
+    numbers = list(compiled_numbers())
+    exact = sum(not number.off for number in numbers)
+    yield (
+        f"What others printed: {exact} of {len(numbers)} numbers are equal to the precision "
+        "printed. The last column is what the same program allocates when it is not compiled."
+    )
+    yield ""
+    yield from header("what", "source", "measured", "simulated", "off", "not compiled", "")
+    for number in numbers:
+        yield row(
+            number.what,
+            number.source,
+            number.written(number.measured),
+            number.written(number.simulated) if number.off else "equal",
+            percent(number.off),
+            number.written(number.eager),
+            number.note,
+        )
 
 
 def perceptrons() -> Iterator[str]:
@@ -287,6 +340,19 @@ _UNMATCHED = (
     "off by what cuDNN chose. In half precision no bytes of a backward were found; its copies are "
     "those that a profile counts.",
     "The CUDA context, and what lies outside the allocator, is not simulated.",
+)
+
+
+_SECTIONS = (
+    allocators,
+    programs,
+    compiled,
+    perceptrons,
+    operators,
+    layers,
+    single,
+    speed,
+    unmatched,
 )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ Attention = Callable[..., Tensor]
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax of the scores times the values."""
-    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    scores = torch.matmul(q, k.transpose(-2, -1)) / np.sqrt(q.size(-1))
     weights = torch.nn.functional.softmax(scores, dim=-1)
     return torch.matmul(weights, v)
 

@@ -54,6 +54,15 @@ class Inductor:
         self._refuses = refuses
         self._tunes = any(settings.get(name) for name in TUNING)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether Dynamo may take for this one what it has compiled for ``other``."""
+        if not isinstance(other, Inductor):
+            return NotImplemented
+        return self._machine is other._machine and self._settings == other._settings
+
+    def __hash__(self) -> int:
+        return hash(self._machine)
+
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """Return what runs in the place of ``graph``."""
         _name_gpu(graph, lambda value: indexed(self._machine, value))

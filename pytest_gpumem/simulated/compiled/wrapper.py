@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codegen.common import WorkspaceArg
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._ops import OpOverload
 
@@ -64,7 +65,8 @@ _TAKES = "empty_strided_cuda"
 def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
     def make_buffer_allocation(codegen: Any, buffer: Any) -> str:
         line = write(codegen, buffer)
-        origin = origin_of(buffer.get_origins())
+        # A kernel's workspace has none.
+        origin = None if isinstance(buffer, WorkspaceArg) else origin_of(buffer.get_origins())
         return line if origin is None else line.replace(f"{_TAKES}(", f"{_TAKES}.of{origin}(", 1)
 
     return make_buffer_allocation
