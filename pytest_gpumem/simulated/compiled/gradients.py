@@ -21,7 +21,6 @@ import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
