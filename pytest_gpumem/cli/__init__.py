@@ -16,6 +16,7 @@ from pytest_gpumem.cli.columns import say
 from pytest_gpumem.cli.command import Answer, Command, ExamplesBelow, example_lines
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
+from pytest_gpumem.simulated.common.errors import how_to_paste
 
 COMMANDS = {
     "bisect": "the commit that made a test's memory grow, by simulated runs",
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         named = "" if error.filename is None else f"{quoted(str(error.filename))}: "
         return _refused(f"{named}{error.strerror or error}")
     except ValueError as error:
-        return _refused(str(error))
+        return _refused(str(error), _snippet_of(error))
     except RuntimeError as error:
         if "Symlink loop" not in str(error):  # which is an OSError from Python 3.13 on
             raise
@@ -181,9 +182,21 @@ def _complete() -> None:
     argcomplete.autocomplete(parser_of(COMMANDS))
 
 
-def _refused(sentence: str) -> int:
+def _refused(sentence: str, below: str = "") -> int:
     print(f"gpumem: {printable(sentence, MOST_SAID)}", file=sys.stderr)
+    if below:
+        print(f"\n{below}", file=sys.stderr)
     return BAD_INPUT
+
+
+def _snippet_of(error: BaseException | None) -> str:
+    """What to paste so that a kernel nobody described is simulated, if that was what refused."""
+    while error is not None:
+        if snippet := getattr(error, "snippet", ""):
+            where = getattr(error, "belongs_into", "the code that it runs")
+            return f"{how_to_paste(getattr(error, 'kernel', 'it'), where)}\n\n{snippet}"
+        error = error.__cause__
+    return ""
 
 
 def _show_all_letters() -> None:

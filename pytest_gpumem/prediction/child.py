@@ -20,7 +20,7 @@ import pytest
 
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
-from pytest_gpumem.session.reported import ATTRIBUTE
+from pytest_gpumem.session.reported import ATTRIBUTE, SNIPPET
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ class _Runs:
         answer = self._present.setdefault(report.nodeid, {**nothing})
         if record := getattr(report, ATTRIBUTE, None):
             answer["record"] = record
+        if found := getattr(report, SNIPPET, None):
+            answer["kernel"], answer["snippet"] = found
         if not report.passed and not answer["problem"]:
             short = report.nodeid in self._short
             answer["problem"] = "it runs out of memory" if short else _problem(report)

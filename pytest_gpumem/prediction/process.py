@@ -18,7 +18,18 @@ from pytest_gpumem.simulated.gpu.catalogue import Machine
 
 
 class PredictionError(ValueError):
-    """What cannot be predicted; the message is one sentence for the user."""
+    """What cannot be predicted; the message is one sentence for the user.
+
+    ``snippet`` describes ``kernel``, where that is all that is missing.
+    """
+
+    belongs_into = "conftest.py"
+    """The file of a snippet."""
+
+    def __init__(self, sentence: str, kernel: str = "", snippet: str = "") -> None:
+        super().__init__(sentence)
+        self.kernel = kernel
+        self.snippet = snippet
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,10 @@ class Answer:
     """``False``: it ran out of memory, and ran again with as much as it wants, if asked for."""
     problem: str
     """Why it was skipped or failed; its numbers stand where only a verdict failed it."""
+    kernel: str = ""
+    """The kernel that nobody described, where that was why."""
+    snippet: str = ""
+    """What describes it."""
 
     @property
     def measured(self) -> bool:

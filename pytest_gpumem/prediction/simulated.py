@@ -96,7 +96,8 @@ def predict_test(nodeid: str, gpus: Sequence[str]) -> list[Prediction]:
 def _of_test(model: GpuModel, answer: Answer) -> Prediction:
     if not answer.measured or answer.record is None or answer.record.measurement is None:
         why = answer.problem or "it allocates nothing on the device"
-        raise PredictionError(f"{answer.nodeid} cannot be predicted for {model.name}: {why}")
+        sentence = f"{answer.nodeid} cannot be predicted for {model.name}: {why}"
+        raise PredictionError(sentence, answer.kernel, answer.snippet)
     measured = answer.record.measurement
     return Prediction(
         gpu=model.name,

@@ -22,7 +22,15 @@ _STARTERS = ("<frozen runpy>", runpy.__file__)
 
 
 class ScriptError(ValueError):
-    """What cannot be run; the message is one sentence for the user."""
+    """What cannot be run; the message is one sentence for the user.
+
+    ``snippet`` describes ``kernel``, where that is all that is missing.
+    """
+
+    def __init__(self, sentence: str, kernel: str = "", snippet: str = "") -> None:
+        super().__init__(sentence)
+        self.kernel = kernel
+        self.snippet = snippet
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,10 @@ class Answer:
     """Why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
     """The same in lines."""
+    kernel: str = ""
+    """The kernel that nobody described, where it was refused for that."""
+    snippet: str = ""
+    """What describes it."""
     made_up: bool = False
     """Whether it went by a value that nobody computed."""
     work: float = 0.0

@@ -113,3 +113,68 @@ def test_models_of_transformers_train_with_flash_attention(project: Project) -> 
     assert len(tests) == 2
     for test in tests.values():
         assert SENTENCE in test["measurement"]["notes"]
+
+
+def test_models_of_transformers_train_with_flash_attention_3_where_it_is_named(
+    project: Project,
+) -> None:
+    pytest.importorskip("transformers")
+    project.write(
+        test_llama="""
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            @pytest.mark.gpumem(max="128MiB", gpu="H100")
+            def test_training():
+                config = LlamaConfig(
+                    vocab_size=1000,
+                    hidden_size=256,
+                    intermediate_size=512,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    attn_implementation="flash_attention_3",
+                    dtype=torch.bfloat16,
+                )
+                model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+                words = torch.randint(0, 1000, (2, 128), device="cuda")
+                model(input_ids=words, labels=words).loss.backward()
+                assert all(each.grad is not None for each in model.parameters())
+        """
+    )
+
+    result = project.run_apart(
+        "--gpumem-sim-stand-ins=flash-attn-3",
+        f"--gpumem-report=json:{project.path / 'report.json'}",
+    )
+
+    result.assert_outcomes(passed=1)
+    (test,) = project.written_report().values()
+    assert (
+        "flash-attn-3 is not installed: a stand-in allocated what flash-attn-3 3.0.0 does"
+        in test["measurement"]["notes"]
+    )
+
+
+def test_a_step_with_apex_and_xformers_where_they_are_named(project: Project) -> None:
+    project.write(
+        test_step="""
+            @pytest.mark.gpumem(max="64MiB", gpu="A100-40GB")
+            def test_step():
+                import xformers.ops as xops
+                from apex.normalization import FusedRMSNorm
+                from apex.optimizers import FusedAdam
+
+                norm = FusedRMSNorm(64).cuda().half()
+                optimizer = FusedAdam(norm.parameters())
+                x = torch.randn(2, 128, 4, 64, device="cuda", dtype=torch.half)
+                rows = norm(x)
+                mask = xops.LowerTriangularMask()
+                xops.memory_efficient_attention(rows, rows, rows, mask).sum().backward()
+                optimizer.step()
+        """
+    )
+
+    result = project.run("--gpumem-sim-stand-ins=apex,xformers")
+
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["gpumem: simulated T4 with stand-ins of apex, xformers;*"])

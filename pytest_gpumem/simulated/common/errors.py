@@ -36,9 +36,9 @@ class UndescribedKernelError(UnsupportedOperatorError):
         return type(self), (str(self), self.kernel, self.snippet)
 
 
-def how_to_paste(kernel: str) -> str:
+def how_to_paste(kernel: str, where: str = "conftest.py") -> str:
     """What stands above a snippet."""
-    return f"to simulate {kernel}, paste this into conftest.py:"
+    return f"to simulate {kernel}, paste this into {where}:"
 
 
 class HostMemoryError(SimulationError):

@@ -93,7 +93,8 @@ class _Finder(DistributionFinder):
     """Finds modules and metadata of ``libraries`` where nobody else does."""
 
     def __init__(self, libraries: Sequence[Library]) -> None:
-        self._by_package = {library.package: library for library in libraries}
+        self._libraries = libraries
+        self._by_package = {name: library for library in libraries for name in _top_level(library)}
         self._by_extension = {name: each for each in libraries for name in each.compiled}
 
     def library_of(self, module: str) -> Library | None:
@@ -128,7 +129,7 @@ class _Finder(DistributionFinder):
     ) -> Iterable[Distribution]:
         """Find the metadata of libraries that are not installed: all, or those of one name."""
         asked = None if context.name is None else _normalized(context.name)
-        for library in self._by_package.values():
+        for library in self._libraries:
             if asked in (None, library.name) and library.is_missing:
                 yield _Metadata(library)
 
@@ -171,7 +172,7 @@ class _Metadata(Distribution):
             "METADATA": (
                 f"Metadata-Version: 2.1\nName: {library.name}\nVersion: {library.version}\n"
             ),
-            "top_level.txt": f"{library.package}\n",
+            "top_level.txt": "\n".join((*_top_level(library), "")),
         }
 
     def read_text(self, filename: str) -> str | None:
@@ -181,6 +182,10 @@ class _Metadata(Distribution):
     def locate_file(self, path: str | PathLike[str]) -> Path:
         """Where a file would be: it is nowhere."""
         return Path(path)
+
+
+def _top_level(library: Library) -> tuple[str, ...]:
+    return (library.package, *library.beside)
 
 
 def _contents(library: Library) -> Mapping[str, Mapping[str, Any]]:
@@ -243,13 +248,13 @@ def _asked_anew(libraries: Sequence[Library]) -> Iterator[None]:
     _forget_answers()
     missing = [library for library in libraries if library.is_missing]
     known = _distributions()
-    known.update({library.package: [library.name] for library in missing})
+    known.update({name: [each.name] for each in missing for name in _top_level(each)})
     try:
         yield
     finally:
         known = _distributions()
-        for library in missing:
-            known.pop(library.package, None)
+        for name in (name for each in missing for name in _top_level(each)):
+            known.pop(name, None)
         _forget_answers()
 
 

@@ -19,6 +19,8 @@ class Library:
     """The release whose sources say what is allocated."""
     package: str
     """What is imported, and the folder or module of this one that stands for it."""
+    beside: tuple[str, ...] = ()
+    """What else of it is imported, at the top."""
     taken_unasked: bool = False
     """Whether others take it wherever they find it, and go on without it elsewhere: what a test
     allocates would depend on when they looked, so it is there only where it is named."""
@@ -97,6 +99,14 @@ LIBRARIES = {
             ),
             compiled=("flash_attn_2_cuda",),
             absent=frozenset({"flash_attn.flash_attn_interface.flash_attn_cuda"}),
+        ),
+        Library(
+            "flash-attn-3",
+            "3.0.0",
+            "flash_attn_interface",
+            beside=("flash_attn_3",),
+            taken_unasked=True,
+            without=frozenset({"flash_attn_3._C"}),
         ),
         Library(
             "causal-conv1d",

@@ -1,0 +1,21 @@
+"""flash-attn 3.0.0: the modules that code imports, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_gpumem.simulated.stand_ins.flash_attn_interface import functions
+from pytest_gpumem.simulated.stand_ins.flash_attn_interface.kernels import OPERATORS
+from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
+
+_FUNCTIONS = {
+    name: function for name, function in vars(functions).items() if name.startswith("flash_attn_")
+}
+
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "flash_attn_interface": {**_FUNCTIONS, **OPERATORS},
+    "flash_attn_3": {"__version__": LIBRARIES["flash-attn-3"].version},
+    "flash_attn_3.flash_attn_interface": {**_FUNCTIONS, **OPERATORS},
+}
+"""By the library's names."""
