@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,20 @@ REPOSITORY = Path(__file__).parent.parent
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+_OF_EVERY_RUN = (
+    *("sqlite3", "filelock", "pytest_gpumem.device.simulated"),
+    *(f"pytest_gpumem.baseline.{name}" for name in ("collected", "renamed", "unused", "update")),
+    *(f"pytest_gpumem.report.{name}" for name in ("failures", "header", "remarks", "terminal")),
+    *(
+        f"pytest_gpumem.session.{name}"
+        for name in ("ahead", "affinity", "faults", "hooks", "item", "judge", "learning")
+    ),
+    *(
+        f"pytest_gpumem.session.{name}"
+        for name in ("measuring", "missing", "progress", "rerun", "second_run", "watched")
+    ),
+)
+
 
 def pytest_collection_finish() -> None:
     # Thousands of tests and all of torch: each of many full collections would go through them.
@@ -35,11 +50,12 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
-    # pytester takes what a test imported out of sys.modules, and torch cannot be imported twice.
+    # pytester takes what a test imported out of sys.modules: torch cannot be imported twice, and
+    # all else would be imported in each of hundreds of runs.
     import torch._dynamo  # noqa: F401
 
-    import pytest_gpumem.session.item
-    import pytest_gpumem.simulated.simulation  # noqa: F401
+    for name in _OF_EVERY_RUN:
+        importlib.import_module(name)
 
     gc.freeze()
 
