@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -19,29 +20,46 @@ REPOSITORY = Path(__file__).parent.parent
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+_OF_EVERY_RUN = """
+    sqlite3 filelock pytest_gpumem.device.simulated
+    pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
+    pytest_gpumem.report.terminal
+    pytest_gpumem.session.affinity pytest_gpumem.session.ahead pytest_gpumem.session.faults
+    pytest_gpumem.session.hooks pytest_gpumem.session.item pytest_gpumem.session.judge
+    pytest_gpumem.session.learning pytest_gpumem.session.measuring pytest_gpumem.session.progress
+    pytest_gpumem.session.rerun pytest_gpumem.session.second_run pytest_gpumem.session.watched
+"""
+
 
 def pytest_collection_finish() -> None:
-    # Thousands of tests and all of torch: each of many full collections would go through them.
+    _freeze()
+
+
+def _freeze() -> None:
+    """Keep the collector from thousands of tests and all of torch, each of many times."""
+    gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Let the collector know what there was before the first test, too."""
+    """Let the collector know what there was before the first test, too: it goes by how much."""
     gc.unfreeze()
+    gc.collect()
     yield
-    gc.freeze()
+    _freeze()
 
 
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
-    # pytester takes what a test imported out of sys.modules, and torch cannot be imported twice.
+    # pytester takes what a test imported out of sys.modules: torch cannot be imported twice, and
+    # all else would be imported in each of hundreds of runs.
     import torch._dynamo  # noqa: F401
 
-    import pytest_gpumem.session.item
-    import pytest_gpumem.simulated.simulation  # noqa: F401
+    for name in _OF_EVERY_RUN.split():
+        importlib.import_module(name)
 
-    gc.freeze()
+    _freeze()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  # before pytester forgets what a run imports: numpy loads only once
 
+from pytest_gpumem.baseline import collected
 from tests.forked import quick, quicken_workers
 
 DEVICE = "--gpumem-device=sim:T4"
@@ -91,6 +92,7 @@ class Project:
     ) -> pytest.RunResult:
         """Run pytest in this process; ``use`` names further plugins, ``plugins`` are such."""
         arguments = _arguments(args, device, use)
+        collected._definitions.cache_clear()  # of a run before, whose files were others
         return self._pytester.runpytest_inprocess(*arguments, plugins=plugins)
 
     def run_apart(

@@ -107,6 +107,8 @@ class Ledger:
     def __init__(self, folder: Path, *, clock: Clock = time.time) -> None:
         self._database = Database(folder / FILE_NAME, _SCHEMA)
         self._clock = clock
+        self._own: Process | None = None
+        """This process, once it has entered; it need not be looked up."""
 
     def close(self) -> None:
         """Close the file."""
@@ -114,7 +116,8 @@ class Ledger:
 
     def join(self, run: str, name: str, process: Process | None = None) -> int:
         """Enter a worker, which is this process unless another is given; return its number."""
-        process = process or this_process()
+        if process is None:
+            process = self._own = this_process()
         with self._database.transaction():
             self._void_dead()
             for table in ("log", "suspect"):
@@ -280,7 +283,11 @@ class Ledger:
 
     def _void_dead(self) -> bool:
         """Take out the workers whose process is gone; whether there were any."""
-        dead = [worker for worker, one in self._processes().items() if not is_alive(one)]
+        dead = [
+            worker
+            for worker, one in self._processes().items()
+            if one != self._own and not is_alive(one)
+        ]
         for worker in dead:
             self._take_out(worker, event="void")
         return bool(dead)

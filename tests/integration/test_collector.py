@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from pytest_gpumem.device.collector import GROWTH
 from tests.pytest_project import Project
 
@@ -37,6 +39,8 @@ STRANGERS = """
         torch.nn.Linear(8, 8, device="cuda")(torch.ones(1, 8, device="cuda")).sum().backward()
         kept = [[] for _ in range(count)]
 """
+
+pytestmark = pytest.mark.usefixtures("thawed")
 
 KIB = 1024
 MIB = 1024 * KIB

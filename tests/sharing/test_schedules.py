@@ -18,32 +18,40 @@ MOST = CAPACITY - WORKERS * CONTEXT
 """What the largest test may need: all that the contexts of the workers leave."""
 
 
+NEEDS = st.integers(0, MOST)
+TAKES = st.floats(0.5, 20)
+FIXTURES = st.one_of(st.just(0), st.integers(0, MOST))
+TENTHS = st.integers(0, 9)
+PRIORITIES = st.sampled_from([0, 0, 0, 1, 5])
+GUARANTEED = st.booleans()
+KNOWN_BADLY = st.sampled_from([None, 1, 2, 0.5])
+"""How much of what a test takes is expected of it: known, known badly or not at all."""
+KNOWN = st.sampled_from([None, 1])
+
+
 @st.composite
-def planned_tests(draw: st.DrawFn) -> PlannedTest:
-    need = draw(st.integers(0, MOST))
-    takes = draw(st.floats(0.5, 20))
+def planned_tests(
+    draw: st.DrawFn, known: st.SearchStrategy[float | None] = KNOWN_BADLY
+) -> PlannedTest:
+    need, takes, part = draw(NEEDS), draw(TAKES), draw(known)
     return PlannedTest(
         need=need,
         takes=takes,
-        # Known, known badly or not at all.
-        expected=draw(st.sampled_from([None, takes, takes * 2, takes / 2])),
-        fixtures=draw(st.one_of(st.just(0), st.integers(0, need))),
-        exclusive=draw(st.integers(0, 9)) == 0,
-        priority=draw(st.sampled_from([0, 0, 0, 1, 5])),
-        guaranteed=draw(st.booleans()),
+        expected=None if part is None else takes * part,
+        fixtures=min(need, draw(FIXTURES)),
+        exclusive=draw(TENTHS) == 0,
+        priority=draw(PRIORITIES),
+        guaranteed=draw(GUARANTEED),
     )
 
 
-@st.composite
-def exactly_timed(draw: st.DrawFn) -> PlannedTest:
-    test = draw(planned_tests())
-    # What ends later than expected may have been let past another on the strength of it.
-    return replace(test, expected=draw(st.sampled_from([None, test.takes])))
+EXACTLY_TIMED = planned_tests(KNOWN)
+"""What ends later than expected may have been let past another on the strength of it."""
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    plans=st.lists(st.lists(exactly_timed(), max_size=12), min_size=1, max_size=4),
+    plans=st.lists(st.lists(EXACTLY_TIMED, max_size=12), min_size=1, max_size=4),
     equals=st.booleans(),
 )
 def test_nobody_starves(plans: list[list[PlannedTest]], equals: bool) -> None:

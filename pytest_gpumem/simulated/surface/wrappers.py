@@ -49,7 +49,8 @@ def place_of(wrapper: torch.Tensor) -> torch.device | None:
         return None
     place: torch.device | None = wrapper.__dict__.get(_PLACE)
     # C++ makes a DTensor out of sight (THPVariable_dtensor_new), on the device of its shard.
-    return getattr(wrapper, "_local_tensor", wrapper).device if place is None else place
+    shard: torch.Tensor | None = getattr(wrapper, "_local_tensor", None)
+    return place if place is not None or shard is None else shard.device
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
