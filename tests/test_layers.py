@@ -22,7 +22,10 @@ MOST_LINES = 450
 """Of a file; a longer one has its reason in its docstring, after these words."""
 REASON = f"More than {MOST_LINES} lines, because"
 
-LAYERS = ("allocator", "common", "gpu", "machine", "operators", "execution", "surface", "stand_ins")
+LAYERS = (
+    *("allocator", "common", "gpu", "machine", "operators", "execution", "surface", "stand_ins"),
+    "distributed",
+)
 """Each may import itself and those before it; what lies beside the folders may import them all."""
 
 Arrow = tuple[str, str]

@@ -9,6 +9,7 @@ operators  what CUDA's operators allocate, by family
 execution  the dispatch mode that runs operators by their shapes
 surface    names of torch's that are replaced, each by a translation to the machine
 stand_ins  CUDA libraries that are not installed, each by what its functions allocate
+distributed  one rank of several: process groups and collectives without the other ranks
 ========== =====================================================================================
 
 ``simulation`` puts them together, ``run`` and ``recorder`` are what the rest of the package sees.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +12,8 @@ from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
-from pytest_gpumem.simulated.gpu.catalogue import GpuModel
+from pytest_gpumem.simulated.distributed.world import World, WorldError, world_of
+from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 
@@ -117,20 +118,29 @@ def simulate(
     torch_version: str | None = None,
     cublas_workspace_config: str | None = None,
     real_values: bool = False,
+    world_size: int | None = None,
+    rank: int = 0,
 ) -> Iterator[SimulatedRun]:
     """Run the body on a simulated GPU of ``model``; see :class:`SimulatedGPU` for the settings.
 
     ``"A100-80GB*2"`` is a machine with two of them; a ``GpuModel`` need not be in the catalogue.
-    Raises ``ValueError`` for an unknown model, version or setting.
+    With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
+    and the run is that of the rank's own GPU; the others are not there. Such machines have as many
+    GPUs as ``model`` says, without a star up to eight.
+    Raises ``ValueError`` for an unknown model, version, setting or rank.
     """
+    world = _world(find_machine(model), world_size, rank)
     gpus = SimulatedGPU.machine(
         model,
+        world=world,
         alloc_conf=alloc_conf,
         torch_version=torch_version,
         cublas_workspace_config=cublas_workspace_config,
         real_values=real_values,
     )
-    with gpus[0].active():
+    own = gpus[gpus[0].simulation.first_index]
+    with ExitStack() as inside:
+        inside.enter_context(own.active())
         statistics = CudaStatistics()
         tracker = PhaseTracker(statistics)
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
@@ -138,10 +148,27 @@ def simulate(
             run.devices = runs
         with statistics.screened():
             try:
-                yield runs[0]
-                gpus[0].simulation.threads.raise_failures()
+                if world is not None:
+                    inside.enter_context(_joined(world))
+                yield runs[own.index]
+                own.simulation.threads.raise_failures()
             finally:
                 runs[0].finish()
+
+
+def _world(machine: Machine, size: int | None, rank: int) -> World | None:
+    if size is None:
+        if rank:
+            raise WorldError(f"rank={rank} is one of how many? write world_size=, too")
+        return None
+    return world_of(size, rank, per_machine=machine.count if machine.count > 1 else None)
+
+
+def _joined(world: World) -> AbstractContextManager[None]:
+    # Most simulations are of one process, and torch.distributed takes a while to import.
+    from pytest_gpumem.simulated.distributed.process_groups import joined
+
+    return joined(world)
 
 
 def workspaces_of(gpu: SimulatedGPU) -> frozenset[Block]:

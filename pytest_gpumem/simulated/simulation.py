@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.allocator.timeline import Timeline
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.distributed import plan as distributed
+from pytest_gpumem.simulated.distributed.world import World
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine import forks
@@ -57,17 +59,21 @@ class SimulatedGPU(GPU):
         self._stand_ins = stand_ins
 
     @classmethod
-    def machine(cls, name: str | GpuModel | Machine, **settings: Any) -> tuple[SimulatedGPU, ...]:
+    def machine(
+        cls, name: str | GpuModel | Machine, *, world: World | None = None, **settings: Any
+    ) -> tuple[SimulatedGPU, ...]:
         """The GPUs of the machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
+        It is the one that a rank of ``world`` runs in, which has a GPU for each of its ranks.
         ``settings`` are those of the constructor, and so are the errors.
         """
         machine = find_machine(name)
         timeline = Timeline()
+        count = machine.count if world is None else world.local_size
         gpus = tuple(
-            cls(machine.model, index=i, timeline=timeline, **settings) for i in range(machine.count)
+            cls(machine.model, index=i, timeline=timeline, **settings) for i in range(count)
         )
-        simulation = gpus[0]._simulation_of(gpus)
+        simulation = gpus[0]._simulation_of(gpus, world)
         for gpu in gpus:
             gpu.simulation = simulation
         return gpus
@@ -77,8 +83,10 @@ class SimulatedGPU(GPU):
         """The machine that this device is in; alone where nobody put it into another."""
         return self._simulation_of([self])
 
-    def _simulation_of(self, gpus: Sequence[GPU]) -> Simulation:
-        return Simulation(gpus, real_values=self._real_values, stand_ins=self._stand_ins)
+    def _simulation_of(self, gpus: Sequence[GPU], world: World | None = None) -> Simulation:
+        return Simulation(
+            gpus, real_values=self._real_values, stand_ins=self._stand_ins, world=world
+        )
 
     @contextmanager
     def active(self) -> Iterator[SimulatedGPU]:
@@ -91,7 +99,8 @@ class Simulation(SimulatedMachine):
     """Makes the process believe it has ``gpus``; can be entered and left many times.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes. ``stand_ins``
-    are the libraries that can be imported meanwhile although they are not installed.
+    are the libraries that can be imported meanwhile although they are not installed. In a ``world``
+    the process is one of its ranks.
     """
 
     execution: ShapeExecution
@@ -102,9 +111,12 @@ class Simulation(SimulatedMachine):
         *,
         real_values: bool = False,
         stand_ins: Sequence[str] | None = None,
+        world: World | None = None,
     ) -> None:
         super().__init__(gpus, real_values=real_values)
         self._stand_ins = stand_ins
+        self.world = world
+        self.current_index = self.first_index
         self.execution = ShapeExecution(self)
         self._casts = CastCache(self.gpus[0].version)
         self.threads = Threads(self, self._joining)
@@ -114,8 +126,14 @@ class Simulation(SimulatedMachine):
             plan.plan(self, self._casts, self._patches)
             self.threads.plan(self._patches)
             pinned.plan(self, self._patches)
+            distributed.plan(self, world, self._patches)
         self._compiling = Compiling()
         self._resources: ExitStack | None = None
+
+    @property
+    def first_index(self) -> int:
+        """The index of the GPU that a process has for its own when it begins."""
+        return 0 if self.world is None else self.world.local_rank
 
     @contextmanager
     def active(self) -> Iterator[None]:

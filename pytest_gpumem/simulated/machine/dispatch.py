@@ -27,6 +27,10 @@ class Dispatch:
         self._owner_thread = 0
         self._was_forked = False
 
+    def bind(self, func: Any, handler: Handler) -> None:
+        """Let ``handler`` run ``func``, whatever kind of operator it is."""
+        self._bound[func] = handler
+
     def watch(self, ran: Callable[[Any], None] | None) -> None:
         """Tell ``ran`` of every operator from here on; with ``None`` nobody any more."""
         self._handlers = self._bound if ran is None else _Watched(self._bound, ran)

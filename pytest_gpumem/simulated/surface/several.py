@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.nn.parallel import comm
 
@@ -91,21 +90,10 @@ def _plan_refusals(machine: SimulatedMachine, patches: Patches) -> None:
     def several(this: Any, module: nn.Module, device_ids: Any = None, *_: Any, **__: Any) -> bool:
         return len(machine.gpus if device_ids is None else device_ids) > 1
 
-    def on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
-        return any(parameter.is_cuda for parameter in module.parameters())
-
-    def of_gpus(this: Any, device_type: str, *_: Any, **__: Any) -> bool:
-        return device_type == "cuda"
-
     refused: list[tuple[Any, str, str, Callable[..., bool]]] = [
         (nn.DataParallel, "__init__", "nn.DataParallel over several GPUs", several),
-        (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", on_gpu),
         *((comm, name, f"torch.nn.parallel.comm.{name}", _between_gpus) for name in _COLLECTIVES),
     ]
-    if torch.distributed.is_available():
-        # What fully_shard and tensor parallelism begin with.
-        mesh = torch.distributed.device_mesh.DeviceMesh
-        refused.append((mesh, "__init__", "DeviceMesh of GPUs", of_gpus))
     for owner, name, called, applies in refused:
         patches.plan(owner, name, _refusing(called, getattr(owner, name), applies))
 

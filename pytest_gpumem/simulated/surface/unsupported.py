@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch._higher_order_ops.flex_attention
 import torch.cuda.jiterator
-import torch.distributed
 import torch.export
 import torch.multiprocessing
 import torch.nested
@@ -62,12 +61,6 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     for name in ("spawn", "start_processes"):
         refuse = _refusing(f"torch.multiprocessing.{name}", _NEEDS_PROCESS)
         patches.plan(torch.multiprocessing, name, refuse)
-    if torch.distributed.is_available():
-        patches.plan(
-            torch.distributed,
-            "init_process_group",
-            _without_nccl(torch.distributed.init_process_group),
-        )
     _plan_layouts(patches)
     dlpack = torch.utils.dlpack
     exported = _of_gpu(machine, "__dlpack__", torch.Tensor.__dlpack__)
@@ -183,20 +176,6 @@ def _of_gpu(machine: SimulatedMachine, name: str, method: Callable[..., Any]) ->
         if tensor.is_cuda or is_on_host(tensor):
             refuse()
         return method(tensor, *args, **options)
-
-    return call
-
-
-def _without_nccl(init: Callable[..., Any]) -> Callable[..., Any]:
-    refuse = _refusing(
-        'torch.distributed.init_process_group("nccl")',
-        "connects real GPUs, so it cannot run on a simulated one; one process can use gloo",
-    )
-
-    def call(backend: Any = None, *args: Any, **options: Any) -> Any:
-        if "nccl" in str(backend).lower():
-            refuse()
-        return init(backend, *args, **options)
 
     return call
 

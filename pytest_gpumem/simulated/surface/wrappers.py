@@ -48,7 +48,8 @@ def place_of(wrapper: torch.Tensor) -> torch.device | None:
     if wrapper.__class__ in raw.PLAIN:
         return None
     place: torch.device | None = wrapper.__dict__.get(_PLACE)
-    return place
+    # C++ makes a DTensor out of sight (THPVariable_dtensor_new), on the device of its shard.
+    return getattr(wrapper, "_local_tensor", wrapper).device if place is None else place
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

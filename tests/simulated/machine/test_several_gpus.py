@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import comm
 from torch.utils.checkpoint import checkpoint
 
@@ -331,12 +330,10 @@ def test_random_states_are_per_device() -> None:
     ("name", "use"),
     [
         ("nn.DataParallel over several GPUs", lambda model: nn.DataParallel(model)),
-        ("DistributedDataParallel", lambda model: nn.parallel.DistributedDataParallel(model)),
         (
             "torch.nn.parallel.comm.broadcast",
             lambda model: comm.broadcast(model.weight, [0, 1]),
         ),
-        ("DeviceMesh of GPUs", lambda model: DeviceMesh("cuda", [0, 1])),
     ],
 )
 @pytest.mark.usefixtures("gpu")

@@ -1,0 +1,29 @@
+"""What is replaced of ``torch.distributed``: another set where a process is a rank of several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed
+
+from pytest_gpumem.simulated.distributed import refusals
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+
+def plan(machine: SimulatedMachine, world: World | None, patches: Patches) -> None:
+    """Let ``machine`` be that of one rank of ``world``, or refuse what needs one."""
+    if world is None or not torch.distributed.is_available():
+        refusals.plan(patches)
+        return
+    # What a simulation of one process need not import.
+    from pytest_gpumem.simulated.distributed import process_groups
+    from pytest_gpumem.simulated.distributed.collectives import Collectives
+
+    process_groups.plan(world, patches)
+    collectives = Collectives(machine)
+    collectives.plan(patches)
+    collectives.bind(machine.execution)

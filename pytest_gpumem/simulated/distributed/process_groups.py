@@ -1,0 +1,208 @@
+"""Process groups whose other ranks are not there: torch's own fake ones, under the usual names.
+
+``init_process_group("nccl")``, ``"gloo"`` and what is built on them find ``World.size`` ranks at
+once, whatever address or store they are given: nothing waits for anybody.
+
+Source: torch/distributed/distributed_c10d.py (``init_process_group``,
+``_new_process_group_helper``), torch 2.6 to 2.15; the fake group is FakeProcessGroup.hpp of
+torch/csrc/distributed/c10d.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    HashStore,
+    _register_process_group,
+    _unregister_process_group,
+)
+from torch.distributed import distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.distributed.world import World
+
+_LOST = timedelta(seconds=1)
+"""How long a read of a key waits that no other rank will write."""
+_TIMEOUT = timedelta(minutes=10)
+"""kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
+_NCCL = (2, 27, 5)
+"""``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
+_RENDEZVOUS = ("init_method", "store", "rank", "world_size")
+
+
+class _Kind(type):
+    """Instances of a backend's class are fake groups that C++ has made."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, FakeProcessGroup)
+
+    def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+        return _fake_group(rank, size)
+
+
+class _SimulatedGloo(metaclass=_Kind):
+    """``ProcessGroupGloo``."""
+
+
+class _SimulatedNccl(metaclass=_Kind):
+    """``ProcessGroupNCCL``; its options are settings that nobody reads."""
+
+    class Options:
+        """``ProcessGroupNCCL.Options``."""
+
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.global_ranks_in_group: list[int] = []
+            self.group_name = ""
+            self._timeout = _TIMEOUT
+            self.config = _Settings()
+
+
+class _Settings:
+    """``ProcessGroupNCCL.NCCLConfig``, which takes any setting."""
+
+
+def _fake_group(rank: int, size: int) -> Any:
+    fake: Any = FakeProcessGroup
+    if hasattr(fake, "_create_internal"):  # came with 2.9
+        return fake._create_internal(rank, size)
+    return fake(rank, size)
+
+
+def plan(world: World, patches: Patches) -> None:
+    """Let NCCL be there, and every process group be a fake one."""
+    for owner in (dist, c10d):
+        init = _initializing(world, c10d.init_process_group)
+        patches.plan(owner, "init_process_group", init)
+        for name in ("is_nccl_available", "is_gloo_available"):
+            patches.plan(owner, name, _yes)
+        patches.plan(owner, "ProcessGroupNCCL", _SimulatedNccl)
+        patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
+    patches.plan(c10d, "default_pg_nccl_timeout", _TIMEOUT)
+    patches.plan(FakeProcessGroup, "_set_sequence_number_for_group", lambda group: None)
+    patches.plan(torch.cuda.nccl, "is_available", _yes)
+    patches.plan(torch.cuda.nccl, "version", lambda: _NCCL)
+
+
+def _yes(*_: Any) -> bool:
+    return True
+
+
+def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(
+        backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _OWN in vars(c10d._world):
+            # The one that was there before the code under test has asked for any.
+            dist.destroy_process_group()
+            delattr(c10d._world, _OWN)
+        names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        rest = {name: value for name, value in given.items() if name not in _RENDEZVOUS}
+        return init(backend, None, timeout, world.size, world.rank, _store(), **rest)
+
+    return init_process_group
+
+
+def _store() -> Any:
+    store = HashStore()
+    store.set_timeout(_LOST)
+    return store
+
+
+_OWN = "_pytest_gpumem_own"
+"""Of torch's world: its default group was made by :func:`joined`."""
+
+
+@contextmanager
+def joined(world: World) -> Iterator[None]:
+    """Be a rank of ``world`` inside, as under torchrun, with the default group initialised.
+
+    To be entered while a simulation of that world is active. Groups, meshes and variables of the
+    environment are as before afterwards, whatever happens inside.
+    """
+    with ExitStack() as undone:
+        undone.enter_context(_environment(world))
+        undone.enter_context(_groups_apart())
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        setattr(c10d._world, _OWN, True)
+        yield
+
+
+@contextmanager
+def _environment(world: World) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in world.environment}
+    os.environ.update(world.environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_TABLES = (
+    *("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg"),
+    "_pg_to_tag",
+)
+"""What distributed_c10d keeps of groups, whichever world is theirs."""
+_SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
+
+
+@contextmanager
+def _groups_apart() -> Iterator[None]:
+    """Know no group from before inside, and afterwards none from inside."""
+    outer, hook = c10d._world, sys.excepthook
+    settings = {name: getattr(c10d, name) for name in _SETTINGS}
+    tables = {name: dict(getattr(c10d, name)) for name in _TABLES}
+    for name in outer.pg_names.values():  # C++ knows groups by name, each of them once
+        _unregister_process_group(name)
+    _fill({name: {} for name in _TABLES})
+    c10d._world, c10d._group_count = c10d._World(), 0
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        vars(c10d).update(settings)
+        _fill(tables)
+        for group, name in outer.pg_names.items():
+            _register_process_group(name, group)
+        sys.excepthook = hook
+        _forget_meshes()
+
+
+def _fill(tables: dict[str, dict[Any, Any]]) -> None:
+    for name, content in tables.items():
+        table = getattr(c10d, name)
+        table.clear()
+        table.update(content)
+
+
+def _forget_meshes() -> None:
+    """Drop what DTensor remembers of meshes: an equal one has groups of its own."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return
+    propagator = tensor.DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:  # came with 2.10
+        clear()
+    redistribute = sys.modules["torch.distributed.tensor._redistribute"]
+    for name in ("_gen_transform_infos", "clear_redistribute_planner_cache"):
+        function = getattr(redistribute, name, None)
+        if function is not None:
+            getattr(function, "cache_clear", function)()

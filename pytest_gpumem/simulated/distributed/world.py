@@ -1,0 +1,89 @@
+"""Which rank of how many a process is, and what torchrun tells it; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pytest_gpumem.echo import quoted
+
+MOST_RANKS = 1 << 20
+MOST_LOCAL = 8
+"""Ranks in one machine where nobody says how many GPUs it has: an HGX board's."""
+
+
+class WorldError(ValueError):
+    """A rank or a number of ranks that there cannot be; the message is one sentence."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all; each rank has a GPU of its own."""
+
+    size: int
+    """How many ranks there are, ``WORLD_SIZE``."""
+    rank: int
+    """Which of them this process is, ``RANK``, from 0."""
+    local_size: int
+    """How many ranks share its machine, ``LOCAL_WORLD_SIZE``."""
+
+    @property
+    def local_rank(self) -> int:
+        """Its place in its machine, ``LOCAL_RANK``: the index of its GPU."""
+        return self.rank % self.local_size
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        return f"rank {self.rank} of {self.size}"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The variables that torchrun sets, with the values of a run on equal machines.
+
+        Source: torch/distributed/elastic/agent/server/local_elastic_agent.py
+        (``LocalElasticAgent._start_workers``), torch 2.6 to 2.15; 29500 is torchrun's own port.
+        """
+        machines = self.size // self.local_size
+        return {
+            "LOCAL_RANK": str(self.local_rank),
+            "RANK": str(self.rank),
+            "GROUP_RANK": str(self.rank // self.local_size),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_NAME": "default",
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "WORLD_SIZE": str(self.size),
+            "GROUP_WORLD_SIZE": str(machines),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        }
+
+
+def world_of(size: int, rank: int = 0, *, per_machine: int | None = None) -> World:
+    """Return rank ``rank`` of ``size``, in machines of ``per_machine`` GPUs.
+
+    Without a number they are the largest equal machines of at most eight GPUs. Raises
+    :class:`WorldError`.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_RANKS:
+        raise WorldError(
+            f"{quoted(size)} is not a number of ranks; write an int from 1 to {MOST_RANKS:,}"
+        )
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+        raise WorldError(
+            f"{quoted(rank)} is not a rank of {size}; write an int from 0 to {size - 1}"
+        )
+    if per_machine is None:
+        return World(size, rank, next(n for n in range(MOST_LOCAL, 0, -1) if size % n == 0))
+    if size % per_machine:
+        raise WorldError(
+            f"{size} ranks do not fill machines of {per_machine} GPUs; write a multiple of "
+            f"{per_machine}"
+        )
+    return World(size, rank, per_machine)
