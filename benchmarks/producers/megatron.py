@@ -388,7 +388,9 @@ def train(layout: Layout, steps: int, overflows: int = 0) -> Iterator[tuple[int,
     """
     ranks = dist.get_world_size()
     group = dist.new_group(range(ranks - layout.tensor, ranks))
-    replicas = dist.new_group(range(ranks - 1, ranks - 1 - layout.tensor * layout.data, -layout.tensor))
+    replicas = dist.new_group(
+        range(ranks - 1, ranks - 1 - layout.tensor * layout.data, -layout.tensor)
+    )
     Attention.buffer = None
     stage = Stage(layout, group)
     buffer = gradient_buffer(stage)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -254,7 +254,9 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
         {
             "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
             "output": ColwiseParallel(
-                input_layouts=Shard(0), output_layouts=Shard(-1), use_local_output=False
+                input_layouts=Shard(0),
+                output_layouts=Shard(-1),
+                use_local_output=False,
             ),
             "norm": SequenceParallel(sequence_dim=0),
             "layers.0": PrepareModuleInput(
@@ -307,7 +309,7 @@ def chunked(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in float32."""
+    """Cross entropy in float32, which folded tokens' logits are already."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1))
 
 
@@ -351,65 +353,47 @@ def build(run: Run) -> nn.Module:
 
 
 def _flattened(model: Llama) -> nn.Module:
-    """FSDP1 as the parent of #165 wraps."""
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def materialize(module: nn.Module) -> None:
-        module.to_empty(device=torch.device("cuda"), recurse=False)
-
-    return FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=precision,
-        device_id=torch.device("cuda", torch.cuda.current_device()),
-        param_init_fn=materialize,
-        limit_all_gathers=True,
-        use_orig_params=True,
-    )
+    """FSDP1 as the parent of #165 wraps: around the checkpoints."""
+    options: dict[str, Any] = {
+        "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "use_orig_params": True,
+        "param_init_fn": lambda module: module.to_empty(device="cuda", recurse=False),
+    }
+    for i, block in enumerate(model.layers):
+        model.layers[i] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
 
 
-def train(run: Run, steps: int) -> list[tuple[float, int, int]]:
-    """After each of ``steps``: peaks of active and reserved bytes since the last, and of all."""
+def train(run: Run, steps: int) -> list[tuple[int, int]]:
+    """Highest active and reserved bytes while the model is made, and since then in each step."""
     model = build(run)
-    built = torch.cuda.max_memory_reserved()
+    peaks = [_peaks()]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
     )
-    torch.cuda.reset_peak_memory_stats()
-    peaks = [(0.0, 0, built)]
     for _ in range(steps):
         tokens = torch.zeros(run.sizes.batch, run.sizes.length + 1, dtype=torch.long)
         inputs, labels = tokens[:, :-1].to("cuda"), tokens[:, 1:].to("cuda")
         optimizer.zero_grad()
-        loss = _step(model, run, inputs, labels)
-        _clip(model)
+        predicted = model(inputs)
+        with loss_parallel() if run.tensor > 1 else nullcontext():
+            loss = run.loss(predicted, labels)
+            if not run.sizes.folds:
+                # Earlier versions keep the logits until the next ones.
+                del predicted
+            loss.backward()
+        if isinstance(model, FullyShardedDataParallel):
+            model.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         loss.item()
-        stats = torch.cuda.memory_stats()
-        active = stats["active_bytes.all.peak"]
-        peaks.append((0.0, active, torch.cuda.max_memory_reserved()))
+        peaks.append(_peaks())
     return peaks
 
 
-def _step(model: nn.Module, run: Run, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Forward and backward pass; later versions drop the output in between."""
-    predicted = model(inputs)
-    if run.tensor > 1:
-        with loss_parallel():
-            loss = functional.cross_entropy(predicted.flatten(0, 1), labels.flatten(0, 1))
-            loss.backward()
-    elif run.sizes.folds:
-        loss = functional.cross_entropy(predicted.flatten(0, 1), labels.flatten(0, 1))
-        loss.backward()
-    else:
-        loss = run.loss(predicted, labels)
-        del predicted
-        loss.backward()
-    return loss
-
-
-def _clip(model: nn.Module) -> None:
-    if isinstance(model, FullyShardedDataParallel):
-        model.clip_grad_norm_(1.0)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+def _peaks() -> tuple[int, int]:
+    """Highest active and reserved bytes since the last call."""
+    stats = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    return stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
