@@ -13,6 +13,12 @@ from pytest_gpumem.sizes import SizeError, Tolerance, parse_size, parse_toleranc
 if TYPE_CHECKING:
     import pytest
 
+WORST = "worst"
+"""The rank of a test that runs as several of them, and is judged by the one that takes most."""
+
+MOST_RANKS = 1 << 20
+"""Of one test; more are a slip."""
+
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 """Qualities of service on a shared device."""
 
@@ -64,6 +70,10 @@ class Expectation:
     """Higher ones come first on a shared device."""
     isolate: bool = False
     """The test runs in a process of its own."""
+    ranks: tuple[int, ...] = ()
+    """How many ranks there are, of which the test is one when simulated; one test id for each."""
+    rank: int | str = 0
+    """Which rank the test is, or ``"worst"``: the one that takes most."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -88,6 +98,7 @@ class Expectation:
             "qos": self.qos,
             "priority": self.priority,
             "isolate": self.isolate,
+            **({"ranks": list(self.ranks), "rank": self.rank} if self.ranks else {}),
         }
 
 
@@ -108,7 +119,20 @@ def expectation_of(
     merged = dict(defaults)
     for mark in reversed(list(markers)):
         merged.update(_keywords_of(mark))
-    return Expectation(**{key: value for key, value in merged.items() if value is not None})
+    expectation = Expectation(**{key: value for key, value in merged.items() if value is not None})
+    _check_rank(expectation)
+    return expectation
+
+
+def _check_rank(expectation: Expectation) -> None:
+    rank, ranks = expectation.rank, expectation.ranks
+    if rank != 0 and not ranks:
+        raise MarkerError(f"gpumem marker: rank={rank!r} is one of how many? give ranks=, too")
+    if isinstance(rank, int) and ranks and rank >= min(ranks):
+        raise MarkerError(
+            f"gpumem marker: rank={rank} is none of {min(ranks)}; write an int from 0 to "
+            f"{min(ranks) - 1}, or {WORST!r}"
+        )
 
 
 def parse_keyword(keyword: str, value: object) -> Any:
@@ -246,6 +270,29 @@ def _gpus(value: object) -> tuple[str, ...]:
     return models
 
 
+def _ranks(value: object) -> tuple[int, ...]:
+    """A number of ranks, or a list of them: `8`."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not numbers or not all(
+        isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MOST_RANKS
+        for number in numbers
+    ):
+        raise MarkerError(
+            f"{quoted(value)} is not a number of ranks; write an int from 1 to {MOST_RANKS:,}, or "
+            "a list of them"
+        )
+    if len(set(numbers)) < len(numbers):
+        raise MarkerError(f"{quoted(value)} names a number of ranks twice; name each once")
+    return tuple(numbers)
+
+
+def _rank(value: object) -> int | str:
+    """A rank: an int from 0 up, or `"worst"`."""
+    if value == WORST or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise MarkerError(f"{quoted(value)} is not a rank; write an int from 0 up, or {WORST!r}")
+
+
 _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
     {
         "max": _limit,
@@ -265,6 +312,8 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "qos": _qos,
         "priority": _priority,
         "isolate": _flag,
+        "ranks": _ranks,
+        "rank": _rank,
     }
 )
 """By keyword: what reads its value, and says in its docstring what is accepted."""

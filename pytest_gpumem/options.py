@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 MARKER = (
     "gpumem(max, *, max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, "
-    "gpu, min_memory, quota, elastic, exclusive, qos, priority, isolate): measure the test's GPU "
-    "memory and fail it where it exceeds what is given."
+    "gpu, min_memory, quota, elastic, exclusive, qos, priority, isolate, ranks, rank): measure the "
+    "test's GPU memory and fail it where it exceeds what is given."
 )
 """The line for ``config.addinivalue_line("markers", ...)``."""
 

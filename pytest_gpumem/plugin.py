@@ -12,7 +12,7 @@ import pytest
 
 from pytest_gpumem.options import MARKER, add_options
 from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.expected import MODEL_PARAMETER
+from pytest_gpumem.session.expected import MODEL_PARAMETER, RANKS_PARAMETER
 from pytest_gpumem.session.host import leave_if_refused
 from pytest_gpumem.session.reported import (
     ARGUMENTS,
@@ -85,7 +85,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each GPU model, which stands last in the id."""
+    """Make one test of each GPU model and number of ranks, which stand last in the id."""
     metafunc.config.stash[SESSION].parametrize(metafunc)
 
 
@@ -143,7 +143,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     Innermost, because it may skip: an outer wrapper's set-up has to have happened by then.
     """
     session = item.config.stash[SESSION]
-    session.begin(item)
+    session.begin(item, first=True)
     try:
         return (yield)
     except BaseException as error:
@@ -301,3 +301,10 @@ def gpu_model(request: pytest.FixtureRequest) -> str:
     """Return the GPU model of the test's id."""
     model: str = request.param
     return model
+
+
+@pytest.fixture(name=RANKS_PARAMETER)
+def number_of_ranks(request: pytest.FixtureRequest) -> int:
+    """Return the number of ranks of the test's id."""
+    size: int = request.param
+    return size

@@ -226,7 +226,7 @@ def test_an_unknown_keyword_gets_a_suggestion() -> None:
     assert refusal(max_leaks=0) == (
         "gpumem marker: unknown keyword max_leaks=0; did you mean max_leak? accepted: max, "
         "max_reserved, max_leak, phases, baseline, predict, tolerance, warmup, repeat, gpu, "
-        "min_memory, quota, elastic, exclusive, qos, priority, isolate"
+        "min_memory, quota, elastic, exclusive, qos, priority, isolate, ranks, rank"
     )
     assert refusal(xyz=1).startswith("gpumem marker: unknown keyword xyz=1; accepted: max, ")
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.target import FunctionTarget, find_target
+from pytest_gpumem.echo import quoted
+from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.sizes import format_size
 
@@ -25,7 +27,7 @@ def run(arguments: argparse.Namespace) -> Answer:
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
     gpus = arguments.gpu or list(GPUS)
-    predictions = predictions_of(arguments.target, gpus, arguments.progress)
+    predictions = predictions_of(arguments.target, gpus, arguments.progress, arguments.ranks)
     return Answer(
         lines(arguments.target, predictions, terminal_width()),
         lambda: {"target": arguments.target, "gpus": [one.to_dict() for one in predictions]},
@@ -34,9 +36,12 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def predictions_of(
-    text: str, gpus: Sequence[str], progress: Progress = NOTHING_SHOWN
+    text: str,
+    gpus: Sequence[str],
+    progress: Progress = NOTHING_SHOWN,
+    ranks: Sequence[int] | None = None,
 ) -> list[Prediction]:
-    """Return what the target ``text`` needs on each of ``gpus``."""
+    """Return what the target ``text`` needs on each of ``gpus``, as the worst of so many ranks."""
     from pytest_gpumem.prediction.process import PredictionError
     from pytest_gpumem.prediction.simulated import predict, predict_test
     from pytest_gpumem.simulated.common.errors import SimulationError
@@ -45,12 +50,18 @@ def predictions_of(
     with simulate(gpus[0]):  # what the module looks at while it is imported is a GPU
         target = find_target(text)
     if not isinstance(target, FunctionTarget):
+        if ranks:
+            raise PredictionError(
+                f"{text} is a test, which says in its marker how many ranks there are: leave "
+                "--ranks out, or give a function"
+            )
         return predict_test(target.nodeid, gpus)
     try:
-        progress.expect(len(gpus))
+        worlds = [(gpu, size) for gpu in gpus for size in ranks or (None,)]
+        progress.expect(len(worlds))
         predictions = []
-        for gpu in gpus:
-            predictions.append(predict(target.call, gpu))
+        for gpu, size in worlds:
+            predictions.append(predict(target.call, gpu, ranks=size))
             progress.step()
         return predictions
     except SimulationError as error:
@@ -79,7 +90,12 @@ def fit_table(
     header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
-    yield from table(rows, left=(0, len(header) - 1), given_up=given_up, width=width)
+    left = [0, len(header) - 1]
+    if any(one.ranks for one in predictions):
+        for row, cell in zip(rows, ["", *(one.ranks for one in predictions)], strict=True):
+            row.insert(1, cell)
+        given_up, left = [column + 1 for column in given_up], [0, 1, len(header) - 1]
+    yield from table(rows, left=tuple(left), given_up=given_up, width=width)
 
 
 def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
@@ -100,6 +116,20 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
     ]
 
 
+def _ranks(text: str) -> tuple[int, ...]:
+    numbers = [number.strip() for number in text.split(",")]
+    try:
+        ranks: tuple[int, ...] = parse_keyword(
+            "ranks",
+            [int(n) if n.isascii() and n.isdecimal() and len(n) < 10 else n for n in numbers],
+        )
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is no number of ranks, nor several, each once; write 8 or 8,64"
+        ) from None
+    return ranks
+
+
 COMMAND = Command(
     description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
     "it fits. No GPU is needed. Exit code 1 where it does not fit one of them.",
@@ -117,9 +147,17 @@ COMMAND = Command(
             help="model of the catalogue, like A100-40GB; may be given several times (default: "
             "all)",
         ),
+        argument(
+            "--ranks",
+            metavar="N[,N...]",
+            type=_ranks,
+            help="run the function as one of so many ranks, the one that takes most; several "
+            "numbers are run one after the other",
+        ),
     ),
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
         'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',
+        "gpumem predict train.py:step --gpu H100 --ranks 8,64",
     ),
 )

@@ -57,6 +57,8 @@ class Environment:
     """CUBLAS_WORKSPACE_CONFIG; empty for the library's default."""
     partition: str = ""
     """MIG profile, MPS, vGPU or exclusive mode, HAMi, cGPU or cgroup; empty for a whole device."""
+    ranks: str = ""
+    """Which of several ranks it is, as ``rank 3 of 8``; empty for a process of its own."""
     extra: tuple[tuple[str, str], ...] = ()
     """What other plugins say that numbers depend on: names and words, sorted."""
 
@@ -69,6 +71,8 @@ class Environment:
             parts.append(f"cu{self.cuda}")
         if self.partition:
             parts.append(self.partition)
+        if self.ranks:
+            parts.append(self.ranks.replace(" ", ""))
         key = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
         return "-".join([key, *self._settings(), *self._extra()])
 
@@ -101,6 +105,8 @@ class Environment:
         data = {**vars(self)}
         data.pop("key", None)
         extra = dict(data.pop("extra"))
+        if not self.ranks:
+            del data["ranks"]
         return {**data, "extra": extra} if extra else data
 
     @classmethod

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
+    from pytest_gpumem.simulated.distributed.world import Seat
 
 
 class DeviceSelector:
@@ -22,7 +23,7 @@ class DeviceSelector:
         self.stand_ins: Sequence[str] | None = None
         """Libraries that simulated tests may import although they are not installed; ``None``:
         those that are there without being named."""
-        self._simulated: dict[tuple[str, bool], Device] = {}
+        self._simulated: dict[tuple[str, bool, Seat | None], Device] = {}
         self._real: Device | None = None
         self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
@@ -56,14 +57,18 @@ class DeviceSelector:
             return expectation.gpu
         return self._choice.models if self._choice.kind == "sim" else ()
 
-    def select(self, model: str | None, *, real_values: bool = False) -> Device:
+    def select(
+        self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
+    ) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
-        One with ``real_values`` is another device: it computes on the CPU what it simulates.
+        One with ``real_values`` is another device: it computes on the CPU what it simulates. So is
+        that of a rank, which is always simulated.
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = self.real() or self._simulate(model or self._choice.models[0], real_values)
+        real = self.real() if seat is None else None
+        device = real or self._simulate(model or self._choice.models[0], real_values, seat)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
             self._extended.add(device)
@@ -101,18 +106,19 @@ class DeviceSelector:
 
         return find_device(self._choice.index, required=self._choice.kind == "cuda")
 
-    def _simulate(self, model: str, real_values: bool) -> Device:
-        key = model, real_values
+    def _simulate(self, model: str, real_values: bool, seat: Seat | None) -> Device:
+        key = model, real_values, seat
         if key not in self._simulated:
             from pytest_gpumem.device.errors import DeviceError
             from pytest_gpumem.device.simulated import SimulatedDevice
             from pytest_gpumem.simulated.allocator import AllocatorError
+            from pytest_gpumem.simulated.distributed.world import WorldError
 
             try:
                 self._simulated[key] = SimulatedDevice(
-                    model, real_values=real_values, stand_ins=self.stand_ins
+                    model, real_values=real_values, stand_ins=self.stand_ins, seat=seat
                 )
-            except AllocatorError as error:
+            except (AllocatorError, WorldError) as error:
                 raise DeviceError(str(error)) from error
         return self._simulated[key]
 

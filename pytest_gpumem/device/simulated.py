@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
@@ -19,12 +20,16 @@ from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.placement import Spot, take_place
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
-from pytest_gpumem.simulated.gpu.catalogue import Machine
+from pytest_gpumem.simulated.distributed.world import Seat, world_of
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
-from pytest_gpumem.simulated.run import workspaces_of
+from pytest_gpumem.simulated.run import hash_of_events, workspaces_of
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.distributed.process_groups import Membership
 
 
 class SimulatedDevice:
@@ -33,7 +38,8 @@ class SimulatedDevice:
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
     ``real_values`` the CPU computes what is simulated, so that tests can read every value.
     ``stand_ins`` names the libraries that tests may import although they are not installed;
-    ``None`` stands for those that are there without being named.
+    ``None`` stands for those that are there without being named. With a ``seat`` the process is one
+    rank of several, whose GPU is the tests' own.
     """
 
     def __init__(
@@ -42,9 +48,24 @@ class SimulatedDevice:
         *,
         real_values: bool = False,
         stand_ins: Sequence[str] | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        self._gpus = SimulatedGPU.machine(name, real_values=real_values, stand_ins=stand_ins)
+        machine = find_machine(name)
+        self._seat = seat
+        self._membership: Membership | None = None
+        world = None
+        if seat is not None:
+            # torch.distributed takes a while to import.
+            from pytest_gpumem.simulated.distributed.process_groups import Membership
+
+            world = world_of(seat.size, seat.rank, per_machine=machine.per_machine)
+            self._membership = Membership(world)
+        self._name = machine.name
+        self._gpus = SimulatedGPU.machine(
+            machine, world=world, real_values=real_values, stand_ins=stand_ins
+        )
         self._simulation = self._gpus[0].simulation
+        self._own = self._gpus[self._simulation.first_index]
         self._set_up: dict[object, _SetUp] = {}
         self._stray: dict[str, int] = {}
         self._shared: dict[str, SimulatedGPU] = {}
@@ -55,17 +76,25 @@ class SimulatedDevice:
     @property
     def index(self) -> int:
         """As in ``cuda:0``."""
-        return self._gpus[0].index
+        return self._own.index
 
     @property
     def environment(self) -> Environment:
         """What its numbers depend on."""
-        return self._gpus[0].environment.with_extra(self.extra)
+        own = self._own.environment
+        if self._seat is not None:
+            own = replace(own, gpu=self._name, ranks=self._seat.name)
+        return own.with_extra(self.extra)
 
     @property
     def total_memory(self) -> int:
         """Bytes of one GPU, as the catalogue says."""
-        return self._gpus[0].model.total_memory
+        return self._own.model.total_memory
+
+    @property
+    def events(self) -> int:
+        """A hash of what the tests' own allocator did in the present test."""
+        return hash_of_events(self._own)
 
     @property
     def recorder(self) -> Recorder:
@@ -79,7 +108,10 @@ class SimulatedDevice:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Serve ``cuda`` from this device inside; captures that are left open end with it."""
-        with self._simulation.active():
+        with ExitStack() as inside:
+            inside.enter_context(self._simulation.active())
+            if self._membership is not None:
+                inside.enter_context(self._membership.taken())
             try:
                 yield
             finally:
@@ -96,7 +128,7 @@ class SimulatedDevice:
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]
-        self._simulation.current_index = chosen[-1] if chosen else 0
+        self._simulation.current_index = chosen[-1] if chosen else self.index
         for position, gpu in enumerate(self._gpus):
             gpu.allocator.trace.clear()
             gpu.estimates.clear()
@@ -153,7 +185,7 @@ class SimulatedDevice:
     def setting_up(self, fixture: object) -> Iterator[None]:
         """Log what the set-up of ``fixture``, which goes on inside, allocates."""
         before = self._simulation.current_index
-        sizes = self._gpus[0].workspaces.settings.chosen
+        sizes = self._own.workspaces.settings.chosen
         earlier = dict(sizes)
         with ExitStack() as logging:
             if is_shared(fixture):
@@ -174,7 +206,7 @@ class SimulatedDevice:
             measurement,
             simulated=True,
             stray=measurement.stray + self._stray.get(measurement.device, 0),
-            notes=measurement.notes + self._gpus[0].notes,
+            notes=measurement.notes + self._own.notes,
         )
 
     @property
@@ -201,7 +233,7 @@ class SimulatedDevice:
 
         Of several in the machine, this process's ``cuda:0`` is the least loaded one.
         """
-        model, count = self._gpus[0].model, len(self._gpus)
+        model, count = self._own.model, len(self._gpus)
         devices = [
             SharedSimulatedDevice(
                 folder, f"simulated {model.name} cuda:{index}", model.total_memory
@@ -223,7 +255,7 @@ class SimulatedDevice:
     @contextmanager
     def limited(self, size: int) -> Iterator[None]:
         """Let the first GPU's allocator reserve ``size`` bytes at most inside."""
-        gpu = self._gpus[0]
+        gpu = self._own
         if size >= gpu.model.total_memory:
             yield
             return
@@ -238,7 +270,7 @@ class SimulatedDevice:
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
         """Return the list that takes what the first GPU's allocator cannot serve inside."""
-        gpu = self._gpus[0]
+        gpu = self._own
 
         def note(index: int, asked: int, free: int) -> Refusal:
             return Refusal(asked, gpu.allocator.reserved, free, gpu.model.total_memory)

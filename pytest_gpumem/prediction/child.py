@@ -26,6 +26,7 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.device.simulated import SimulatedDevice
+    from pytest_gpumem.simulated.distributed.world import Seat
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
 """The environment variable with the path of a :class:`Request`."""
@@ -134,20 +135,22 @@ class Simulations(DeviceSelector):
     def __init__(self, machine: Machine) -> None:
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
-        self._devices: dict[tuple[Machine, bool], SimulatedDevice] = {}
+        self._devices: dict[tuple[Machine, bool, Seat | None], SimulatedDevice] = {}
 
     def real(self) -> None:
         """Return nothing: no test is measured."""
 
-    def select(self, model: str | None, *, real_values: bool = False) -> Device:
+    def select(
+        self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
+    ) -> Device:
         """Return the simulated device of the present machine."""
-        key = self.machine, real_values
+        key = self.machine, real_values, seat
         if key not in self._devices:
             from pytest_gpumem.device.simulated import SimulatedDevice
 
             self.check_torch()
             self._devices[key] = SimulatedDevice(
-                self.machine, real_values=real_values, stand_ins=self.stand_ins
+                self.machine, real_values=real_values, stand_ins=self.stand_ins, seat=seat
             )
         return self._devices[key]
 

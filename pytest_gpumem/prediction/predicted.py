@@ -24,6 +24,8 @@ class Prediction:
     phases: Mapping[str, int] = field(default_factory=dict)
     """Peak allocated by phase."""
     notes: tuple[str, ...] = ()
+    ranks: str = ""
+    """Which rank of how many it is, ``rank 0 of 8``; empty for a process of its own."""
 
     @property
     def left(self) -> int:
@@ -33,6 +35,8 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
+        if not self.ranks:
+            del data["ranks"]
         return {**data, "notes": list(self.notes)}
 
 

@@ -12,20 +12,41 @@ from pytest_gpumem.measurement.record import CALL, SETUP
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.prediction.process import Answer, PredictionError, run_tests
+from pytest_gpumem.simulated.distributed.world import World, world_of
+from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.simulated.run import SimulatedRun, simulate
 
 
-def predict(call: Callable[[], Any], gpu: str) -> Prediction:
+def predict(call: Callable[[], Any], gpu: str, *, ranks: int | None = None) -> Prediction:
     """Run ``call`` on a simulated ``gpu`` and say what it took.
 
-    Raises ``ValueError`` for a model that is not in the catalogue, and what ``call`` raises, but
-    for running out of memory.
+    With a number of ``ranks`` it is run as those of them that may differ, and the one that takes
+    most is told. Raises ``ValueError`` for a model that is not in the catalogue, or a number of
+    ranks that there cannot be, and what ``call`` raises, but for running out of memory.
     """
     model = find_gpu(gpu)
-    fits, run = _ran(call, model)
+    if ranks is None:
+        return _predicted(call, model, None)
+    worst = Worst(ranks)
+    while True:
+        found = _predicted(call, model, world_of(ranks, worst.rank), worst)
+        rank = worst.next()
+        if rank is None:
+            return replace(
+                found, ranks=f"rank {worst.rank} of {ranks}", notes=(*found.notes, worst.sentence)
+            )
+        worst.rank = rank
+
+
+def _predicted(
+    call: Callable[[], Any], model: GpuModel, world: World | None, worst: Worst | None = None
+) -> Prediction:
+    fits, run = _ran(call, model, world)
     if not fits:
-        _, run = _ran(call, replace(model, total_memory=UNBOUNDED))
+        _, run = _ran(call, replace(model, total_memory=UNBOUNDED), world)
+    if worst is not None:
+        worst.note(Taken(run.peak_allocated, run.events))
     return Prediction(
         gpu=model.name,
         total_memory=model.total_memory,
@@ -37,8 +58,11 @@ def predict(call: Callable[[], Any], gpu: str) -> Prediction:
     )
 
 
-def _ran(call: Callable[[], Any], model: GpuModel) -> tuple[bool, SimulatedRun]:
-    with simulate(model) as run:
+def _ran(
+    call: Callable[[], Any], model: GpuModel, world: World | None
+) -> tuple[bool, SimulatedRun]:
+    size, rank = (None, 0) if world is None else (world.size, world.rank)
+    with simulate(model, world_size=size, rank=rank) as run:
         try:
             with run.finding_phases():
                 call()

@@ -46,6 +46,7 @@ def describe(environment: Environment) -> str:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
         facts += [f"driver {environment.driver}"] if environment.driver else []
     facts += [environment.partition] if environment.partition else []
+    facts += [environment.ranks] if environment.ranks else []
     facts += [printable(environment.alloc_conf, MOST)] if environment.alloc_conf else []
     if environment.cublas_workspace_config:
         config = printable(environment.cublas_workspace_config, MOST)

@@ -7,7 +7,7 @@ imported on use.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
+    from pytest_gpumem.session.ranks import WorstOfTest
+    from pytest_gpumem.simulated.distributed.world import Seat
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
 
 MODEL_PARAMETER = "_gpumem_model"
 """The private fixture that a list of GPU models parametrizes."""
+RANKS_PARAMETER = "_gpumem_ranks"
+"""The private fixture that a list of numbers of ranks parametrizes."""
 
 
 class Expectations:
@@ -44,13 +48,19 @@ class Expectations:
     def problem(self, item: pytest.Item) -> str:
         """Return what is wrong with the markers of ``item``, one sentence; empty for nothing."""
         expectation, problem = self._read(item)
-        if expectation is None or len(expectation.gpu) < 2 or model_of(item):
+        if expectation is None:
             return problem
-        return (
-            f"gpumem marker: gpu={list(expectation.gpu)!r} asks for a test id of each model, which "
-            "only plain test functions can have, not unittest classes nor single parameters; give "
-            "one model"
-        )
+        for keyword, given, one in (
+            ("gpu", expectation.gpu, model_of(item)),
+            ("ranks", expectation.ranks, _parameter(item, RANKS_PARAMETER)),
+        ):
+            if len(given) > 1 and one is None:
+                return (
+                    f"gpumem marker: {keyword}={list(given)!r} asks for a test id of each, which "
+                    "only plain test functions can have, not unittest classes nor single "
+                    "parameters; give one"
+                )
+        return problem
 
     def is_measured(self, item: pytest.Item) -> bool:
         """Whether ``item``, of whose markers nothing is wrong, is measured."""
@@ -64,8 +74,33 @@ class Expectations:
         models = self._selector().models(self.of(item))
         return model_of(item) or (models[0] if models else None), tuple(models)
 
+    def seat(self, item: pytest.Item, rank: int = 0) -> Seat | None:
+        """Return the rank that ``item`` is, ``None`` where it is a process of its own.
+
+        Of one that several ranks run, it is ``rank``, the first one to begin with.
+        """
+        expectation = self.of(item)
+        if expectation is None or not expectation.ranks:
+            return None
+        from pytest_gpumem.marker import WORST
+        from pytest_gpumem.simulated.distributed.world import Seat
+
+        size = _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
+        if expectation.rank == WORST:
+            return Seat(size, rank, is_worst=True)
+        return Seat(size, int(expectation.rank))
+
+    def worst(self, item: pytest.Item) -> WorstOfTest | None:
+        """Return what finds the worst rank of ``item``, ``None`` where nobody asks for it."""
+        seat = self.seat(item) if self.is_measured(item) else None
+        if seat is None or not seat.is_worst:
+            return None
+        from pytest_gpumem.session.ranks import WorstOfTest
+
+        return WorstOfTest(seat.size)
+
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Make one test id of each GPU model that a test names."""
+        """Make one test id of each GPU model and number of ranks that a test names."""
         expectation, problem = self._read(metafunc.definition)
         if problem:
             return  # said when the module has been collected, with the test's id
@@ -75,6 +110,11 @@ class Expectations:
         if len(models) > 1:
             metafunc.fixturenames.append(MODEL_PARAMETER)
             metafunc.parametrize(MODEL_PARAMETER, models, indirect=True, ids=models)
+        ranks = expectation.ranks if expectation else ()
+        if len(ranks) > 1:
+            metafunc.fixturenames.append(RANKS_PARAMETER)
+            ids = [f"{size}ranks" for size in ranks]
+            metafunc.parametrize(RANKS_PARAMETER, ranks, indirect=True, ids=ids)
 
     @cached_property
     def torch_is_there(self) -> bool:
@@ -110,9 +150,13 @@ class Expectations:
 
 def model_of(item: pytest.Item) -> str | None:
     """Return the GPU model that is part of a test's id."""
-    callspec = getattr(item, "callspec", None)
-    model: str | None = callspec.params.get(MODEL_PARAMETER) if callspec else None
+    model: str | None = _parameter(item, MODEL_PARAMETER)
     return model
+
+
+def _parameter(item: pytest.Item, name: str) -> Any:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get(name) if callspec else None
 
 
 def _fixture_names(item: pytest.Item) -> Iterable[str]:

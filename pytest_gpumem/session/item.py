@@ -358,6 +358,10 @@ class MeasuredItem:
             )
         return f"{self._item.nodeid}: its snapshot is {path}"
 
+    def note(self, sentence: str) -> None:
+        """Say ``sentence`` with what was measured."""
+        self._note(sentence)
+
     def _note(self, sentence: str | None) -> None:
         record = self._record
         if sentence is not None and record is not None and record.measurement is not None:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.predictions import Predictions
+    from pytest_gpumem.session.ranks import WorstOfTest
     from pytest_gpumem.session.sharing import Sharing
+    from pytest_gpumem.simulated.distributed.world import Seat
 
 
 class Measuring:
@@ -66,13 +68,23 @@ class Measuring:
         self.ledger = FixtureLedger()
         """What living fixtures hold."""
 
-    def device_of(self, item: pytest.Item, *, real_values: bool) -> Device:
+    def device_of(
+        self, item: pytest.Item, worst: WorstOfTest | None = None, *, real_values: bool
+    ) -> Device:
         """Return where ``item`` runs; skips or fails it with a sentence where it cannot.
 
-        A simulated device computes ``real_values`` where this or the options say so.
+        A simulated device computes ``real_values`` where this or the options say so. Of a test
+        that several ranks run it is that of the one whose turn it is.
         """
         model, models = self._expectations.models(item)
-        device = self._reported(model, real_values)
+        seat = self._expectations.seat(item, worst.rank if worst else 0)
+        device = self._reported(model, real_values, seat)
+        if seat is not None and self._selector.real():
+            pytest.fail(
+                f"ranks={seat.size} is for one rank of several on a simulated GPU, and this run "
+                "measures on a real one: run the test with --gpumem-device=sim",
+                pytrace=False,
+            )
         if self._selector.real() and model not in (*models[:1], None):
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
@@ -104,10 +116,10 @@ class Measuring:
             problem = str(error)
         pytest.fail(problem, pytrace=False)
 
-    def _reported(self, model: str | None, real_values: bool) -> Device:
+    def _reported(self, model: str | None, real_values: bool, seat: Seat | None) -> Device:
         real_values |= self._settings.sim_values == "always"
         try:
-            return self._selector.select(model, real_values=real_values)
+            return self._selector.select(model, real_values=real_values, seat=seat)
         except DeviceError as error:
             problem = str(error)
         if problem in self._said:

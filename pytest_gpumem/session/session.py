@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
     from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.session.ranks import WorstOfTest
     from pytest_gpumem.session.rerun import Again
     from pytest_gpumem.session.waiting import WaitWatch
     from pytest_gpumem.sharing.usage import Usage
@@ -55,6 +56,7 @@ class GpumemSession(Parts):
         )
         self.selector.stand_ins = settings.stand_ins
         self.current: MeasuredItem | None = None
+        self._worst: WorstOfTest | None = None
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""
         self._faults: Faults | None = None
@@ -184,17 +186,20 @@ class GpumemSession(Parts):
         from pytest_gpumem.device.errors import DeviceError
 
         try:
-            device = self.selector.select(self._expectations.models(item)[0])
+            model = self._expectations.models(item)[0]
+            device = self.selector.select(model, seat=self._expectations.seat(item))
         except DeviceError:
             return None  # said where the test begins
         return self._expectations.of(item), device
 
-    def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
+    def begin(self, item: pytest.Item, *, real_values: bool = False, first: bool = False) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
 
-        A simulated device computes ``real_values`` where this or the options say so.
+        A simulated device computes ``real_values`` where this or the options say so. The ``first``
+        run of ``item`` may ask for others.
         """
         self.current = None
+        self._worst = self._expectations.worst(item) if first else self._worst
         if self.selector.off or item.get_closest_marker("skip"):
             return
         if refusal := self.settings.share and self.sharing.refusal:
@@ -204,7 +209,7 @@ class GpumemSession(Parts):
         ):  # of a marker that was added after collection
             pytest.fail(problem, pytrace=False)
         if self._expectations.is_measured(item):
-            device = self.measuring.device_of(item, real_values=real_values)
+            device = self.measuring.device_of(item, self._worst, real_values=real_values)
             self._renew(item, device)
             self.current = self.measuring.begin(item, device)
             self.watched.begins(self.current)
@@ -241,7 +246,8 @@ class GpumemSession(Parts):
             return shared
         from pytest_gpumem.session.second_run import second_run
 
-        return second_run(self, item, error)
+        again = second_run(self, item, error)
+        return self._worst.next_run(self, item, error) if self._worst and not again else again
 
     def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run ``item`` in a process of its own if it asks for that; whether it did."""

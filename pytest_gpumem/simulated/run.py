@@ -79,6 +79,11 @@ class SimulatedRun:
         return self._gpu.allocator.trace
 
     @property
+    def events(self) -> int:
+        """A hash of what the allocator did: of two ranks that take the same it is the same."""
+        return hash_of_events(self._gpu)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that readers of the numbers have to know."""
         return self._gpu.notes
@@ -161,14 +166,20 @@ def _world(machine: Machine, size: int | None, rank: int) -> World | None:
         if rank:
             raise WorldError(f"rank={rank} is one of how many? write world_size=, too")
         return None
-    return world_of(size, rank, per_machine=machine.count if machine.count > 1 else None)
+    return world_of(size, rank, per_machine=machine.per_machine)
 
 
 def _joined(world: World) -> AbstractContextManager[None]:
     # Most simulations are of one process, and torch.distributed takes a while to import.
-    from pytest_gpumem.simulated.distributed.process_groups import joined
+    from pytest_gpumem.simulated.distributed.process_groups import Membership
 
-    return joined(world)
+    return Membership(world).for_good()
+
+
+def hash_of_events(gpu: SimulatedGPU) -> int:
+    """Return a hash of what the allocator of ``gpu`` did, wherever its blocks lie."""
+    events = gpu.allocator.trace.raw(0)
+    return hash(tuple((action, size, stream) for action, _, size, stream, _ in events))
 
 
 def workspaces_of(gpu: SimulatedGPU) -> frozenset[Block]:

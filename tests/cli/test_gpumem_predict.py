@@ -148,3 +148,34 @@ def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) 
 
 def test_an_unknown_gpu(gpumem: Command) -> None:
     assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:train", "--gpu", "T5")
+
+
+def test_the_worst_of_each_number_of_ranks(gpumem: Command) -> None:
+    arguments = ("net.py:share", "--gpu", "H100", "--gpu", "A100-80GB", "--ranks", "2,8")
+    found = gpumem.json(*arguments)["gpus"]
+    # Rank r of n allocates 64 MiB / n, and the last one 2 MiB more.
+    assert [(one["gpu"], one["ranks"], one["peak_allocated"]) for one in found] == [
+        ("H100", "rank 1 of 2", 34 * 1024 * KIB),
+        ("H100", "rank 7 of 8", 10 * 1024 * KIB),
+        ("A100-80GB", "rank 1 of 2", 34 * 1024 * KIB),
+        ("A100-80GB", "rank 7 of 8", 10 * 1024 * KIB),
+    ]
+    code, lines = gpumem(*arguments[:3], *arguments[5:])
+    assert code == 0
+    assert lines[3].split()[:7] == ["H100", "rank", "1", "of", "2", "79.19", "GiB"]
+    assert any(
+        line.startswith("note: rank 7 takes most of 8 ranks: 0, 3, 5, 6, 7") for line in lines
+    )
+    assert "ranks" not in gpumem.json("net.py:train", "--gpu", "T4")["gpus"][0]
+
+
+@pytest.mark.parametrize("ranks", ["0", "eight", "8,8", ""])
+def test_a_number_of_ranks_that_cannot_be(gpumem: Command, ranks: str) -> None:
+    sentence = gpumem.refusal("net.py:train", "--gpu", "T4", "--ranks", ranks)
+    assert "is no number of ranks, nor several, each once; write 8 or 8,64" in sentence
+
+
+def test_a_test_has_its_ranks_in_its_marker(gpumem: Command) -> None:
+    (gpumem.folder / "test_net.py").write_text(TESTS)
+    sentence = gpumem.refusal("test_net.py::test_unmarked", "--gpu", "T4", "--ranks", "8")
+    assert "says in its marker how many ranks there are" in sentence

@@ -11,6 +11,7 @@ function environmentText(environment) {
   if (environment.driver) parts.push(`driver ${environment.driver}`);
   if (environment.alloc_conf) parts.push(`PYTORCH_CUDA_ALLOC_CONF=${environment.alloc_conf}`);
   if (environment.partition) parts.push(environment.partition);
+  if (environment.ranks) parts.push(environment.ranks);
   return parts.join(", ");
 }
 

@@ -1,6 +1,7 @@
 """Collectives as ``ProcessGroupNCCL`` runs them: what they take, and what they keep until a wait.
 
-Nothing is moved, so a result's values are unknown. A collective that is not asynchronous runs on
+Nothing is moved. Where the values that a rank sends are known, those of the others are taken to be
+the same; all other results are unknown. A collective that is not asynchronous runs on
 the current stream and keeps nothing; what an asynchronous one reads and writes is kept until
 ``wait()`` (``stashed_for_allocator_safety_``).
 
@@ -10,26 +11,47 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch._C._distributed_c10d import FakeWork
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.futures import Future
 
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.dispatch import Dispatch, Handler
+    from pytest_gpumem.simulated.execution.mode import ShapeExecution
+    from pytest_gpumem.simulated.machine.dispatch import Handler
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _Arguments = Mapping[str, Any]
 _BARRIER = 4
 """Bytes of the tensor that a barrier reduces: one float."""
+
+
+class _Sent(NamedTuple):
+    """What one rank sends and receives."""
+
+    written: Sequence[torch.Tensor]
+    read: Sequence[torch.Tensor]
+    rank: int
+
+
+def _unchanged(sent: _Sent) -> None:
+    """A broadcast: the root has the same values."""
+
+
+def _gathered(sent: _Sent) -> None:
+    parts = len(sent.written) // len(sent.read)
+    for position, tensor in enumerate(sent.written):
+        source = sent.read[position // parts]
+        tensor.view(-1, *source.shape).copy_(source)
+
+
+_create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_future"]
 
 
 class _Collective(NamedTuple):
@@ -43,18 +65,22 @@ class _Collective(NamedTuple):
     """The argument that it returns beside the work."""
     is_awaited: bool = False
     """Whether the host waits in ``wait()``."""
+    alike: Callable[[_Sent], None] | None = None
+    """What writes the results if all ranks send the same; ``None``: nobody knows them."""
 
 
 _COLLECTIVES: Mapping[str, _Collective] = {
     "allreduce_": _Collective(written=("tensors",), returned="tensors"),
     "allreduce_coalesced_": _Collective(written=("tensors",)),
     "reduce_": _Collective(written=("tensors",)),
-    "broadcast_": _Collective(written=("tensors",), returned="tensors"),
+    "broadcast_": _Collective(written=("tensors",), returned="tensors", alike=_unchanged),
     "allgather_": _Collective(
-        ("output_tensors",), ("input_tensors",), "output_tensors", returned="output_tensors"
+        *(("output_tensors",), ("input_tensors",), "output_tensors"),
+        returned="output_tensors",
+        alike=_gathered,
     ),
     "_allgather_base_": _Collective(
-        ("output_tensor",), ("input_tensor",), returned="output_tensor"
+        ("output_tensor",), ("input_tensor",), returned="output_tensor", alike=_gathered
     ),
     "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",)),
     "allgather_coalesced_": _Collective(("output_lists",), ("input_list",)),
@@ -76,82 +102,75 @@ _COLLECTIVES: Mapping[str, _Collective] = {
 }
 
 
-@dataclass(eq=False)
-class _Kept:
-    """What a collective keeps until somebody waits for it, and its result beyond that."""
+class _Work(Work):
+    """An asynchronous collective, which keeps what it reads and writes until somebody waits.
 
-    tensors: Sequence[torch.Tensor]
-    result: Sequence[torch.Tensor]
-    scratch: Scratch
-    is_awaited: bool
+    C++ waits, too, and does not keep what is Python's alive: somebody has to, until then.
+    """
 
-    def release(self) -> None:
-        """Keep nothing but the result any more."""
-        self.tensors = ()
-        self.scratch.free()
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        result: Sequence[torch.Tensor],
+        scratch: Scratch,
+        waited: Callable[[_Work], None],
+    ) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._result = result
+        self._scratch = scratch
+        self._waited = waited
+
+    def wait(self, *_: Any) -> bool:
+        """Let later work of the current stream come after this; nothing is kept any more."""
+        self._tensors = ()
+        self._scratch.free()
+        self._waited(self)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def get_future(self) -> Any:
+        """What is done as soon as it is asked for: the results."""
+        self.wait()
+        return _done(self._result)
+
+    def result(self) -> list[torch.Tensor]:
+        """The results."""
+        return list(self._result)
+
+    def is_completed(self) -> bool:
+        """Whether it is done: always."""
+        return True
+
+    is_success = is_completed
+
+
+def _done(result: Sequence[torch.Tensor]) -> Future[list[torch.Tensor]]:
+    future: Future[list[torch.Tensor]] = Future()
+    future.set_result(list(result))
+    return future
 
 
 class Collectives:
-    """The collectives of one machine."""
+    """The collectives of one machine; ``execution`` is what runs its operators."""
 
-    def __init__(self, machine: SimulatedMachine) -> None:
+    def __init__(self, machine: SimulatedMachine, execution: ShapeExecution) -> None:
+        self._execution = execution
         self._machine = machine
         self._of = machine.storages.of
-        self._kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()
-        self._latest: Any = None
-        """The work that was made last: after the operator C++ hands the same object out."""
+        self._pending: set[_Work] = set()
+        """Works that nobody has waited for."""
 
-    def bind(self, dispatch: Dispatch) -> None:
-        """Let ``dispatch`` run the operators here."""
+    def bind(self) -> None:
+        """Let the operators run here."""
         for name, collective in _COLLECTIVES.items():
             func = getattr(torch.ops.c10d, name).default
-            dispatch.bind(func, self._handler(func, collective))
-
-    def plan(self, patches: Patches) -> None:
-        """Let works say when they are done, and what their results are."""
-        wait, get_future, result = FakeWork.wait, FakeWork.get_future, FakeWork.result
-        kept = self._kept
-
-        def waiting(work: Any, *args: Any) -> bool:
-            self._wait(work)
-            return bool(wait(work, *args))
-
-        def synchronize(work: Any) -> None:
-            self._wait(work)
-
-        def future(work: Any) -> Any:
-            one = kept.get(work)
-            if one is None:
-                return get_future(work)
-            done: Future[Any] = Future()
-            done.set_result(list(one.result))
-            self._wait(work)
-            return done
-
-        def results(work: Any) -> Any:
-            one = kept.get(work)
-            return result(work) if one is None else list(one.result)
-
-        for name, function in {
-            "wait": waiting,
-            "synchronize": synchronize,
-            "block_current_stream": synchronize,
-            "is_completed": lambda work: True,
-            "is_success": lambda work: True,
-            "get_future": future,
-            "result": results,
-        }.items():
-            if hasattr(FakeWork, name):
-                patches.plan(FakeWork, name, function)
-
-    def _wait(self, work: Any) -> None:
-        kept = self._kept.get(work)
-        if work is self._latest:
-            self._latest = None
-        if kept is not None:
-            kept.release()
-            if kept.is_awaited:
-                self._machine.streams.host_waits(self._machine.current_index)
+            self._execution.bind(func, self._handler(func, collective))
 
     def _handler(self, func: Any, collective: _Collective) -> Handler:
         names = [argument.name for argument in func._schema.arguments]
@@ -193,14 +212,35 @@ class Collectives:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))
         if collective.is_awaited:
             scratch.take(_BARRIER)
-        self._machine.kernel_wrote(*written)
-        work = FakeWork()
-        if given.get("async_op", True) or collective.is_awaited:
-            self._kept[work] = _Kept([*read, *written], written, scratch, collective.is_awaited)
-            self._latest = work
-        else:
+        self._know(collective, given, written, read)
+        if not given.get("async_op", True) and not collective.is_awaited:
             scratch.free()
+            return _create_work(_done(written))
+        waited = self._barred if collective.is_awaited else self._pending.discard
+        work = _Work([*read, *written], written, scratch, waited)
+        self._pending.add(work)
         return work
+
+    def _barred(self, work: _Work) -> None:
+        self._pending.discard(work)
+        self._machine.streams.host_waits(self._machine.current_index)
+
+    def _know(
+        self,
+        collective: _Collective,
+        given: _Arguments,
+        written: Sequence[torch.Tensor],
+        read: Sequence[torch.Tensor],
+    ) -> None:
+        """Know of the results what follows if every rank sends what this one does."""
+        sent = read or written
+        known = self._machine.values.of
+        if collective.alike is None or any(known(tensor) is None for tensor in sent):
+            self._machine.kernel_wrote(*written)
+            return
+        group = ProcessGroup.unbox(given["process_group"])
+        with self._execution:
+            collective.alike(_Sent(written, read, group.rank()))
 
     def _on_host(
         self,

@@ -11,10 +11,13 @@ from pytest_gpumem.simulated.distributed import refusals
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, world: World | None, patches: Patches) -> None:
+def plan(
+    machine: SimulatedMachine, execution: ShapeExecution, world: World | None, patches: Patches
+) -> None:
     """Let ``machine`` be that of one rank of ``world``, or refuse what needs one."""
     if world is None or not torch.distributed.is_available():
         refusals.plan(patches)
@@ -24,6 +27,4 @@ def plan(machine: SimulatedMachine, world: World | None, patches: Patches) -> No
     from pytest_gpumem.simulated.distributed.collectives import Collectives
 
     process_groups.plan(world, patches)
-    collectives = Collectives(machine)
-    collectives.plan(patches)
-    collectives.bind(machine.execution)
+    Collectives(machine, execution).bind()

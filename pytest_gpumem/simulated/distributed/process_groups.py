@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (
     FakeProcessGroup,
     HashStore,
+    Logger,
     _register_process_group,
     _unregister_process_group,
 )
@@ -90,6 +91,8 @@ def plan(world: World, patches: Patches) -> None:
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
     patches.plan(c10d, "default_pg_nccl_timeout", _TIMEOUT)
     patches.plan(FakeProcessGroup, "_set_sequence_number_for_group", lambda group: None)
+    # Of a device that it does not know, DDP's logger complains.
+    patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
     patches.plan(torch.cuda.nccl, "version", lambda: _NCCL)
 
@@ -121,22 +124,82 @@ def _store() -> Any:
 
 
 _OWN = "_pytest_gpumem_own"
-"""Of torch's world: its default group was made by :func:`joined`."""
+"""Of torch's world: its default group was there before anybody has asked for one."""
+_TABLES = (
+    *("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg"),
+    "_pg_to_tag",
+)
+"""What distributed_c10d keeps of groups, whichever world is theirs."""
+_SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
 
 
-@contextmanager
-def joined(world: World) -> Iterator[None]:
-    """Be a rank of ``world`` inside, as under torchrun, with the default group initialised.
+class Membership:
+    """One rank's groups, which last as long as this; any number of times they are the process's.
 
-    To be entered while a simulation of that world is active. Groups, meshes and variables of the
-    environment are as before afterwards, whatever happens inside.
+    To be taken while a simulation of ``world`` is active.
     """
-    with ExitStack() as undone:
-        undone.enter_context(_environment(world))
-        undone.enter_context(_groups_apart())
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-        setattr(c10d._world, _OWN, True)
-        yield
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups = _Groups({name: {} for name in _TABLES}, (c10d._World(), 0, None))
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Be the rank inside, as under torchrun, with the default group initialised.
+
+        Groups, meshes and variables of the environment are as before afterwards.
+        """
+        hook = sys.excepthook
+        outer = _Groups.of_process()
+        with _environment(self._world):
+            self._groups.take_over(outer)
+            try:
+                if not dist.is_initialized():
+                    dist.init_process_group("cpu:gloo,cuda:nccl")
+                    setattr(c10d._world, _OWN, True)
+                yield
+            finally:
+                self._groups = _Groups.of_process()
+                outer.take_over(self._groups)
+                sys.excepthook = hook
+                _forget_meshes()
+
+    @contextmanager
+    def for_good(self) -> Iterator[None]:
+        """Be the rank inside, and leave no group behind."""
+        with self.taken():
+            try:
+                yield
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+
+
+class _Groups(NamedTuple):
+    """What torch knows of process groups."""
+
+    tables: Mapping[str, dict[Any, Any]]
+    settings: tuple[Any, ...]
+
+    @classmethod
+    def of_process(cls) -> _Groups:
+        """Return what it knows now."""
+        return cls(
+            {name: dict(getattr(c10d, name)) for name in _TABLES},
+            tuple(getattr(c10d, name) for name in _SETTINGS),
+        )
+
+    def take_over(self, present: _Groups) -> None:
+        """Let it know these in place of ``present``."""
+        for name in present.tables["_pg_names"].values():
+            _unregister_process_group(name)  # C++ knows groups by name, each of them once
+        for name, content in self.tables.items():
+            table = getattr(c10d, name)
+            table.clear()
+            table.update(content)
+        vars(c10d).update(zip(_SETTINGS, self.settings, strict=True))
+        for group, name in self.tables["_pg_names"].items():
+            _register_process_group(name, group)
 
 
 @contextmanager
@@ -151,44 +214,6 @@ def _environment(world: World) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-_TABLES = (
-    *("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg"),
-    "_pg_to_tag",
-)
-"""What distributed_c10d keeps of groups, whichever world is theirs."""
-_SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
-
-
-@contextmanager
-def _groups_apart() -> Iterator[None]:
-    """Know no group from before inside, and afterwards none from inside."""
-    outer, hook = c10d._world, sys.excepthook
-    settings = {name: getattr(c10d, name) for name in _SETTINGS}
-    tables = {name: dict(getattr(c10d, name)) for name in _TABLES}
-    for name in outer.pg_names.values():  # C++ knows groups by name, each of them once
-        _unregister_process_group(name)
-    _fill({name: {} for name in _TABLES})
-    c10d._world, c10d._group_count = c10d._World(), 0
-    try:
-        yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        vars(c10d).update(settings)
-        _fill(tables)
-        for group, name in outer.pg_names.items():
-            _register_process_group(name, group)
-        sys.excepthook = hook
-        _forget_meshes()
-
-
-def _fill(tables: dict[str, dict[Any, Any]]) -> None:
-    for name, content in tables.items():
-        table = getattr(c10d, name)
-        table.clear()
-        table.update(content)
 
 
 def _forget_meshes() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.marker import MOST_RANKS
 
-MOST_RANKS = 1 << 20
 MOST_LOCAL = 8
 """Ranks in one machine where nobody says how many GPUs it has: an HGX board's."""
 
@@ -31,11 +32,6 @@ class World:
     def local_rank(self) -> int:
         """Its place in its machine, ``LOCAL_RANK``: the index of its GPU."""
         return self.rank % self.local_size
-
-    @property
-    def name(self) -> str:
-        """What a reader calls it."""
-        return f"rank {self.rank} of {self.size}"
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -63,6 +59,21 @@ class World:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
+
+
+class Seat(NamedTuple):
+    """The rank that a test asks for."""
+
+    size: int
+    rank: int
+    is_worst: bool = False
+    """Whether it is one of several, of which the one that takes most is judged."""
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it, and what a baseline is for."""
+        which = "worst rank" if self.is_worst else f"rank {self.rank}"
+        return f"{which} of {self.size}"
 
 
 def world_of(size: int, rank: int = 0, *, per_machine: int | None = None) -> World:

@@ -96,6 +96,11 @@ class Machine:
         """As it is written, with the catalogue's spelling."""
         return self.model.name if self.count == 1 else f"{self.model.name}*{self.count}"
 
+    @property
+    def per_machine(self) -> int | None:
+        """How many GPUs each machine of several has; ``None`` where that was not written."""
+        return self.count if self.count > 1 else None
+
 
 def find_machine(name: str | GpuModel | Machine) -> Machine:
     """Return what ``"A100-80GB*2"`` or ``"T4"`` stands for; a model of one's own stands for itself.

@@ -1,0 +1,61 @@
+"""A test that asks for the worst of its ranks is run as several of them, one after the other.
+
+Within the same phase of pytest's, so that other plugins see one run. The rank that took most runs
+last, and is judged.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
+from pytest_gpumem.simulated.distributed.worst import Taken, Worst
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.simulated import SimulatedDevice
+    from pytest_gpumem.session.item import MeasuredItem
+
+
+class WorstOfTest(Worst):
+    """Which ranks of a test have run, and which is next."""
+
+    def next_run(
+        self, session: Measured, item: pytest.Item, error: BaseException | None
+    ) -> RankRun | None:
+        """Return the run of ``item`` as the next rank, ``None`` where the present one is the last.
+
+        What ``error`` says of memory is said of the worst rank; a body that fails is not run again.
+        """
+        current = session.current
+        if current is None or current.body_raised or current.peak_allocated is None:
+            return None
+        failed = error is not None and not isinstance(error, pytest.fail.Exception)
+        if failed or not can_run_again(item):
+            return None
+        self.note(Taken(current.peak_allocated, _device(current).events))
+        rank = self.next()
+        if rank is None:
+            current.note(self.sentence)
+            return None
+        return RankRun(session, item, self, rank)
+
+
+class RankRun(Rerun):
+    """The run of a test as another rank."""
+
+    def __init__(self, session: Measured, item: pytest.Item, worst: Worst, rank: int) -> None:
+        super().__init__(session, item)
+        self._worst, self._rank = worst, rank
+
+    def _begin(self) -> None:
+        self._worst.rank = self._rank
+        super()._begin()
+
+
+def _device(current: MeasuredItem) -> SimulatedDevice:
+    from pytest_gpumem.device.simulated import SimulatedDevice
+
+    assert isinstance(current.device, SimulatedDevice)
+    return current.device

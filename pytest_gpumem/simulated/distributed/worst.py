@@ -1,0 +1,72 @@
+"""Which rank of several takes most, found by running few of them; imports no torch.
+
+A rank that allocates the same as another takes the same memory. So the first and the last one run;
+where they differ, one between them does, and so on, until neighbours that have run are alike or
+next to each other: ranks between two that are alike are taken to be like them. The one that took
+most runs last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+MOST_RUNS = 16
+"""Ranks that are run to find the worst."""
+
+
+class Taken(NamedTuple):
+    """What one rank took."""
+
+    peak_allocated: int
+    events: int
+    """A hash of what its allocator did."""
+
+
+class Worst:
+    """Which of ``size`` ranks have run, and which is next."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rank = 0
+        """The one that runs now."""
+        self._taken: dict[int, Taken] = {}
+
+    def note(self, taken: Taken) -> None:
+        """Take what the present rank took."""
+        self._taken[self.rank] = taken
+
+    def next(self) -> int | None:
+        """Return the rank to run next; ``None`` where the present one is the worst."""
+        for rank in self._candidates():
+            if rank not in self._taken:
+                return rank
+        return None if self.rank == self._worst else self._worst
+
+    @property
+    def sentence(self) -> str:
+        """What was done to find the worst."""
+        ran = sorted(self._taken)
+        listed = ", ".join(map(str, ran))
+        if len(ran) == self.size:
+            return f"rank {self.rank} takes most of {self.size} ranks, which were all run"
+        alike = len({self._taken[rank].events for rank in ran}) == 1
+        how = "allocate alike" if alike else "differ"
+        return (
+            f"rank {self.rank} takes most of {self.size} ranks: {listed} were run, and {how}; "
+            "ranks between two that allocate alike are taken to do so, too"
+            + ("" if len(ran) < MOST_RUNS else f", and no more than {MOST_RUNS} were run")
+        )
+
+    @property
+    def _worst(self) -> int:
+        return max(self._taken, key=lambda rank: (self._taken[rank].peak_allocated, -rank))
+
+    def _candidates(self) -> Iterator[int]:
+        yield from (0, self.size - 1)
+        if len(self._taken) >= MOST_RUNS:
+            return
+        for low, high in pairwise(sorted(self._taken)):
+            if high - low > 1 and self._taken[low].events != self._taken[high].events:
+                yield (low + high) // 2

@@ -1,0 +1,106 @@
+"""DistributedDataParallel on one rank: its reducer in C++ allocates on the simulated GPU.
+
+Source: torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_gpumem import simulate
+
+MIB = 1 << 20
+LAYERS, WEIGHT = 8, 4 * MIB
+WEIGHTS = LAYERS * WEIGHT
+WORKSPACES = 2 * (32 * MIB)
+"""Of cuBLAS on an H100: the thread of forward has one, and so has that of backward."""
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)]).cuda()
+
+
+def step(parallel: nn.Module) -> None:
+    parallel(torch.randn(4, 1024, device="cuda")).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "gradients"),
+    [
+        # A bucket for all gradients, and each of them besides.
+        ({}, 2 * WEIGHTS),
+        ({"static_graph": True}, 2 * WEIGHTS + 512),
+        # ... and a number for each parameter that says whether it was used.
+        ({"find_unused_parameters": True}, 2 * WEIGHTS + 512),
+        # Gradients are views of the bucket.
+        ({"gradient_as_bucket_view": True}, WEIGHTS),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+def test_buckets_take_as_much_as_gradients(options: dict[str, Any], gradients: int) -> None:
+    with simulate("H100", world_size=8) as gpu:
+        parallel = DistributedDataParallel(model(), **options)
+        for _ in range(3):
+            step(parallel)
+            assert gpu.allocated == WEIGHTS + gradients + WORKSPACES
+        parallel.zero_grad()
+        held = WEIGHTS if options.get("gradient_as_bucket_view") else gradients - WEIGHTS
+        assert gpu.allocated == WEIGHTS + held + WORKSPACES
+
+
+@pytest.mark.parametrize(
+    ("options", "buckets"),
+    [
+        ({"bucket_cap_mb": 10}, [2, 3, 3]),
+        # By default 1 MiB for the first one (_DEFAULT_FIRST_BUCKET_BYTES) and 25 MiB for others.
+        ({}, [7, 1]),
+    ],
+)
+def test_buckets_are_allocated_one_by_one(options: dict[str, Any], buckets: list[int]) -> None:
+    with simulate("H100", world_size=8) as gpu:
+        made = model()
+        before = len(gpu.trace)
+        kept = DistributedDataParallel(made, find_unused_parameters=True, **options)
+        large = [event.size for event in gpu.trace[before:] if event.action == "alloc"]
+    # Filled up in the order of the parameters and allocated in the reverse one, behind the tensor
+    # by which _broadcast_coalesced sends all parameters.
+    assert [size // WEIGHT for size in large if size >= MIB] == [LAYERS, *buckets]
+    assert kept is not None
+
+
+def test_no_sync_reduces_nothing() -> None:
+    with simulate("H100", world_size=8) as gpu:
+        parallel = DistributedDataParallel(model())
+        step(parallel)
+        held = gpu.allocated
+        with parallel.no_sync():
+            step(parallel)
+        assert gpu.allocated == held
+
+
+def test_a_hook_that_compresses_takes_half_a_bucket() -> None:
+    peaks = {}
+    for name in ("allreduce_hook", "bf16_compress_hook"):
+        with simulate("H100", world_size=8) as gpu:
+            parallel = DistributedDataParallel(model(), gradient_as_bucket_view=True)
+            parallel.register_comm_hook(None, getattr(default_hooks, name))
+            step(parallel)
+        peaks[name] = gpu.peak_allocated
+    # buffer.to(bfloat16), when what forward kept is nearly gone: 16 KiB of each layer.
+    more = peaks["bf16_compress_hook"] - peaks["allreduce_hook"]
+    assert WEIGHTS // 2 - LAYERS * 32 * 1024 < more <= WEIGHTS // 2
+
+
+def test_unsynchronised_buffers_and_several_groups() -> None:
+    with simulate("H100", world_size=8, rank=5) as gpu:
+        group = dist.new_group([4, 5, 6, 7])
+        net = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)).cuda()
+        step(DistributedDataParallel(net, process_group=group, device_ids=[5]))
+        assert gpu.allocated > WEIGHT
