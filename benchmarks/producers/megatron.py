@@ -317,6 +317,8 @@ class Stage(nn.Module):
 
     received: Tensor | None = None
     """What the stage before sent last: ``set_input_tensor`` keeps it, and with it its gradient."""
+    sent: Tensor | None = None
+    """The gradient that went back last: a local of the schedule, until there is the next."""
 
     def __init__(self, layout: Layout, group: Any) -> None:
         super().__init__()
@@ -434,4 +436,5 @@ def micro_batch(stage: Stage) -> None:
     loss.backward()
     if layout.pipeline > 1:
         assert x.grad is not None
+        stage.sent = x.grad
         dist.send(x.grad, dst=before)
