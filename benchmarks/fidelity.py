@@ -1,7 +1,7 @@
 """How close simulation comes to recorded GPUs: every comparison, as a table or a page.
 
     python benchmarks/fidelity.py [-v] [NAME...]      programs against their recorded traces
-    python benchmarks/fidelity.py --write PATH        everything, as Markdown (about ten minutes)
+    python benchmarks/fidelity.py --write PATH        everything, as Markdown (some twelve minutes)
 
 Recordings are read from $GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository);
 they are not part of it.
@@ -20,6 +20,7 @@ import torch
 from convolutions import convolutions
 from measured_tables import mlp_table, operator_table, usable
 from measured_tables import rows as table_rows
+from rank_configurations import NOT_RUN
 from recordings import (
     GROUND_TRUTH,
     REPLAYED_ONLY,
@@ -31,6 +32,7 @@ from recordings import (
     differences,
     load,
 )
+from several_ranks import bounds, rank_numbers
 from single_numbers import Number, numbers
 
 from pytest_gpumem.simulated.gpu.replay import replay
@@ -79,7 +81,7 @@ def page() -> Iterator[str]:
         "not part of this one (`GPUMEM_GROUNDTRUTH` names their folder). *Equal* means equal to "
         "the byte."
     )
-    for section in (allocators, programs, perceptrons, operators, layers, single, speed, unmatched):
+    for section in _SECTIONS:
         yield ""
         yield from section()
 
@@ -226,6 +228,49 @@ def layers() -> Iterator[str]:
     yield from number_table(found)
 
 
+def ranks() -> Iterator[str]:
+    """What others measured on one rank of several."""
+    configurations = list(rank_numbers())
+    found = [number for numbers_there in configurations for number in numbers_there]
+    equal = sum(not number.off for number in found)
+    within = sum(abs(number.off) <= 0.01 for number in found)
+    yield "## One rank of several"
+    yield ""
+    yield (
+        "What others measured on one rank of a world of several: DDP, FSDP1 and FSDP2, sharded "
+        "optimizers, tensor and pipeline parallelism. The programs are written anew after theirs "
+        "(`benchmarks/producers`) and run under `simulate(..., world_size=, rank=)`; nothing in "
+        f"them was made to fit a number. Of {len(found)} numbers in {len(configurations)} "
+        f"configurations {equal} are equal to the precision printed and {within} within 1 %. "
+        "The composition of FSDP, DTensor and DDP is the installed torch's, whichever torch was "
+        "measured."
+    )
+    yield ""
+    yield from number_table(found)
+    yield ""
+    yield (
+        "The upper bounds that PyTorch's own test of FSDP2 asserts "
+        "(test/distributed/_composable/fsdp/test_fully_shard_memory.py), in MB above what was "
+        "there before:"
+    )
+    yield ""
+    yield from header("case", "point", "asserted at most", "simulated", "")
+    for name, point, bound, simulated in bounds():
+        note = "" if simulated <= bound else _ABOVE
+        yield row(name, point, f"{bound:.1f}", f"{simulated:.0f}", note)
+    yield ""
+    yield "Not run:"
+    yield ""
+    yield from (f"- {name}: {reason}" for name, reason in NOT_RUN.items())
+
+
+_ABOVE = (
+    "above: the installed torch keeps one all-gather's result while it copies the next one out "
+    "(`prev_all_gather_state` in `FSDPParamGroup.wait_for_unshard`), on the CPU without "
+    "simulation, too"
+)
+
+
 def number_table(found: Iterable[Number]) -> Iterator[str]:
     """Measured and simulated numbers."""
     yield from header("what", "source", "measured", "simulated", "off", "")
@@ -287,6 +332,19 @@ _UNMATCHED = (
     "off by what cuDNN chose. In half precision no bytes of a backward were found; its copies are "
     "those that a profile counts.",
     "The CUDA context, and what lies outside the allocator, is not simulated.",
+)
+
+
+_SECTIONS = (
+    allocators,
+    programs,
+    perceptrons,
+    operators,
+    layers,
+    single,
+    ranks,
+    speed,
+    unmatched,
 )
 
 

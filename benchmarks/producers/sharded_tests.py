@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.testing._internal.distributed._tensor.common_dtensor import (
     ModelArgs,
     Transformer,
@@ -112,7 +107,7 @@ def flat_expected(checkpoints: bool, iterations: int = 2) -> dict[str, int]:
     return expected
 
 
-def per_parameter(reshard: bool, offload: bool) -> Iterator[tuple[str, float, float]]:
+def per_parameter(reshard: bool) -> Iterator[tuple[str, float, float]]:
     """Points of one step, with the bound and what is there, in MB above what was before."""
     linear = nn.Linear(768, 768, device="cuda")
     linear(torch.randn(1, 768, device="cuda")).sum().backward()
@@ -121,33 +116,29 @@ def per_parameter(reshard: bool, offload: bool) -> Iterator[tuple[str, float, fl
     model = Transformer(
         ModelArgs(vocab_size=32, n_layers=3, dim=768, n_heads=12, weight_tying=False)
     )
-    whole = sum(p.numel() for p in model.parameters())
-    part, block = (whole + 1) // 2, sum(p.numel() for p in model.layers[0].parameters())
-    rest = whole - 3 * block
-    policy = CPUOffloadPolicy() if offload else OffloadPolicy()
+    whole = sum(p.numel() for p in model.parameters()) * 4 / 1e6
+    block = sum(p.numel() for p in model.layers[0].parameters()) * 4 / 1e6
+    part, rest = whole / 2, whole - 3 * block
     for module in model.modules():
         if isinstance(module, TransformerBlock):
-            fully_shard(module, reshard_after_forward=reshard, offload_policy=policy)
-    fully_shard(model, reshard_after_forward=reshard, offload_policy=policy)
+            fully_shard(module, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
-    kept = 0 if offload else part
-    initial = 1.5 * block if offload else part + block
-    yield "init, peak", initial * 4 / 1e6 + 4, _active("peak") - base
-    yield "init", initial * 4 / 1e6, _active("current") - base
+    yield "init, peak", part + block + 4, _active("peak") - base
+    yield "init", part + block, _active("current") - base
     loss = model(torch.randint(0, 32, (1, 4), device="cuda"))
-    forward = kept + 3 * block + rest if reshard else part + whole + block
-    yield "forward", forward * 4 / 1e6 + 16, _active("peak") - base
+    forward = part + 3 * block + rest if reshard else part + whole + block
+    yield "forward", forward + 16, _active("peak") - base
     loss.sum().backward()
-    backward = 2 * kept + 3 * block + rest if reshard else part + whole + 1.5 * block
-    yield "backward", backward * 4 / 1e6 + 16, _active("peak") - base
+    backward = 2 * part + 3 * block + rest if reshard else part + whole + 1.5 * block
+    yield "backward", backward + 16, _active("peak") - base
     del loss
     torch.cuda.reset_peak_memory_stats()
     optimizer.step()
-    yield "step", 4 * kept * 4 / 1e6 + 16, _active("peak") - base
+    yield "step", 4 * part + 16, _active("peak") - base
     optimizer.zero_grad()
     torch.cuda.reset_peak_memory_stats()
-    after = 0 if offload else 3 * part * 4 / 1e6 + 32
-    yield "gradients freed", after, _active("peak") - base
+    yield "gradients freed", 3 * part + 32, _active("peak") - base
 
 
 def _active(kind: str) -> int:
