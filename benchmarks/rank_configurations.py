@@ -291,7 +291,7 @@ TITAN_SHARES = tuple(
 # Megatron-LM's golden values: the last rank of eight.
 
 _GOLDEN = "NVIDIA/Megatron-LM d98e8a64, tests/functional_tests/test_cases/gpt/gpt3_mcore_{}"
-_HALVES = {"dtype": torch.float16, "fused": False}
+_HALVES: dict[str, Any] = {"dtype": torch.float16, "fused": False}
 _BLOCKS = "tails of blocks: for one test the containers' own values differ by up to 8.5 MB"
 
 

@@ -45,6 +45,12 @@ class Layout:
         return math.ceil(WORDS / (128 * self.tensor)) * 128
 
 
+def applied(function: Any, *arguments: Any) -> Tensor:
+    """What an autograd function returns."""
+    output: Tensor = function.apply(*arguments)
+    return output
+
+
 # tensor_parallel/layers.py.
 
 
@@ -91,8 +97,7 @@ class Column(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output, with the bias if that is not left to what follows."""
-        output: Tensor = Product.apply(x, self.weight, self.bias if self.adds else None, self.group)
-        return output
+        return applied(Product, x, self.weight, self.bias if self.adds else None, self.group)
 
 
 class Row(nn.Module):
@@ -107,7 +112,7 @@ class Row(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output, reduced over the group."""
-        output = Product.apply(x, self.weight, None, None)
+        output = applied(Product, x, self.weight, None, None)
         return output if self.group is None else reduced(output, self.group)
 
 
@@ -129,8 +134,7 @@ class Reduce(Function):
 
 def reduced(x: Tensor, group: Any) -> Tensor:
     """Summed over the group."""
-    output: Tensor = Reduce.apply(x, group)
-    return output
+    return applied(Reduce, x, group)
 
 
 # fusions/.
@@ -231,7 +235,7 @@ class Attention(nn.Module):
 
     def _softmax(self, scores: Tensor, mask: Tensor) -> Tensor:
         if self.layout.fused:
-            return FusedSoftmax.apply(scores)  # type: ignore[no-any-return]  # of a Function
+            return applied(FusedSoftmax, scores)
         scores = scores.float()
         scores = scores * 1.0
         scores.masked_fill_(mask, -10_000.0)
@@ -250,7 +254,7 @@ class Feed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The output without the last bias."""
         middle = self.linear_fc1(x)
-        middle = BiasGelu.apply(middle, self.linear_fc1.bias)
+        middle = applied(BiasGelu, middle, self.linear_fc1.bias)
         output: Tensor = self.linear_fc2(middle)
         return output
 
@@ -268,10 +272,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """The layer's output."""
         attended = self.self_attention(self.input_layernorm(x), mask)
-        x = BiasDropoutAdd.apply(attended, self.self_attention.linear_proj.bias, x)
+        x = applied(BiasDropoutAdd, attended, self.self_attention.linear_proj.bias, x)
         fed = self.mlp(self.pre_mlp_layernorm(x))
-        output: Tensor = BiasDropoutAdd.apply(fed, self.mlp.linear_fc2.bias, x)
-        return output
+        return applied(BiasDropoutAdd, fed, self.mlp.linear_fc2.bias, x)
 
 
 class Entropy(Function):
@@ -353,11 +356,11 @@ class Stage(nn.Module):
             x = layer(x, mask)
         x = self.final_layernorm(x)
         group = self.group if self.layout.tensor > 1 else None
-        logits = Product.apply(x, self.words, None, group)
+        logits = applied(Product, x, self.words, None, group)
         labels = labels.transpose(0, 1).contiguous()
-        loss = Entropy.apply(logits, labels, self.group)
+        loss = applied(Entropy, logits, labels, self.group)
         del logits
-        return loss.transpose(0, 1).contiguous()  # type: ignore[no-any-return]  # of a Function
+        return loss.transpose(0, 1).contiguous()
 
 
 # distributed/ and optimizer/.
@@ -417,8 +420,8 @@ def train(layout: Layout, steps: int, overflows: int = 0) -> Iterator[tuple[int,
 
 def micro_batch(stage: Stage) -> None:
     """One forward and backward pass; the gradient of the input goes to the stage before."""
-    layout, kinds = stage.layout, {"device": "cuda", "dtype": torch.long}
-    labels = torch.zeros(MICRO_BATCH, LENGTH, **kinds)  # type: ignore[arg-type]
+    layout = stage.layout
+    labels = torch.zeros(MICRO_BATCH, LENGTH, device="cuda", dtype=torch.long)
     weights = torch.ones(MICRO_BATCH, LENGTH, device="cuda")
     mask = torch.zeros(MICRO_BATCH, 1, LENGTH, LENGTH, device="cuda", dtype=torch.bool)
     before = dist.get_rank() - dist.get_world_size() // layout.pipeline
@@ -428,8 +431,7 @@ def micro_batch(stage: Stage) -> None:
         dist.recv(x.detach(), src=before)
         stage.received = x
     else:
-        tokens = torch.zeros(MICRO_BATCH, LENGTH, **kinds)  # type: ignore[arg-type]
-        positions = torch.zeros(MICRO_BATCH, LENGTH, **kinds)  # type: ignore[arg-type]
+        tokens, positions = torch.zeros_like(labels), torch.zeros_like(labels)
         x = stage.embedded(tokens, positions)
     losses = stage(x, mask, labels)
     loss = torch.sum(losses.view(-1).float() * weights.view(-1)) / LENGTH

@@ -188,7 +188,7 @@ def second(length: int, divided: bool, steps: int = 2) -> list[int]:
         pending.append((parameter, dist.all_reduce(parameter.grad, async_op=True)))
 
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(reduce)  # type: ignore[arg-type]  # of it
+        parameter.register_post_accumulate_grad_hook(reduce)
     peak = torch.cuda.max_memory_allocated()
     x, y = (torch.empty((2, length), dtype=torch.long, device="cuda") for _ in range(2))
     for _ in range(steps):

@@ -92,7 +92,8 @@ def flat(checkpoints: bool, iterations: int = 2) -> dict[str, int]:
 
 def flat_expected(checkpoints: bool, iterations: int = 2) -> dict[str, int]:
     """What the test states: 4 MiB of model on two ranks, and what was read off."""
-    shard, expected = 2, {}
+    shard = 2
+    expected: dict[str, int] = {}
     for i in range(iterations):
         later = shard if i else 0
         forward = (51 if checkpoints else 340) + later
@@ -143,4 +144,5 @@ def per_parameter(reshard: bool) -> Iterator[tuple[str, float, float]]:
 
 def _active(kind: str) -> int:
     """Active MB, rounded as the test rounds them."""
-    return round(torch.cuda.memory_stats()[f"active_bytes.all.{kind}"] / 1e6)
+    active: int = torch.cuda.memory_stats()[f"active_bytes.all.{kind}"]
+    return round(active / 1e6)

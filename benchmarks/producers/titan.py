@@ -247,7 +247,6 @@ def checkpointed(block: nn.Module, mode: str) -> nn.Module:
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
     """Tensor and sequence parallelism over the folded tokens, with a parallel loss."""
-    rows = {"output_layouts": Shard(0)}
     parallelize_module(
         model,
         mesh,
@@ -277,13 +276,13 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> None:
                 "attention.wq": ColwiseParallel(),
                 "attention.wk": ColwiseParallel(),
                 "attention.wv": ColwiseParallel(),
-                "attention.wo": RowwiseParallel(**rows),
+                "attention.wo": RowwiseParallel(output_layouts=Shard(0)),
                 "attention_norm": SequenceParallel(sequence_dim=0),
                 "feed_forward": PrepareModuleInput(
                     input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)
                 ),
                 "feed_forward.w1": ColwiseParallel(),
-                "feed_forward.w2": RowwiseParallel(**rows),
+                "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
                 "feed_forward.w3": ColwiseParallel(),
                 "ffn_norm": SequenceParallel(sequence_dim=0),
             },
