@@ -1,11 +1,11 @@
 """DTensor's sharding propagation: worked out once for parameters of a kind.
 
-An optimizer's ``_foreach_`` operators take lists of all parameters. torch works the sharding of each
-element out by itself, in a time that grows with the square of their number; layers are alike, and
-equal elements have equal answers.
+An optimizer's ``_foreach_`` operators take lists of all parameters. torch works the sharding of
+each element out by itself, in a time that grows with the square of their number; layers are alike,
+and equal elements have equal answers.
 
-Source: torch/distributed/tensor/_sharding_prop.py (``propagate_op_sharding_non_cached``, the branch of
-``TupleStrategy``), torch 2.6 to 2.13.
+Source: torch/distributed/tensor/_sharding_prop.py (``propagate_op_sharding_non_cached``, the branch
+of ``TupleStrategy``), torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed.tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator

@@ -48,8 +48,9 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     """Control flow, and what else takes functions for arguments."""
     if func.name() == "cond":
         return of_parts(runner, _cond)
-    # What it runs where nothing compiles it.
-    eagerly = func.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+    # What it runs where nothing compiles it; random operators of DTensor have one for CUDA alone.
+    keys = torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CUDA
+    eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
     if eagerly is not None:
         return of_parts(runner, eagerly)
 

@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.operators import (
     activations,
     assertions,
     attention,
+    chunks,
     convolution,
     counting,
     ctc,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 RULES: dict[str, Rule] = {
     **assertions.RULES,
     **attention.RULES,
+    **chunks.RULES,
     **counting.RULES,
     **ctc.RULES,
     **dropout.RULES,
