@@ -12,6 +12,7 @@ The last two train the 1.998 billion parameters of the model in ``language_model
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any
@@ -21,11 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from producers.language_model import VOCABULARY, Model, cross_entropy
+
+with warnings.catch_warnings():
+    # Its functional optimizers are scripted, which torch itself calls deprecated.
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 def recipe(zero: bool) -> list[int]:
