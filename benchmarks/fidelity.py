@@ -1,7 +1,7 @@
 """How close simulation comes to recorded GPUs: every comparison, as a table or a page.
 
     python benchmarks/fidelity.py [-v] [NAME...]      programs against their recorded traces
-    python benchmarks/fidelity.py --write PATH        everything, as Markdown (about ten minutes)
+    python benchmarks/fidelity.py --write PATH        everything, as Markdown (some twelve minutes)
 
 Recordings are read from $GPUMEM_GROUNDTRUTH (default ../shared/groundtruth beside the repository);
 they are not part of it.
@@ -21,6 +21,7 @@ from compiled_numbers import compiled_numbers
 from convolutions import convolutions
 from measured_tables import mlp_table, operator_table, usable
 from measured_tables import rows as table_rows
+from rank_configurations import NOT_RUN
 from recordings import (
     COMPILED_TRACES,
     GROUND_TRUTH,
@@ -35,6 +36,7 @@ from recordings import (
     load,
     matching,
 )
+from several_ranks import bounds, rank_numbers
 from single_numbers import Number, numbers
 
 from pytest_gpumem.simulated.gpu.replay import replay
@@ -279,6 +281,49 @@ def layers() -> Iterator[str]:
     yield from number_table(found)
 
 
+def ranks() -> Iterator[str]:
+    """What others measured on one rank of several."""
+    configurations = list(rank_numbers())
+    found = [number for numbers_there in configurations for number in numbers_there]
+    equal = sum(not number.off for number in found)
+    within = sum(abs(number.off) <= 0.01 for number in found)
+    yield "## One rank of several"
+    yield ""
+    yield (
+        "What others measured on one rank of a world of several: DDP, FSDP1 and FSDP2, sharded "
+        "optimizers, tensor and pipeline parallelism. The programs are written anew after theirs "
+        "(`benchmarks/producers`) and run under `simulate(..., world_size=, rank=)`; nothing in "
+        f"them was made to fit a number. Of {len(found)} numbers in {len(configurations)} "
+        f"configurations {equal} are equal to the precision printed and {within} within 1 %. "
+        "The composition of FSDP, DTensor and DDP is the installed torch's, whichever torch was "
+        "measured."
+    )
+    yield ""
+    yield from number_table(found)
+    yield ""
+    yield (
+        "The upper bounds that PyTorch's own test of FSDP2 asserts "
+        "(test/distributed/_composable/fsdp/test_fully_shard_memory.py), in MB above what was "
+        "there before:"
+    )
+    yield ""
+    yield from header("case", "point", "asserted at most", "simulated", "")
+    for name, point, bound, simulated in bounds():
+        note = "" if simulated <= bound else _ABOVE
+        yield row(name, point, f"{bound:.1f}", f"{simulated:.0f}", note)
+    yield ""
+    yield "Not run:"
+    yield ""
+    yield from (f"- {name}: {reason}" for name, reason in NOT_RUN.items())
+
+
+_ABOVE = (
+    "above: the installed torch keeps one all-gather's result while it copies the next one out "
+    "(`prev_all_gather_state` in `FSDPParamGroup.wait_for_unshard`), on the CPU without "
+    "simulation, too"
+)
+
+
 def number_table(found: Iterable[Number]) -> Iterator[str]:
     """Measured and simulated numbers."""
     yield from header("what", "source", "measured", "simulated", "off", "")
@@ -351,6 +396,7 @@ _SECTIONS = (
     operators,
     layers,
     single,
+    ranks,
     speed,
     unmatched,
 )

@@ -23,6 +23,7 @@ VOCABULARY, LENGTH, BATCH = 10_000, 128, 4
 SIZES = {
     "small": (768, 3072, 12, 12),
     "medium": (1024, 4096, 24, 16),
+    "xl": (1600, 6400, 48, 25),
     "2.7b": (2560, 10_240, 32, 32),
 }
 """Width, inner width, layers, heads."""
@@ -73,9 +74,9 @@ class Rotation(nn.Module):
 
     table: Tensor
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, length: int) -> None:
         super().__init__()
-        self.register_buffer("table", torch.zeros(2, LENGTH, size // 2), persistent=False)
+        self.register_buffer("table", torch.zeros(2, length, size // 2), persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """``x`` rotated."""
@@ -232,12 +233,13 @@ class Model(nn.Module):
         size: str,
         rotation: type[Rotation] = Rotation,
         feed_forward: type[FeedForward] = FeedForward,
+        length: int = LENGTH,
     ) -> None:
         super().__init__()
         width, inner, layers, heads = SIZES[size]
         self.table = Table(width)
         self.keeps_embedding = rotation is SlicedRotation
-        self.rotation = rotation(width // heads)
+        self.rotation = rotation(width // heads, length)
         self.blocks = nn.ModuleList(
             Block(width, heads, self.rotation, feed_forward(width, inner)) for _ in range(layers)
         )

@@ -93,7 +93,9 @@ class TensorMoves(TensorFacts):
             device = self._machine.device(device.index).torch_device
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if self.device(tensor) == device:
-            return _to(tensor, *[one for one in args[1:2] if one is not None], *args[2:], **kwargs)
+            # The device said no more, the type stands first: None is this tensor's own.
+            first = [tensor.dtype if one is None else one for one in args[1:2]]
+            return _to(tensor, *first, *args[2:], **kwargs)
         return _to(tensor, device, *args[1:], **kwargs)
 
     def _is_on(self, block: SimulatedStorage, device: torch.device) -> bool:

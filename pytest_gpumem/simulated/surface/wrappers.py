@@ -7,7 +7,7 @@ engine, which look for a driver of any other device, take both for the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +41,8 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
     patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
     patches.plan(base, "_make_subclass", _faking(base._make_subclass))
+    kind = fake_tensor.FakeTensor
+    patches.plan(kind, "_find_common_device", _beside_numbers(kind._find_common_device))
 
 
 def place_of(wrapper: torch.Tensor) -> torch.device | None:
@@ -108,3 +110,23 @@ def _faking(make: Callable[..., Any]) -> Any:
         return make(*args, **kwargs)
 
     return staticmethod(call)
+
+
+def _beside_numbers(common: Callable[..., Any]) -> Any:
+    """The device of fake tensors, without the numbers that C++ made of Python's beside them.
+
+    It makes them where it takes a GPU's fake tensor to be, which is ``meta`` here
+    (TensorCompare.cpp, ``where`` with a scalar).
+    """
+
+    @functools.wraps(common)
+    def call(function: Any, arguments: Sequence[Any]) -> Any:
+        if any(_is_fake(one, "cuda") for one in arguments):
+            arguments = [one for one in arguments if not (_is_fake(one, "meta") and not one.dim())]
+        return common(function, arguments)
+
+    return staticmethod(call)
+
+
+def _is_fake(value: Any, place: str) -> bool:
+    return isinstance(value, fake_tensor.FakeTensor) and value.fake_device.type == place

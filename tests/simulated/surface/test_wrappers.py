@@ -262,6 +262,15 @@ def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
         assert FakeTensorMode().from_tensor(torch.ones(3, device="cuda")).device.type == "cuda"
 
 
+def test_numbers_beside_fake_tensors_of_a_gpu() -> None:
+    # In C++ the number becomes a tensor where it takes the other to be, which is meta here.
+    with simulate("A100-40GB", alloc_conf=""), FakeTensorMode():
+        x = torch.zeros(16, device="cuda")
+        assert torch.where(x != 3, x, 0).device == torch.device("cuda", 0)
+        with pytest.raises(RuntimeError, match="cuda:0 and meta"):
+            x + torch.zeros(16, device="meta")
+
+
 @pytest.mark.parametrize("kind", [Quantised, Silent])
 def test_one_on_the_host_pins_what_it_holds(kind: type[Quantised]) -> None:
     with simulate("A100-40GB"):

@@ -1,0 +1,70 @@
+"""``fully_shard``: what its own operators are made of is seen, as CUDA runs it.
+
+To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
+copies inside take.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.execution.mode import ShapeExecution
+    from pytest_gpumem.simulated.machine.dispatch import Handler
+
+_SHARDING = "torch.distributed.fsdp."
+_KERNELS: dict[str, str] = {
+    "all_gather_copy_in": "all_gather_copy_in_cuda",
+    "split_with_sizes_copy": "split_with_sizes_copy",
+    "chunk_cat": "chunk_cat",
+}
+"""By operator: its kernel for CUDA, a function of Python."""
+
+
+def bind(execution: ShapeExecution) -> None:
+    """Let ``execution`` run the kernels for CUDA, and each operator in them for itself."""
+    for operator, name in _KERNELS.items():
+        kernel = getattr(collectives, name)
+        execution.bind(getattr(torch.ops.fsdp, operator).default, _in_view(execution, kernel))
+
+
+def plan(patches: Patches) -> None:
+    """Let sharding compare where memory of the host lies, whose values nobody knows."""
+    storage = torch.UntypedStorage
+    shown = next(
+        value
+        for owner, name, value in reversed(patches.planned)
+        if owner is storage and name == "data_ptr"
+    )
+    patches.plan(storage, "data_ptr", _compared(shown))
+
+
+def _compared(shown: Callable[..., int]) -> Callable[..., int]:
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        try:
+            return shown(storage)
+        except UnknownValueError:
+            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_SHARDING):
+                raise
+            return int(storage._cdata)  # as good a name for it as its address
+
+    return data_ptr
+
+
+def _in_view(execution: ShapeExecution, kernel: Callable[..., Any]) -> Handler:
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with execution:
+            return kernel(*args, **kwargs)
+
+    return handle

@@ -1,0 +1,74 @@
+"""Tensors copied into pieces, and pieces into one: what their kernels know is on the device.
+
+``fully_shard`` copies by these: ``split_with_sizes_copy`` what was gathered, ``_chunk_cat`` what is
+to be reduced. A list of blocks, of eight bytes for 2 KiB, is made on the host and copied.
+
+Source: aten/src/ATen/native/cuda/TensorShape.cu (``split_with_sizes_copy_out_cuda``,
+``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, prod, sqrt
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.layout import is_dense
+from pytest_gpumem.simulated.operators.rules import Rule, passing
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+_THREADS = 128
+"""BLOCK_SIZE."""
+_BLOCK = 16 * _THREADS
+"""BYTES_PER_BLOCK."""
+_NUMBER = 8
+"""Bytes of what is packed."""
+
+
+def _split(
+    gpu: GPU, self: Tensor, split_sizes: Sequence[int], dim: int, out: Sequence[Tensor] = ()
+) -> None:
+    tensors = (self, *out)
+    if not out or not all(is_dense(one) and one.dtype == self.dtype for one in tensors):
+        return
+    dim %= self.dim()
+    chunks = prod(self.shape[:dim])
+    sizes = [size * self.stride(dim) * self.element_size() for size in split_sizes]
+    blocks = sum(-(-size // _BLOCK) for size in sizes)
+    most = gpu.model.sm_count * gpu.model.max_threads_per_sm // _THREADS * 2
+    factor = max(-(-blocks * chunks // most), 1)
+    at_once = min(ceil(sqrt(factor)), chunks)
+    in_turn = -(-factor // at_once)
+    launched = sum(-(-size // (_BLOCK * in_turn)) for size in sizes)
+    passing(gpu, _NUMBER * (4 * len(sizes) + 1 + launched))
+
+
+def _concatenated(
+    gpu: GPU, tensors: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor | None = None
+) -> None:
+    first = tensors[0]
+    casts = out is not None and out.dtype != first.dtype
+    if not all(map(is_dense, tensors)) or (casts and not _is_widened(first, out)):
+        return
+    element = first.element_size() if out is None else out.element_size()
+    blocks = 0
+    for tensor in tensors:
+        rows = -(-tensor.size(dim) // num_chunks)
+        blocks += -(-rows * prod(tensor.shape[dim % tensor.dim() + 1 :]) * element // _BLOCK)
+    passing(gpu, _NUMBER * (7 * len(tensors) + 2 + blocks))
+
+
+def _is_widened(source: Tensor, target: Tensor | None) -> bool:
+    assert target is not None
+    return (source.dtype, target.dtype) == (torch.bfloat16, torch.float32)
+
+
+RULES = {
+    "aten::split_with_sizes_copy": Rule(before=_split),
+    "aten::_chunk_cat": Rule(before=_concatenated),
+}

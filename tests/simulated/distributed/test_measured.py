@@ -1,0 +1,26 @@
+"""What others state of one rank of several, to the digits that they print."""
+
+from __future__ import annotations
+
+import pytest
+from rank_configurations import CONFIGURATIONS
+from several_ranks import compare
+
+_QUICK = ("convolutions", "20 layers", "PP 2, A100")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [i for i, each in enumerate(CONFIGURATIONS) if any(one in each.what for one in _QUICK)],
+    ids=lambda index: CONFIGURATIONS[index].what,
+)
+def test_numbers_of_others(index: int) -> None:
+    # Within what their own runs of one configuration differ by; why, is written beside each.
+    for number in compare(index):
+        assert abs(number.off) <= 0.015, (number.what, number.measured, number.simulated)
+        assert number.note or not number.off
+
+
+def test_there_are_more_than_twenty_configurations() -> None:
+    assert len(CONFIGURATIONS) > 20
+    assert all(each.stated for each in CONFIGURATIONS)

@@ -1,0 +1,57 @@
+"""``split_with_sizes_copy`` and ``_chunk_cat`` take what TensorShape.cu packs for their kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("chunks", "packed"),
+    [
+        # Two parts of 2 MiB in blocks of 2 KiB: an address in either, a size, 1,024 blocks each,
+        # and three sums of blocks are 2,057 numbers, 16,456 B.
+        (2, 16_456),
+        # 8 · 2,048 blocks are more than twice the 108 · 16 that run at once, so that a block copies
+        # two of 2 KiB: 1,033 numbers, 8,264 B.
+        (8, 8_264),
+    ],
+)
+def test_where_to_copy_parts_is_packed(on: Any, chunks: int, packed: int) -> None:
+    gpu = on()
+    gathered = torch.empty(chunks, MIB, device="cuda")
+    parts = [torch.empty(chunks, MIB // 2, device="cuda") for _ in range(2)]
+    sizes = [MIB // 2, MIB // 2]
+    assert gpu.of(lambda: torch.split_with_sizes_copy(gathered, sizes, 1, out=parts)) == [
+        *(packed, -packed)
+    ]
+    # Parts that are not dense are copied one by one.
+    strided = [torch.empty(chunks, MIB, device="cuda")[:, ::2] for _ in range(2)]
+    assert gpu.of(lambda: torch.split_with_sizes_copy(gathered, sizes, 1, out=strided)) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packed"),
+    [
+        # Of each tensor 128 rows, 512 KiB or 256 blocks: 2 · 7 + 2 + 512 numbers, 4,224 B.
+        (torch.float32, [4_224, -4_224]),
+        (torch.bfloat16, [4_224, -4_224]),
+        # No kernel widens these.
+        (torch.float16, []),
+    ],
+)
+def test_from_where_to_copy_is_packed(on: Any, dtype: torch.dtype, packed: list[int]) -> None:
+    gpu = on()
+    gradients = [torch.empty(1024, 1024, dtype=dtype, device="cuda") for _ in range(2)]
+    out = torch.empty(8, 2 * 128 * 1024, device="cuda")
+    assert gpu.of(lambda: torch._chunk_cat(gradients, 0, 8, out=out))[:2] == packed
+
+
+def test_what_is_packed_is_gone_before_the_result(on: Any) -> None:
+    gpu = on()
+    gradients = [torch.empty(1024, 1024, device="cuda") for _ in range(2)]
+    assert gpu.of(lambda: torch._chunk_cat(gradients, 0, 8)) == [4_224, -4_224, 8 * MIB]
