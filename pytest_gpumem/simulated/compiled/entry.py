@@ -111,7 +111,7 @@ class Compilation:
         backend = callback
         while (inner := _inner(backend)) is not None:
             backend = inner
-        name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", "?")
+        name = str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
         if name == "eager":
             return None
         reason = self._reason(name)
@@ -185,12 +185,11 @@ class _ButOwn:
     def __call__(self, frame: Any, *state: Any) -> Any:
         if not is_own(sys._getframe(1).f_code.co_filename):
             return self._torchdynamo_orig_backend(frame, *state)
-        from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+        from torch._dynamo.types import ConvertFrameReturn
 
-        skip = FrameAction.SKIP
-        return ConvertFrameReturn(
-            frame_exec_strategy=FrameExecStrategy(skip, skip), apply_to_code=False
-        )
+        skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        return ConvertFrameReturn(frame_exec_strategy=skipped, apply_to_code=False)
 
 
 class _Eagerly:
