@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.allocator.timeline import Timeline
+from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import plan as distributed
@@ -32,6 +34,7 @@ from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
+from pytest_gpumem.simulated.surface.triton import launches
 
 _stack: list[Simulation] = []
 """Active simulations, innermost last: what is patched is the process, so the stack is its."""
@@ -131,6 +134,8 @@ class Simulation(SimulatedMachine):
         self._casts = CastCache(self.gpus[0].version)
         self.threads = Threads(self, self._joining)
         self._patches = Patches()
+        self._of_triton = Patches()
+        """Of a library that is slow to import, and that few tests need."""
         # What is replaced has to be torch's own, and not what an active simulation has put there.
         with _suspended():
             plan.plan(self, self._casts, self._patches)
@@ -164,8 +169,11 @@ class Simulation(SimulatedMachine):
         with ExitStack() as resources:
             self._patches.apply()
             resources.callback(self._patches.undo)
+            resources.callback(self._of_triton.undo)
             self._follow_imports()
             resources.callback(self._compiling.undo)
+            late = LateImports("triton", self._importing_triton, itself=True)
+            resources.enter_context(late.watched())
             resources.enter_context(_as_initialized())
             lifts = torch._C._only_lift_cpu_tensors()
             # torch.tensor(..., device="cuda") then builds on the CPU and copies in sight of a mode.
@@ -185,6 +193,17 @@ class Simulation(SimulatedMachine):
     def _follow_imports(self) -> None:
         self._compiling.look()
         be_no_sequences()
+        if self._patches.are_applied and "triton" in sys.modules:
+            if not self._of_triton.planned:
+                launches.plan(self, self._of_triton)
+            if not self._of_triton.are_applied:
+                self._of_triton.apply()
+
+    @contextmanager
+    def _importing_triton(self) -> Iterator[None]:
+        with self._as_torch_is():
+            yield
+        self._follow_imports()
 
     @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
@@ -193,7 +212,12 @@ class Simulation(SimulatedMachine):
             yield
             return
         try:
-            with self._patches.paused(), _disable_current_modes(), _without_function_modes():
+            with (
+                self._patches.paused(),
+                self._of_triton.paused(),
+                _disable_current_modes(),
+                _without_function_modes(),
+            ):
                 yield
         finally:
             self._follow_imports()

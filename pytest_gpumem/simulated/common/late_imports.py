@@ -91,10 +91,15 @@ class StandIn(ModuleType):
 
 
 class LateImports(MetaPathFinder):
-    """Imports the modules of ``package`` alone, lest they keep what they find replaced."""
+    """Imports the modules of ``package`` alone, lest they keep what they find replaced.
 
-    def __init__(self, package: str, alone: Alone) -> None:
-        self._prefix = f"{package}."
+    With ``itself`` it is the package, with all that it imports, and no module of it that is
+    imported later.
+    """
+
+    def __init__(self, package: str, alone: Alone, *, itself: bool = False) -> None:
+        self._package = package
+        self._itself = itself
         self._alone = alone
 
     @contextmanager
@@ -111,12 +116,15 @@ class LateImports(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Find a module of the package where Python finds it; others are not found here."""
         of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
-        if not of_stand_in and not fullname.startswith(self._prefix):
+        if not of_stand_in and not self._is_of(fullname):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _AloneLoader(spec.loader, self._alone)
         return spec
+
+    def _is_of(self, name: str) -> bool:
+        return name == self._package if self._itself else name.startswith(f"{self._package}.")
 
 
 class _AloneLoader(Loader):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pytest_gpumem.simulated.operators.described import simulate_operator
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
@@ -123,12 +124,77 @@ def _update(
     _require(conv_state.shape[2] >= weight.shape[-1] - 1, "conv_state_len >= width - 1")
 
 
+# What they compute, on the CPU and in float32: for tests that read values.
+
+
+def _padded(x: Tensor, weight: Tensor, initial_states: Tensor | None) -> Tensor:
+    before = weight.shape[-1] - 1
+    if initial_states is None:
+        return functional.pad(x.float(), (before, 0))
+    return torch.cat([initial_states.float(), x.float()], -1)
+
+
+def _convolved(padded: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    wide = None if bias is None else bias.float()
+    return functional.conv1d(padded, weight.float()[:, None], wide, groups=weight.shape[0])
+
+
+def _fwd_values(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    out: Tensor,
+    final_states_out: Tensor | None,
+    silu_activation: bool,
+) -> None:
+    if seq_idx is not None:
+        raise NotImplementedError("several sequences in one row")
+    padded = _padded(x, weight, initial_states)
+    made = _convolved(padded, weight, bias)
+    out.copy_(functional.silu(made) if silu_activation else made)
+    if final_states_out is not None:
+        final_states_out.copy_(padded[..., 1 - weight.shape[-1] :])
+
+
+def _bwd_values(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dout: Tensor,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    dfinal_states: Tensor | None,
+    dx: Tensor,
+    dweight: Tensor,
+    dbias: Tensor | None,
+    dinitial_states: Tensor | None,
+    silu_activation: bool,
+) -> None:
+    if seq_idx is not None or dfinal_states is not None:
+        raise NotImplementedError("several sequences in one row, or gradients of states")
+    padded, grad, width = _padded(x, weight, initial_states), dout.float(), weight.shape[-1]
+    if silu_activation:
+        made = _convolved(padded, weight, bias)
+        gate = torch.sigmoid(made)
+        grad = grad * gate * (1 + made * (1 - gate))
+    back = functional.conv_transpose1d(grad, weight.float()[:, None], groups=weight.shape[0])
+    dx.copy_(back[..., width - 1 :])
+    dweight.copy_(torch.einsum("bdl,bdlw->dw", grad, padded.unfold(-1, width, 1)))
+    if dbias is not None:
+        dbias.copy_(grad.sum((0, 2)))
+    if dinitial_states is not None:
+        dinitial_states.copy_(back[..., : width - 1])
+
+
 _FORWARD = register(
     "DaoAILab::_causal_conv1d_fwd_cpp",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? initial_states, "
     "Tensor(a!) out, Tensor(b!)? final_states_out, bool silu_activation) -> ()",
     _fwd,
     mutates=("out", "final_states_out"),
+    values=_fwd_values,
 )
 _BACKWARD = register(
     "DaoAILab::_causal_conv1d_bwd_cpp",
@@ -137,6 +203,7 @@ _BACKWARD = register(
     "Tensor(d!)? dbias, Tensor(e!)? dinitial_states, bool silu_activation) -> ()",
     _bwd,
     mutates=("dfinal_states", "dx", "dweight", "dbias", "dinitial_states"),
+    values=_bwd_values,
 )
 _UPDATE = register(
     "DaoAILab::_causal_conv1d_update_cpp",

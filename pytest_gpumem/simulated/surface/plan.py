@@ -29,7 +29,6 @@ from pytest_gpumem.simulated.surface import (
     unsupported,
     wrappers,
 )
-from pytest_gpumem.simulated.surface.triton import launches
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -54,7 +53,6 @@ def plan(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
         saved,
         checkpoints,
         compile,
-        launches,
         backends,
         devices,
         legacy,

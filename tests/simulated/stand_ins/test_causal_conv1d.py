@@ -87,6 +87,29 @@ def test_a_width_that_no_kernel_has_is_refused(gpu: Any, conv: Any) -> None:
         conv.causal_conv1d_fn(made(BATCH, DIM, LENGTH), made(DIM, 5))
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_where_values_are_computed_they_are_those_of_torchs_convolution(
+    activation: str | None,
+) -> None:
+    with simulate(real_values=True), served(("causal-conv1d",), lambda sentence: None):
+        conv = importlib.import_module("causal_conv1d")
+        x, weight, bias = (
+            torch.randn(shape, device="cuda", requires_grad=True)
+            for shape in ((2, 8, 9), (8, 4), 8)
+        )
+        out = conv.causal_conv1d_fn(x, weight, bias, activation=activation)
+        found = torch.autograd.grad(out.square().sum(), (x, weight, bias))
+        host = [each.detach().cpu().requires_grad_() for each in (x, weight, bias)]
+        padded = torch.nn.functional.pad(host[0], (3, 0))
+        expected = torch.nn.functional.conv1d(padded, host[1][:, None], host[2], groups=8)
+        if activation is not None:
+            expected = torch.nn.functional.silu(expected)
+        torch.testing.assert_close(out.cpu(), expected)
+        reference = torch.autograd.grad(expected.square().sum(), host)
+        for one, other in zip(found, reference, strict=True):
+            torch.testing.assert_close(one.cpu(), other)
+
+
 def test_it_is_there_only_where_it_is_named() -> None:
     if importlib.util.find_spec("causal_conv1d") is not None:
         pytest.skip("causal-conv1d is installed")

@@ -11,26 +11,30 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import WorkLimitError
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
-_BY_LENGTHS = frozenset(
-    {
-        "aten::_efficient_attention_backward",
-        "aten::_efficient_attention_forward",
-        "aten::_flash_attention_backward",
-        "aten::_flash_attention_forward",
-    }
+_WITH_FORMULA = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_convolution _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention "
+        "_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention "
+        "_scaled_dot_product_flash_attention_backward _scaled_mm _slow_conv2d_forward addmm "
+        "baddbmm bmm convolution convolution_backward convolution_overrideable cudnn_convolution mm"
+    ).split()
 )
-"""Operators whose formulas read the values of their arguments."""
+"""Operators that torch has a formula for (torch/utils/flop_counter.py, 2.6 to 2.15), but for those
+whose formulas read the values of their arguments. Which have one in the present release is asked
+late: torch imports Triton along with them, where it is installed."""
 
 _PROBES = {torch.float32: 512, torch.float64: 512}
 _PROBE = 256
@@ -47,8 +51,8 @@ class Work:
     """What a run has asked for, in operations of floating point, and what it may ask for."""
 
     def __init__(self) -> None:
-        self._counted: defaultdict[torch.dtype, int] = defaultdict(int)
-        self._known: dict[Any, int] = {}
+        self._calls: dict[Any, _Calls] = {}
+        """By operator and shapes."""
         self._limit: float | None = None
         self._spent = 0.0
         self._shown = 0.0
@@ -56,7 +60,7 @@ class Work:
 
     def begin(self) -> None:
         """Begin anew, without a limit."""
-        self._counted.clear()
+        self._calls.clear()
         self._limit = self._show = None
 
     def bound(self, seconds: float, show: Callable[[float], None] | None = None) -> None:
@@ -67,22 +71,25 @@ class Work:
     @property
     def seconds(self) -> float:
         """How long the CPU of this machine takes for what was counted, at the least."""
-        return sum(count / speed(dtype) for dtype, count in self._counted.items())
+        counted: defaultdict[torch.dtype, int] = defaultdict(int)
+        for calls in self._calls.values():
+            counted[calls.dtype] += calls.times * calls.operations
+        return sum(count / speed(dtype) for dtype, count in counted.items())
 
     def counting(self, func: Any, handler: Handler) -> Handler:
         """Let ``handler``, which runs ``func``, count; as it is for operators without a formula."""
-        formula = _formula(func)
-        if formula is None:
+        if not _has_formula(func):
             return handler
-        known, counted = self._known, self._counted
+        known = self._calls
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = handler(args, kwargs)
-            key = func, getattr(result, "shape", None), *map(_shape, args[:4])
-            count = known.get(key)
-            if count is None:
-                count = known[key] = formula(args, kwargs, result)
-            counted[args[1].dtype] += count
+            dtype = args[1].dtype
+            key = func, dtype, getattr(result, "shape", None), *map(_shape, args[:4])
+            calls = known.get(key)
+            if calls is None:
+                calls = known[key] = _Calls(func, dtype, *map(_shapes, (args, kwargs, result)))
+            calls.times += 1
             return result
 
         return handle
@@ -91,9 +98,8 @@ class Work:
         """Stop before the values of ``result``, of ``func``, where they take more than is left."""
         if self._limit is None:
             return
-        formula = _formula(func)
-        if formula is not None:
-            seconds = formula(args, kwargs, result) / speed(args[1].dtype)
+        if _has_formula(func):
+            seconds = _operations(func, args, kwargs, result) / speed(args[1].dtype)
             if self._spent + seconds > self._limit:
                 self._stop()
 
@@ -121,22 +127,52 @@ class Work:
         )
 
 
-def _formula(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any], Any], int] | None:
-    found = flop_registry.get(getattr(func, "overloadpacket", None))
-    if found is None or func._schema.name in _BY_LENGTHS or "out" in func._schema.overload_name:
-        return None
+@dataclass
+class _Calls:
+    """Calls of one operator with the same shapes, which is all that is kept of them."""
 
-    def count(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-        if "dtype" in func._schema.overload_name:
-            # Formulas take the result's type, an argument of these, for its shape.
-            args = tuple(value for value in args if isinstance(value, torch.Tensor))
-        return int(found(*args, **kwargs, out_val=result))
+    func: Any
+    dtype: torch.dtype
+    args: Any
+    kwargs: Any
+    result: Any
+    times: int = 0
 
-    return count
+    @cached_property
+    def operations(self) -> int:
+        """Operations of floating point of one call."""
+        return _operations(self.func, self.args, self.kwargs, self.result)
+
+
+def _has_formula(func: Any) -> bool:
+    return func._schema.name in _WITH_FORMULA and "out" not in func._schema.overload_name
+
+
+def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    from torch.utils.flop_counter import flop_registry  # imports Triton where it is installed
+
+    found = flop_registry.get(func.overloadpacket)
+    if found is None:
+        return 0
+    if "dtype" in func._schema.overload_name:
+        # Formulas take the result's type, an argument of these, for its shape.
+        args = tuple(value for value in args if isinstance(value, (torch.Tensor, torch.Size)))
+    return int(found(*args, **kwargs, out_val=result))
 
 
 def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _shapes(value: Any) -> Any:
+    """``value`` with the shapes of its tensors in their places."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    if isinstance(value, dict):
+        return {name: _shapes(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_shapes, value))
+    return value
 
 
 @cache

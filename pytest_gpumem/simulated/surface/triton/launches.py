@@ -8,8 +8,6 @@ Source: triton/runtime/jit.py and autotuner.py, releases 3.2 to 3.9.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -39,9 +37,7 @@ CLEARED_CACHE = 256 * 1024 * 1024
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Stand in the way of Triton's launches, and of its driver."""
-    if not _is_installed("triton"):
-        return
+    """Stand in the way of Triton's launches, and of its driver, once Triton is imported."""
     launches = _Launches(machine)
     for module, kind, method, launch in (
         ("triton.runtime.jit", "JITFunction", "run", launches.of_kernel),
@@ -55,13 +51,6 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             continue
         patches.plan(owner, method, launches.described(launch(getattr(owner, method))))
     driver.plan(machine, patches)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return package in sys.modules or importlib.util.find_spec(package) is not None
-    except ValueError:
-        return False
 
 
 class _Launches:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -168,3 +170,25 @@ def test_a_model_with_a_kernel_is_trained() -> None:
         apply(x).sum().backward()
         assert x.grad is not None
         assert gpu.allocated == 2048
+
+
+def test_triton_is_imported_only_by_those_who_ask_for_it() -> None:
+    asked = """
+import sys, torch
+from pytest_gpumem import simulate
+
+with simulate("A100-40GB"):
+    layer = torch.nn.Linear(3, 4).cuda()
+    layer(torch.ones(2, 3, device="cuda")).sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
+    assert "triton" not in sys.modules
+    import triton
+
+    for _ in range(2):
+        with simulate("T4"):
+            assert triton.runtime.driver.active.get_current_target().arch == 75
+        assert triton.runtime.driver.active.get_current_target().arch == 80
+driver = triton.runtime.driver
+assert "SimulatedDriver" not in repr(vars(driver))
+"""
+    subprocess.run([sys.executable, "-c", asked], check=True, timeout=120)
