@@ -6,12 +6,12 @@ import copy
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
@@ -40,32 +40,36 @@ RELEASED = "free"
 """Stands for the operator where memory is given back, which none does."""
 
 
-@dataclass(frozen=True)
-class Fused:
-    """What compiled code computes into one buffer."""
+class Purpose(NamedTuple):
+    """What a library or compiled code allocates for, where the operator that runs does not tell."""
 
-    place: tuple[str, int, str]
-    """Filename, line and function of the user's code that it comes from."""
-    operators: tuple[str, ...]
-    """By name, ``aten::_softmax``, in the order of the graph."""
-
-    @property
-    def name(self) -> str:
-        """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
-        names = list(dict.fromkeys(map(shown_operator, self.operators)))
-        return " + ".join(names) + (", fused" if len(names) > 1 else "")
+    name: str
+    """Stands for the operator: ``all-gather of layers.3``."""
+    kind: str
+    """As :attr:`Provenance.kind`."""
+    place: tuple[str, int, str] | None = None
+    """Filename, line and function of the user's code that it comes from, where frames do not."""
 
 
 class Running:
     """What the process runs at the moment."""
 
-    __slots__ = ("fused", "operator")
+    __slots__ = ("operator", "purpose")
 
     def __init__(self) -> None:
         self.operator: Any = None
         """The overload that was dispatched last."""
-        self.fused: Fused | None = None
-        """What a wrapper of compiled code takes memory for."""
+        self.purpose: Purpose | None = None
+        """What allocations are for, whatever operator makes them."""
+
+    @contextmanager
+    def doing(self, purpose: Purpose) -> Iterator[None]:
+        """Allocate for ``purpose`` inside."""
+        before, self.purpose = self.purpose, purpose
+        try:
+            yield
+        finally:
+            self.purpose = before
 
 
 running = Running()
@@ -82,11 +86,11 @@ class Provenance:
         "_entries",
         "_frames",
         "dtype",
-        "fused",
         "library",
         "nbytes",
         "node",
         "operator",
+        "purpose",
         "recording",
         "script_frames",
         "sequence",
@@ -98,8 +102,7 @@ class Provenance:
         self._frames: list[dict[str, Any]] | None = None
         self.operator: Any = running.operator
         """The overload that ran, ``aten.mm.default``."""
-        self.fused = running.fused
-        """What it is for, in compiled code."""
+        self.purpose = running.purpose
         self.nbytes = 0
         """Bytes of the block, after rounding."""
         self.sequence = -1
@@ -129,8 +132,8 @@ class Provenance:
                 {"filename": code.co_filename, "line": _line(code, offset), "name": code.co_name}
                 for code, offset in self._entries
             ]
-            if self.fused is not None:
-                filename, line, function = self.fused.place
+            if self.purpose is not None and self.purpose.place is not None:
+                filename, line, function = self.purpose.place
                 self._frames.insert(0, {"filename": filename, "line": line, "name": function})
         return self._frames
 
@@ -151,8 +154,8 @@ class Provenance:
     @property
     def place(self) -> tuple[str, int, str] | None:
         """Filename, line and function of the innermost frame outside torch and this package."""
-        if self.fused is not None:
-            return self.fused.place
+        if self.purpose is not None and self.purpose.place is not None:
+            return self.purpose.place
         for code, offset in self._entries:
             if not is_internal(code.co_filename):
                 return code.co_filename, _line(code, offset), code.co_name
@@ -160,18 +163,18 @@ class Provenance:
 
     @property
     def operator_name(self) -> str:
-        """The operator as users call it: ``torch.softmax``."""
-        if self.fused is not None:
-            return self.fused.name
+        """The operator as users call it: ``torch.softmax``; else what somebody says it is for."""
+        if self.purpose is not None:
+            return self.purpose.name
         if self.operator is None or self.operator is FROM_HOST:
             return FROM_HOST
         return shown_operator(self.operator._schema.name)
 
     @property
     def kind(self) -> str:
-        """``copy`` from the host, ``factory`` or ``computed``."""
-        if self.fused is not None:
-            return "computed"
+        """``copy`` from the host, ``factory`` or ``computed``; ``unsharded`` or ``buffer``."""
+        if self.purpose is not None:
+            return self.purpose.kind
         if self.operator is None or self.operator is FROM_HOST:
             return "copy"
         return "factory" if _is_factory(self.operator) else "computed"

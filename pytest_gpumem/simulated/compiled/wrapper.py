@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._inductor.codegen.common import WorkspaceArg
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._ops import OpOverload
 
-from pytest_gpumem.simulated.common.callsite import Fused, is_internal, running
+from pytest_gpumem.simulated.common.callsite import Purpose, is_internal, running, shown_operator
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -41,12 +41,12 @@ class Memory:
 
     def of(self, filename: str, line: int, function: str, operators: tuple[str, ...]) -> Memory:
         """What comes next is computed there, by these operators."""
-        running.fused = Fused((filename, line, function), operators)
+        running.purpose = Purpose(_together(operators), "computed", (filename, line, function))
         return self
 
     def done(self) -> None:
         """It has been."""
-        running.fused = None
+        running.purpose = None
 
     def __call__(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -56,7 +56,14 @@ class Memory:
         try:
             return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
         finally:
-            running.fused = None
+            running.purpose = None
+
+
+@cache
+def _together(operators: tuple[str, ...]) -> str:
+    """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
+    names = list(dict.fromkeys(map(shown_operator, operators)))
+    return " + ".join(names) + (", fused" if len(names) > 1 else "")
 
 
 _TAKES = "empty_strided_cuda"
