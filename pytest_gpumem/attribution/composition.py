@@ -17,6 +17,7 @@ from pytest_gpumem.attribution.history import (
     INPUTS,
     OPTIMIZER_STATE,
     OTHER,
+    PARAMETERS,
     TEMPORARIES,
     WORKSPACE,
     History,
@@ -152,7 +153,8 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
         origin
     )
     module = sighting.module if sighting else ""
-    operator = origin.node if in_backward else origin.operator_name
+    named = origin.kind in _OF_SHARDING
+    operator = origin.node if in_backward and not named else origin.operator_name
     if sighting and category == OPTIMIZER_STATE:
         operator = sighting.name
     elif sighting and category == OTHER:
@@ -184,6 +186,10 @@ def _sum(place: Site, lives: Sequence[Life]) -> Site:
     )
 
 
+_OF_SHARDING = {"unsharded": PARAMETERS, "buffer": OTHER}
+"""By kind: what a library has said that it allocates."""
+
+
 def category_of(history: History, life: Life) -> str:
     """Return what a block holds: what it was seen to be, else what its life tells.
 
@@ -204,6 +210,8 @@ def _known_category(history: History, life: Life) -> str:
         return OTHER
     if origin.library:
         return WORKSPACE
+    if origin.kind in _OF_SHARDING:
+        return _OF_SHARDING[origin.kind]
     span = history.span_at(life.born)
     if span is None:
         return _category_outside(history, life, origin)

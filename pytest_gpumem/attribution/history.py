@@ -29,7 +29,8 @@ class Origin(Protocol):
 
     @property
     def kind(self) -> str:
-        """``copy`` from the host, ``factory`` or ``computed``."""
+        """``copy`` from the host, ``factory`` or ``computed``; what sharding adds is ``unsharded``
+        parameters and ``buffer``."""
 
     @property
     def library(self) -> str | None:

@@ -29,14 +29,16 @@ def predict(call: Callable[[], Any], gpu: str, *, ranks: int | None = None) -> P
     if ranks is None:
         return _predicted(call, model, None)
     worst = Worst(ranks)
-    while True:
-        found = _predicted(call, model, world_of(ranks, worst.rank), worst)
-        rank = worst.next()
-        if rank is None:
-            return replace(
-                found, ranks=f"rank {worst.rank} of {ranks}", notes=(*found.notes, worst.sentence)
-            )
+    found = {}
+    rank: int | None = 0
+    while rank is not None:
         worst.rank = rank
+        found[rank] = _predicted(call, model, world_of(ranks, rank), worst)
+        rank = worst.unknown()
+    most = found[worst.found]
+    return replace(
+        most, ranks=f"rank {worst.found} of {ranks}", notes=(*most.notes, worst.sentence)
+    )
 
 
 def _predicted(

@@ -57,6 +57,8 @@ NOT_RUN = {
     "pytest examples/memory_of_training": "is part of this suite",
     "pytest examples/transformer": "is part of this suite",
     "EXAMPLE_REGRESSION=1 pytest examples/transformer": "is part of this suite",
+    "pytest examples/ranks": "is part of this suite",
+    "EXAMPLE_REGRESSION=1 pytest examples/ranks": "is part of this suite",
     "pytest examples/transformer --gpumem-update-baselines": "writes to this repository",
     "python -m examples.memory_of_training.charts charts": "has tests of its own",
     "python examples/shared_gpu/demonstrate.py": "takes minutes",

@@ -6,11 +6,12 @@ import copy
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
@@ -37,14 +38,34 @@ RELEASED = "free"
 """Stands for the operator where memory is given back, which none does."""
 
 
+class Purpose(NamedTuple):
+    """What a library allocates for, where its operators do not tell."""
+
+    name: str
+    """Stands for the operator: ``all-gather of layers.3``."""
+    kind: str
+    """As :attr:`Provenance.kind`."""
+
+
 class Running:
     """What the process runs at the moment."""
 
-    __slots__ = ("operator",)
+    __slots__ = ("operator", "purpose")
 
     def __init__(self) -> None:
         self.operator: Any = None
         """The overload that was dispatched last."""
+        self.purpose: Purpose | None = None
+        """What allocations are for, whatever operator makes them."""
+
+    @contextmanager
+    def doing(self, purpose: Purpose) -> Iterator[None]:
+        """Allocate for ``purpose`` inside."""
+        before, self.purpose = self.purpose, purpose
+        try:
+            yield
+        finally:
+            self.purpose = before
 
 
 running = Running()
@@ -65,6 +86,7 @@ class Provenance:
         "nbytes",
         "node",
         "operator",
+        "purpose",
         "recording",
         "script_frames",
         "sequence",
@@ -76,6 +98,7 @@ class Provenance:
         self._frames: list[dict[str, Any]] | None = None
         self.operator: Any = running.operator
         """The overload that ran, ``aten.mm.default``."""
+        self.purpose = running.purpose
         self.nbytes = 0
         """Bytes of the block, after rounding."""
         self.sequence = -1
@@ -131,14 +154,18 @@ class Provenance:
 
     @property
     def operator_name(self) -> str:
-        """The operator as users call it: ``torch.softmax``."""
+        """The operator as users call it: ``torch.softmax``; else what somebody says it is for."""
+        if self.purpose is not None:
+            return self.purpose.name
         if self.operator is None or self.operator is FROM_HOST:
             return FROM_HOST
         return shown_operator(self.operator._schema.name)
 
     @property
     def kind(self) -> str:
-        """``copy`` from the host, ``factory`` or ``computed``."""
+        """``copy`` from the host, ``factory`` or ``computed``; ``unsharded`` or ``buffer``."""
+        if self.purpose is not None:
+            return self.purpose.kind
         if self.operator is None or self.operator is FROM_HOST:
             return "copy"
         return "factory" if _is_factory(self.operator) else "computed"

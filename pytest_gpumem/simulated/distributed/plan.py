@@ -23,11 +23,17 @@ def plan(
         refusals.plan(patches)
         return
     # What a simulation of one process need not import.
-    from pytest_gpumem.simulated.distributed import process_groups, propagation, sharded
+    from pytest_gpumem.simulated.distributed import (
+        process_groups,
+        propagation,
+        purposes,
+        sharded,
+    )
     from pytest_gpumem.simulated.distributed.collectives import Collectives
 
     process_groups.plan(world, patches)
     propagation.plan(patches)
+    purposes.plan(patches)
     sharded.plan(patches)
     sharded.bind(execution)
     Collectives(machine, execution).bind()

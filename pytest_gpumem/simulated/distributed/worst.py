@@ -2,8 +2,7 @@
 
 A rank that allocates the same as another takes the same memory. So the first and the last one run;
 where they differ, one between them does, and so on, until neighbours that have run are alike or
-next to each other: ranks between two that are alike are taken to be like them. The one that took
-most runs last.
+next to each other: ranks between two that are alike are taken to be like them.
 """
 
 from __future__ import annotations
@@ -39,10 +38,14 @@ class Worst:
 
     def next(self) -> int | None:
         """Return the rank to run next; ``None`` where the present one is the worst."""
-        for rank in self._candidates():
-            if rank not in self._taken:
-                return rank
-        return None if self.rank == self._worst else self._worst
+        rank = self.unknown()
+        if rank is None and self.rank != self.found:
+            return self.found
+        return rank
+
+    def unknown(self) -> int | None:
+        """Return a rank that has to be run before the worst is known; ``None`` once it is."""
+        return next((rank for rank in self._candidates() if rank not in self._taken), None)
 
     @property
     def sentence(self) -> str:
@@ -50,17 +53,18 @@ class Worst:
         ran = sorted(self._taken)
         listed = ", ".join(map(str, ran))
         if len(ran) == self.size:
-            return f"rank {self.rank} takes most of {self.size} ranks, which were all run"
+            return f"rank {self.found} takes most of {self.size} ranks, which were all run"
         alike = len({self._taken[rank].events for rank in ran}) == 1
         how = "allocate alike" if alike else "differ"
         return (
-            f"rank {self.rank} takes most of {self.size} ranks: {listed} were run, and {how}; "
+            f"rank {self.found} takes most of {self.size} ranks: {listed} were run, and {how}; "
             "ranks between two that allocate alike are taken to do so, too"
             + ("" if len(ran) < MOST_RUNS else f", and no more than {MOST_RUNS} were run")
         )
 
     @property
-    def _worst(self) -> int:
+    def found(self) -> int:
+        """The rank that takes most of those that have run."""
         return max(self._taken, key=lambda rank: (self._taken[rank].peak_allocated, -rank))
 
     def _candidates(self) -> Iterator[int]:

@@ -1,0 +1,36 @@
+"""``examples/ranks``: what its README shows of a wrong wrapping policy is what happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+README = (REPOSITORY / "examples/ranks/README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(torch.__version__[:5] != "2.13.", reason="its baseline is of torch 2.13")
+def test_a_wrong_wrapping_policy_fails_as_shown() -> None:
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=sim"),
+            "examples/ranks/test_ranks.py::test_step",
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "EXAMPLE_REGRESSION": "1", "COLUMNS": "140"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shown = re.findall(r"^    ((?:forward|backward) peaked .*|  [+-] ?\d.*)$", README, re.MULTILINE)
+    printed = [" ".join(line.split()) for line in ran.stdout.splitlines()]
+    assert ran.returncode == 1, ran.stdout
+    assert len(shown) == 6
+    for line in shown:
+        assert any(found.startswith(" ".join(line.split())) for found in printed), line
