@@ -267,9 +267,8 @@ def ranks() -> Iterator[str]:
 
 
 _ABOVE = (
-    "above: the installed torch keeps one all-gather's result while it copies the next one out "
-    "(`prev_all_gather_state` in `FSDPParamGroup.wait_for_unshard`), on the CPU without "
-    "simulation, too"
+    "above, from a clean start as here; the test's cases follow one another in a process, and the "
+    "peak that one leaves is what the next starts from"
 )
 
 
