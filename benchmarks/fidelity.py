@@ -293,7 +293,9 @@ def ranks() -> Iterator[str]:
         "What others measured on one rank of a world of several: DDP, FSDP1 and FSDP2, sharded "
         "optimizers, tensor and pipeline parallelism. The programs are written anew after theirs "
         "(`benchmarks/producers`) and run under `simulate(..., world_size=, rank=)`; nothing in "
-        f"them was made to fit a number. Of {len(found)} numbers in {len(configurations)} "
+        "them was made to fit a number. Two sources name no GPU, the public notes and the second "
+        "CS336: the workspaces in their totals are not a Hopper's, so it is an A100 here. "
+        f"Of {len(found)} numbers in {len(configurations)} "
         f"configurations {equal} are equal to the precision printed and {within} within 1 %. "
         "The composition of FSDP, DTensor and DDP is the installed torch's, whichever torch was "
         "measured."
@@ -318,9 +320,8 @@ def ranks() -> Iterator[str]:
 
 
 _ABOVE = (
-    "above: the installed torch keeps one all-gather's result while it copies the next one out "
-    "(`prev_all_gather_state` in `FSDPParamGroup.wait_for_unshard`), on the CPU without "
-    "simulation, too"
+    "above, from a clean start as here; the test's cases follow one another in a process, and the "
+    "peak that one leaves is what the next starts from"
 )
 
 

@@ -64,7 +64,7 @@ class Configuration:
 
 _RECIPE = "pytorch/tutorials, recipes_source/zero_redundancy_optimizer.rst"
 _POINTS = ("local model", "DDP", "before step()", "after step()")
-_BUCKETS = "torch 1.8 starts with buckets of 25 MiB, later ones with one: other blocks get free"
+_ONE_BLOCK = "not found; one block of 16.8 MB"
 RECIPE = tuple(
     Configuration(
         f"20 layers of 2000, DDP, {name}",
@@ -72,7 +72,7 @@ RECIPE = tuple(
         "A100-40GB",
         2,
         partial(replicated.recipe, zero),
-        tuple(map(Stated, _POINTS, values, (_BUCKETS,) * 4)),
+        tuple(map(Stated, _POINTS, values, ("", "", "tails of blocks", _ONE_BLOCK))),
         "MB",
         floors=True,
         # Workspaces were cuBLAS's own.
@@ -183,9 +183,10 @@ _H100 = replace(find_gpu("H100"), total_memory=int(95.0396 * GIB))
 _LLAMA_3 = titan.Run(titan.LLAMA_3_8B, "op")
 _LLAMA_2 = titan.Run(titan.LLAMA_2_7B, "full")
 _WIDE = replace(_LLAMA_2, sizes=replace(titan.LLAMA_2_7B, batch=16), tensor=2)
-_CHUNKS = "1.96 GiB, one copy of the logits in bfloat16; which one is not known"
+_CHUNKS = "not found; 1.97 GiB, near one copy of the logits in bfloat16 (1.96 GiB)"
 _ROOT = "0.49 GiB, the root group's parameters in bfloat16 once more: FSDP2 of a March 2024 nightly"
-_FRAGMENTS = "that, and segments without expandable ones"
+_FRAGMENTS = "the same 0.49 GiB, and fragments of segments that cannot expand"
+_AGAIN = "#985 and #996 state 49.58 of the same run"
 _TIMED = "FSDP1 frees with record_stream: when a block comes back depends on the GPU's pace"
 _RUNS_AHEAD = (
     "not found; pytorch/torchtitan#191 reports 16 GB more of that kind a week later, of FSDP2 with "
@@ -219,7 +220,11 @@ TITAN_LOGS = tuple(
         _H100,
         8,
         partial(_reserved, replace(_LLAMA_3, reshard=policy)),
-        (Stated("model", 3.77), Stated("step 1, reserved", first), Stated("later", later)),
+        (
+            Stated("model", 3.77),
+            Stated("step 1, reserved", first),
+            Stated("later, reserved", later, _AGAIN),
+        ),
         "GiB",
         2,
         settings="expandable_segments:True",

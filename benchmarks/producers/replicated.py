@@ -38,7 +38,9 @@ def recipe(zero: bool) -> list[int]:
     peaks = []
     model = nn.Sequential(*[nn.Linear(2000, 2000).to(0) for _ in range(20)])
     peaks.append(torch.cuda.max_memory_allocated())
-    parallel = DistributedDataParallel(model, device_ids=[0])
+    # torch 1.8 begins with buckets of 1 and 25 MiB, later ones only where they look for unused
+    # parameters (``_ddp_init_helper``).
+    parallel = DistributedDataParallel(model, device_ids=[0], find_unused_parameters=True)
     peaks.append(torch.cuda.max_memory_allocated())
     optimizer: torch.optim.Optimizer
     if zero:
