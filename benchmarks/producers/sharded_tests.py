@@ -3,7 +3,8 @@
 - ``flat``: test/distributed/fsdp/test_fsdp_memory.py, MiB allocated as somebody read them off,
   compared there to 1 MiB;
 - ``per_parameter``: test/distributed/_composable/fsdp/test_fully_shard_memory.py, upper bounds of
-  active MB (1000-based), made from the numbers of elements.
+  active MB (1000-based), made from the numbers of elements; its model is the ``Transformer`` of
+  torch/testing/_internal/distributed/_tensor/common_dtensor.py.
 """
 
 from __future__ import annotations
@@ -14,11 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.testing._internal.distributed._tensor.common_dtensor import (
-    ModelArgs,
-    Transformer,
-    TransformerBlock,
-)
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 MIB = 2**20
@@ -108,20 +105,80 @@ def flat_expected(checkpoints: bool, iterations: int = 2) -> dict[str, int]:
     return expected
 
 
+class Attention(nn.Module):
+    """Causal attention with dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(batch, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
+        )
+        output = functional.scaled_dot_product_attention(q, k, v, None, 0.1, is_causal=True)
+        output = output.transpose(1, 2).reshape(batch, length, -1)
+        attended: Tensor = self.dropout(self.wo(output))
+        return attended
+
+
+class Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.ffn_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        h = x + self.attention(self.attention_norm(x))
+        output: Tensor = h + self.feed_forward(self.ffn_norm(h))
+        return output
+
+
+class Transformer(nn.Module):
+    """Embeddings of 32 words and 16 positions, layers, a norm and logits."""
+
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(32, width), nn.Embedding(16, width)
+        self.dropout = nn.Dropout(0.1)
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits."""
+        positions = torch.arange(0, tokens.shape[1], device=tokens.device)
+        h = self.dropout(self.words(tokens) + self.positions(positions))
+        for layer in self.layers:
+            h = layer(h)
+        logits: Tensor = self.output(self.norm(h)).float()
+        return logits
+
+
 def per_parameter(reshard: bool) -> Iterator[tuple[str, float, float]]:
     """Points of one step, with the bound and what is there, in MB above what was before."""
     linear = nn.Linear(768, 768, device="cuda")
     linear(torch.randn(1, 768, device="cuda")).sum().backward()
     torch.cuda.empty_cache()
     base = _active("peak")
-    model = Transformer(
-        ModelArgs(vocab_size=32, n_layers=3, dim=768, n_heads=12, weight_tying=False)
-    )
+    model = Transformer(layers=3, width=768, heads=12)
     whole = sum(p.numel() for p in model.parameters()) * 4 / 1e6
     block = sum(p.numel() for p in model.layers[0].parameters()) * 4 / 1e6
     part, rest = whole / 2, whole - 3 * block
     for module in model.modules():
-        if isinstance(module, TransformerBlock):
+        if isinstance(module, Block):
             fully_shard(module, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)

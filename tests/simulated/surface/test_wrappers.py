@@ -267,7 +267,7 @@ def test_numbers_beside_fake_tensors_of_a_gpu() -> None:
     with simulate("A100-40GB", alloc_conf=""), FakeTensorMode():
         x = torch.zeros(16, device="cuda")
         assert torch.where(x != 3, x, 0).device == torch.device("cuda", 0)
-        with pytest.raises(RuntimeError, match="cuda:0 and meta"):
+        with pytest.raises(RuntimeError, match=r"found .*two (different )?devices"):
             x + torch.zeros(16, device="meta")
 
 
