@@ -193,7 +193,7 @@ class Simulation(SimulatedMachine):
     def _follow_imports(self) -> None:
         self._compiling.look()
         be_no_sequences()
-        if self._patches.are_applied and "triton" in sys.modules:
+        if self._patches.are_applied and launches.ARE_IN in sys.modules:
             if not self._of_triton.planned:
                 launches.plan(self, self._of_triton)
             if not self._of_triton.are_applied:
@@ -225,7 +225,7 @@ class Simulation(SimulatedMachine):
     @contextmanager
     def _as_compilers_see(self) -> Iterator[None]:
         """Let nothing be replaced inside but what answers for the GPU."""
-        with self._patches.paused(but=answers_for_gpu):
+        with self._patches.paused(but=answers_for_gpu), self._of_triton.paused():
             yield
 
     def _forget_entering(self) -> None:

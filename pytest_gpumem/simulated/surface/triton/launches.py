@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 
+ARE_IN = "triton.runtime.jit"
+"""The module that is there once Triton is: not all that is called ``triton`` is Triton itself."""
+
 CLEARED_CACHE = 256 * 1024 * 1024
 """Bytes that ``triton.testing.do_bench`` clears before each run, so that the L2 cache holds nothing
 (triton/backends/nvidia/driver.py, get_empty_cache_for_benchmark)."""
@@ -40,7 +43,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Stand in the way of Triton's launches, and of its driver, once Triton is imported."""
     launches = _Launches(machine)
     for module, kind, method, launch in (
-        ("triton.runtime.jit", "JITFunction", "run", launches.of_kernel),
+        (ARE_IN, "JITFunction", "run", launches.of_kernel),
         ("triton.runtime.autotuner", "Autotuner", "run", launches.of_tuner),
         ("triton.runtime.autotuner", "Heuristics", "run", launches.of_heuristics),
         ("triton.runtime.interpreter", "GridExecutor", "__call__", launches.of_interpreter),
