@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import not_followed
@@ -103,6 +104,10 @@ class Compilation:
 
     def _callback(self, callback: Any) -> Any:
         """What compiles in the place of ``callback``; ``None`` to run eagerly."""
+        if self._machine.execution.lock is not None:
+            # What is replaced while torch compiles is replaced for all threads.
+            self._say_eager("while several threads run operators")
+            return None
         found = self._callbacks.get(callback)
         if found is None:
             found = self._callbacks[callback] = self._replaced(callback) or _Eagerly
@@ -118,10 +123,7 @@ class Compilation:
             return None
         reason = self._reason(name)
         if reason is not None:
-            self._machine.note(
-                f"torch.compile at {user_line()} runs eagerly on a simulated GPU, {reason}: "
-                f"compiled code allocates less"
-            )
+            self._say_eager(reason)
             return None
         from pytest_gpumem.simulated.compiled.backend import Inductor
 
@@ -130,6 +132,13 @@ class Compilation:
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
         return _ButOwn(type(callback)(_inner(callback)._clone_with_backend(own), hooks))
+
+    def _say_eager(self, reason: str) -> None:
+        self._ran_eagerly = True
+        what = f"torch.compile at {user_line()} runs eagerly on a simulated GPU, {reason}"
+        if self._how == ALWAYS:
+            raise UnsupportedOperatorError(what)
+        self._machine.note(f"{what}: compiled code allocates less")
 
     def _reason(self, backend: str) -> str | None:
         """Why what ``backend`` makes is not followed."""

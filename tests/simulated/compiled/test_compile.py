@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,6 +190,31 @@ def test_an_unknown_way_is_refused() -> None:
     sentence = "compile='never': write one of 'auto', 'always', 'eager'"
     with pytest.raises(ValueError, match=sentence), simulate("A100-40GB", compile="never"):
         pass
+
+
+def test_another_backend_runs_eagerly_or_is_refused() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("never asked")
+
+    sentence = "runs eagerly on a simulated GPU, where backend 'backend' is not followed"
+    with simulate("A100-40GB") as gpu:
+        compiled(lambda x: x.sin(), backend=backend)(torch.ones(3, device="cuda"))
+        assert sentence in gpu.notes[0]
+    with simulate("A100-40GB", compile="always"):
+        x = torch.ones(3, device="cuda")
+        with pytest.raises(UnsupportedOperatorError, match=sentence):
+            compiled(lambda x: x.sin(), backend=backend)(x)
+
+
+def test_threads_run_compiled_code_eagerly_and_it_is_said() -> None:
+    def run() -> None:
+        compiled(lambda x: x.sin().cos())(torch.ones(3, device="cuda"))
+
+    with simulate("A100-40GB") as gpu:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert any("while several threads run operators" in note for note in gpu.notes)
 
 
 def broken_lowering(*_: Any, **__: Any) -> Any:
