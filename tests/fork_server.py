@@ -68,7 +68,8 @@ def _keep(connection: socket.socket) -> None:
     """Fork, wait for the fork, and tell who connected how it ended; it goes when they go."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, streams, _, _ = socket.recv_fds(connection, 8, 3)
-    request = connection.recv(*struct.unpack("q", size), socket.MSG_WAITALL)
+    (length,) = struct.unpack("q", size)
+    request = connection.recv(length, socket.MSG_WAITALL)
     fork = os.fork()
     if fork == 0:
         connection.close()
@@ -81,7 +82,7 @@ def _keep(connection: socket.socket) -> None:
     ended = os.pidfd_open(fork)
     with contextlib.suppress(OSError):  # it was killed before
         connection.sendall(f"{fork}\n".encode())
-        ready, _, _ = select.select([ended, connection], [], [])
+        ready, _, _ = select.select([ended, connection.fileno()], [], [])
         if ended not in ready:
             os.kill(fork, signal.SIGKILL)
     _, status = os.waitpid(fork, 0)

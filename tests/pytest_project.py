@@ -110,7 +110,7 @@ class Project:
 
     def start(self, *args: str, device: str = DEVICE) -> subprocess.Popen[bytes]:
         """Start pytest in a process of its own, and do not wait for it."""
-        command = [quick(), "-m", "pytest", *_arguments(args, device, ())]
+        command = [str(quick()), "-m", "pytest", *_arguments(args, device, ())]
         return subprocess.Popen(command, cwd=self.path, stdout=subprocess.PIPE)
 
     def run_on_terminal(self, *args: str, device: str = DEVICE) -> str:

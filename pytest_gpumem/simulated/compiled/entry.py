@@ -14,7 +14,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,7 @@ class Compilation:
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
         self._ran_eagerly = False
+        self._inside = ExitStack()
 
     @contextmanager
     def going(self) -> Iterator[None]:
@@ -68,12 +69,13 @@ class Compilation:
         if self._patches is None:
             self._patches = self._planned()
         self._forget_others()
-        self._patches.apply()
-        try:
-            with launched.told_to(self._machine.kernel_wrote):
-                yield
-        finally:
-            self._patches.undo()
+        with ExitStack() as self._inside:
+            self._inside.enter_context(launched.told_to(self._machine.kernel_wrote))
+            self._patches.apply()
+            self._inside.callback(self._patches.undo)
+            if self._tracing is not None:
+                self._inside.enter_context(self._tracing.keeping())
+            yield
 
     def _planned(self) -> Patches:
         from torch._dynamo import convert_frame, eval_frame
@@ -148,6 +150,7 @@ class Compilation:
 
                 prepare()
                 self._tracing = Tracing(self._machine, self._bare)
+            self._inside.enter_context(self._tracing.keeping())
         return self._tracing
 
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:

@@ -109,10 +109,14 @@ class Tracing:
 
         return {_TO_COPY: to_copy}
 
-    def _folder(self) -> str:
-        """Where Inductor keeps its wrappers: apart from those for real GPUs, and by model."""
-        gpu = self._machine.current
-        return str(Path(cache_dir(), f"simulated-{_version()}", gpu.model.name))
+    def keeping(self) -> AbstractContextManager[Any]:
+        """Keep wrappers apart from those for real GPUs, and by model.
+
+        A graph's backward may be kept when it is first run, long after it was traced.
+        """
+        model = self._machine.gpus[0].model.name
+        folder = Path(cache_dir(), f"simulated-{_version()}", model)
+        return mock.patch.dict(os.environ, {_FOLDER: str(folder)})
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -125,7 +129,6 @@ class Tracing:
             with ExitStack() as inside:
                 inside.enter_context(self._bare())
                 inside.enter_context(gradients.kept())
-                inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: self._folder()}))
                 self._patches.apply()
                 inside.callback(self._patches.undo)
                 inside.enter_context(torch._inductor.config.patch(SETTINGS))
