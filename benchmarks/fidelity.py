@@ -196,7 +196,9 @@ def compiled() -> Iterator[str]:
     exact = sum(not number.off for number in numbers)
     yield (
         f"What others printed: {exact} of {len(numbers)} numbers are equal to the precision "
-        "printed. The last column is what the same program allocates when it is not compiled."
+        "printed. The last column is what the same program allocates when it is not compiled. "
+        "Budgets of activation memory take some minutes more: "
+        "`python benchmarks/compiled_numbers.py budgets`."
     )
     yield ""
     yield from header("what", "source", "measured", "simulated", "off", "not compiled", "")

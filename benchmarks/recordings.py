@@ -250,8 +250,8 @@ COMPILED_TRACES = {
         note=(
             "recorded with torch 2.6, compiled with the torch that runs. One buffer differs: the "
             "zeros that the rotation fills, 1,572,864 bytes, shared by all layers, which Inductor "
-            "of 2.13 folds into what reads them. Peaks: the recording's has what tuning left "
-            "behind, the remainders of blocks"
+            "of 2.13 folds into what reads them. The peaks differ by placement: "
+            "tuning allocated in between"
         ),
     ),
 }
