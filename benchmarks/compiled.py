@@ -161,14 +161,14 @@ def measured(program: Callable[[], Step]) -> Peaks:
     """The last of some steps."""
     step = program()
     for _ in range(STEPS - 1):
-        step().backward()  # type: ignore[no-untyped-call]
+        step().backward()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     loss = step()
     forward = torch.cuda.max_memory_allocated() - before
     saved = torch.cuda.memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     backward = torch.cuda.max_memory_allocated() - before
     return Peaks(saved, max(forward, backward), forward, backward - saved)
 
@@ -243,9 +243,9 @@ def main() -> None:
         began = time.perf_counter()
         eager, compiled, plan = compared(program)
         pairs = (
-            (eager and eager.peak, compiled.peak),
-            (eager and eager.saved, compiled.saved),
-            (eager and eager.beyond, compiled.beyond),
+            (eager.peak if eager else None, compiled.peak),
+            (eager.saved if eager else None, compiled.saved),
+            (eager.beyond if eager else None, compiled.beyond),
             (plan[False], compiled.forward),
             (plan[True], compiled.backward),
         )

@@ -178,7 +178,8 @@ def compiled() -> Iterator[str]:
     notes = []
     for name, trace in COMPILED_TRACES.items():
         found = compare(trace)
-        whole = len(events(max(load(trace.file)["device_traces"], key=len)))
+        traces: list[list[Any]] = load(trace.file)["device_traces"]
+        whole = len(events(max(traces, key=len)))
         equal = matching(found.recorded, found.simulated)
         yield row(
             name,

@@ -63,7 +63,7 @@ def _plain_run(attention: Attention, width: int, length: int) -> tuple[int, int]
     for _ in range(REPEATED):
         output = attention(q, k, v)
         loss = output.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         q.grad = k.grad = v.grad = None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -74,7 +74,7 @@ def _plain_run(attention: Attention, width: int, length: int) -> tuple[int, int]
         output = attention(q, k, v)
         loss = output.sum()
         q.grad = k.grad = v.grad = None
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     return before, torch.cuda.max_memory_allocated()
 
 
@@ -90,11 +90,11 @@ def masked_sweep(attention: Attention) -> Iterator[tuple[int, int, int]]:
             for _ in range(REPEATED):
                 out = attention(q, k, v, mask)
                 loss = out.sum()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             for _ in range(REPEATED):
                 out = attention(q, k, v, mask)
             yield width, length, torch.cuda.memory_allocated()
             out = attention(q, k, v, mask)
             loss = out.sum()
-            loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=True)
             torch.cuda.empty_cache()

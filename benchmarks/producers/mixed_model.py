@@ -293,7 +293,7 @@ def _pass(length: int, start: Callable[[], None]) -> list[Any]:
 
 def compiled(start: Callable[[], None]) -> list[Any]:
     """The first call of the small model, compiled, under an autocast that float32 switches off."""
-    model = torch.compile(Model(128, SMALL))
+    model: Any = torch.compile(Model(128, SMALL))
     model.to("cuda")
     data = torch.randint(0, VOCABULARY, (BATCH, 128), device="cuda")
     start()

@@ -86,10 +86,18 @@ class Compilation:
             eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
         )
         patches.plan(convert_frame, "_compile", self._compiling(convert_frame._compile))
+        patches.plan(torch._dynamo, "reset", self._reset(torch._dynamo.reset))
         counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counts is not None:
             patches.plan(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
         return patches
+
+    def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
+        def forget() -> None:
+            if self._tracing is not None:  # else nothing was compiled here
+                reset()
+
+        return forget
 
     def _counting(self, set_count: Callable[[int], int]) -> Callable[[int], int]:
         # Where a graph has to be whole, torch asks whether there was any.

@@ -20,6 +20,7 @@ import torch._inductor.codegen.cuda_combined_scheduling  # with what it imports 
 import torch._inductor.codegen.triton
 import torch._inductor.codegen.triton_combo_kernel
 import torch._inductor.config
+import torch._inductor.cudagraph_trees  # for resets: it looks for what only builds with CUDA have
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
