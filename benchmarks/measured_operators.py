@@ -38,6 +38,11 @@ def _given(forward: Call, gradient: Tensor, rival: object = None) -> Call:
     return full
 
 
+def _asked(row: Row, forward: Callable[[], Tensor]) -> Call:
+    """What was timed or measured: forward alone, or with its backward."""
+    return forward if row["mode"] == "forward" else lambda: forward().backward()
+
+
 def _of_logits(config: Config) -> int:
     return int(config["B"]) * int(config["T"])
 
@@ -96,10 +101,10 @@ def fused_linear_cross_entropy(row: Row, config: Config) -> Call:
     x = _made(int(row["x"]), hidden, dtype=dtype)
     target = torch.randint(vocabulary, (int(row["x"]),), device="cuda")
 
-    def full(_: Any = rival) -> None:
-        functional.cross_entropy(layer(x), target).backward()
+    def forward(_: Any = rival) -> Tensor:
+        return functional.cross_entropy(layer(x), target)
 
-    return full
+    return _asked(row, forward)
 
 
 def fused_linear_jsd(row: Row, config: Config) -> Call:
@@ -119,7 +124,7 @@ def fused_linear_jsd(row: Row, config: Config) -> Call:
         wide = meant.to(torch.float32)
         return _jensen_shannon(said.to(torch.float32), wide).to(dtype)
 
-    return lambda: divergence().backward()
+    return _asked(row, divergence)
 
 
 def layer_norm(row: Row, config: Config) -> Call:

@@ -192,6 +192,29 @@ def test_a_length_given_as_a_number_is_made_a_tensor(gpu: Any, flash: Any) -> No
     assert events == [2 * 4, 2 * 4 * 64 * 2, 2 * 4 * 4, -2 * 4, -2 * 4 * 4]
 
 
+def test_other_libraries_call_the_extension(gpu: Any, flash: Any, starts: Tensor) -> None:
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    assert not hasattr(interface, "flash_attn_cuda"), "its name before 2.7"
+    kernels = interface.flash_attn_gpu
+    q = made(BATCH, LENGTH, HEADS, SIZE, grad=False)
+    rest = 0.0, 0.125, True, -1, -1, 0.0
+    made_by = kernels.fwd(q, q, q, None, None, *rest, False, None)
+    call = q, q, q, None, None, *rest, False, None
+    # The result is a list, which drops the probabilities that nobody asked for.
+    assert gpu.of(lambda: kernels.fwd(*call)) == [OUT, LSE, RNG]
+    out, lse, _, state = made_by
+    back = q, q, q, q, out, lse, None, None, None, None, *rest, False, None, state
+    events = gpu.of(lambda: kernels.bwd(*back))
+    assert events == [OUT, OUT, OUT, DELTA, ACCUMULATED, -ACCUMULATED]
+    one = made(TOTAL, HEADS, SIZE, grad=False)
+    lengths = 180, 180, 0.0, 0.125, False, True, -1, -1, 0.0, False, None
+    varlen = one, one, one, None, starts, starts, None, None, None, None, *lengths
+    assert gpu.of(lambda: kernels.varlen_fwd(*varlen))[:2] == [
+        TOTAL * HEADS * SIZE * 2,
+        HEADS * TOTAL * 4,
+    ]
+
+
 def test_padding_is_taken_out_and_put_back(gpu: Any, flash: Any) -> None:
     padding = importlib.import_module("flash_attn.bert_padding")
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], device="cuda")

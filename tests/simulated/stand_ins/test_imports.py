@@ -117,3 +117,22 @@ def test_transformers_asks_again() -> None:
             assert utils.is_flash_attn_greater_or_equal("2.4.1")
             assert not utils.is_flash_attn_3_available()
         assert not utils.is_flash_attn_2_available()
+
+
+def test_an_extension_that_only_cudas_torch_can_load_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "xformers").mkdir()
+    (tmp_path / "xformers" / "__init__.py").touch()
+    for name in ("_C.so", "other.so"):
+        (tmp_path / "xformers" / name).write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    extension = str(tmp_path / "xformers" / "_C.so")
+    with pytest.raises(OSError, match="_C"):
+        torch.ops.load_library(extension)
+    with simulate():
+        torch.ops.load_library(extension)
+        with pytest.raises(OSError, match="other"):
+            torch.ops.load_library(str(tmp_path / "xformers" / "other.so"))
+    with pytest.raises(OSError, match="_C"):
+        torch.ops.load_library(extension)
