@@ -84,15 +84,15 @@ def plain_attention() -> Iterator[CompiledNumber]:
     with simulate("H200", torch_version="2.6", alloc_conf="", compile="always"):
         for width, length, compiled, before, peak in plain_sweep():
             found.setdefault((width, length), {})[compiled] = before, peak
-    for (width, length), (before, peak, _) in PLAIN.items():
+    for (width, length), (stated_before, stated_peak, _) in PLAIN.items():
         what = f"attention, 8 x {length} x {width}"
         (before_eager, peak_eager), (before_here, peak_here) = (
             found[width, length][compiled] for compiled in (False, True)
         )
         yield CompiledNumber(
-            f"{what}: before backward", source, before * MIB, before_here, before_eager
+            f"{what}: before backward", source, stated_before * MIB, before_here, before_eager
         )
-        yield CompiledNumber(f"{what}: peak", source, peak * MIB, peak_here, peak_eager)
+        yield CompiledNumber(f"{what}: peak", source, stated_peak * MIB, peak_here, peak_eager)
 
 
 # The same with a mask and a softmax by hand: yyin-dev/cs336-a2 8ec54faf,

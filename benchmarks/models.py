@@ -23,7 +23,7 @@ from pytest_gpumem import simulate
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import transformers
+    import transformers as transformers  # for who needs it without its warnings
 
 MIB = 1024**2
 
