@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.compiled.fakes import indexed, place
@@ -65,6 +65,8 @@ class Inductor:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
         """Return what runs in the place of ``graph``."""
+        if not _is_of_gpu(graph, inputs):
+            return graph.forward  # the CPU computes what it is told
         _name_gpu(graph, lambda value: indexed(self._machine, value))
         if self._tunes:
             self._machine.note(
@@ -92,6 +94,15 @@ class Inductor:
 
     def _as_python_says(self, value: Any) -> Any:
         return place(self._machine, value) if isinstance(value, torch.device) else value
+
+
+def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether there is a tensor on a GPU in ``graph``."""
+    values = [node.meta.get("example_value") for node in graph.graph.nodes]
+    return any(
+        isinstance(value, torch.Tensor) and value.is_cuda
+        for value in tree_leaves([*inputs, *values])
+    )
 
 
 def _name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:

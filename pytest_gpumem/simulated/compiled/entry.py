@@ -5,7 +5,7 @@ frames each time that it is called; here it gets the same with another backend. 
 compiled before the simulation began is so followed too, and no compiled code is taken for another
 machine's: Dynamo finds it by its backend.
 
-Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.9 to 2.15.
+Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simul
 sees ``cuda``. What C++ says of such a tensor's device comes back as ``meta``; nobody who compiles
 for a GPU means that, so it stands for the GPU everywhere here.
 
-Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.9 to 2.15.
+Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

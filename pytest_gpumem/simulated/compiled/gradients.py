@@ -6,8 +6,8 @@ operators a kernel of Python's: the shapes of ``torch.where`` with a number, of 
 Python's dispatcher would lead these past autograd, and nothing would be saved for backward. On
 CUDA they are taken apart.
 
-Source: torch/_ops.py, ``resolve_key``; torch/_meta_registrations.py, ``activate_meta``; torch 2.9
-to 2.15.
+Source: torch/_ops.py, ``resolve_key``; torch/_meta_registrations.py, ``activate_meta``; torch 2.11
+and 2.13.
 """
 
 from __future__ import annotations

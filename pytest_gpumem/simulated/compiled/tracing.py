@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
@@ -24,14 +25,18 @@ import torch._inductor.cudagraph_trees  # for resets: it looks for what only bui
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
+from torch._dynamo import device_interface
+from torch._inductor.codecache import CacheBase
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import pad_mm
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.hints import DeviceProperties
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from pytest_gpumem.simulated.common.callsite import is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -51,6 +56,10 @@ SETTINGS: dict[str, Any] = {
     "max_autotune_pointwise": False,
 }
 """Of Inductor."""
+
+
+_last: weakref.ref[Tracing] | None = None
+"""Who answered for the GPU when torch asked last: its answers are those of the process."""
 
 
 class Tracing:
@@ -126,6 +135,10 @@ class Tracing:
             yield
             return
         self._is_entered = True
+        global _last
+        if _last is None or _last() is not self:
+            _forget_gpu()
+            _last = weakref.ref(self)
         try:
             with ExitStack() as inside:
                 inside.enter_context(self._bare())
@@ -190,11 +203,23 @@ def _measured() -> Iterator[tuple[Any, str]]:
 
 
 def _innermost(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
+    while hasattr(function, "__wrapped__") and is_own(function.__code__.co_filename):
         function = function.__wrapped__
     return function
 
 
+def _forget_gpu() -> None:
+    """Let torch ask again what the GPU is like: another one answers from now on."""
+    owners = (torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
+    for owner in owners:
+        for name in vars(owner):
+            forget = getattr(getattr(owner, name), "cache_clear", None)
+            if forget is not None:
+                forget()
+    device_interface.caching_worker_device_properties.clear()
+
+
+@cache
 def prepare() -> None:
     """Let torch remember its own functions for what they are; nothing is replaced meanwhile."""
     from torch._dynamo import trace_rules

@@ -1,7 +1,7 @@
 """Triton where it is not installed: the names that Inductor writes into its kernels' source.
 
 The kernels are never compiled, so nothing of Triton's runs. Source: torch/utils/_triton.py and
-torch/_inductor/runtime/triton_compat.py, torch 2.9 to 2.15.
+torch/_inductor/runtime/triton_compat.py, torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

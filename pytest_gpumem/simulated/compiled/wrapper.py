@@ -2,7 +2,7 @@
 
 Inductor makes a module of Python for each graph. It takes memory from ``_empty_strided_cuda``,
 calls libraries through ATen's operators, and gets its Triton kernels from ``AsyncCompile``, as
-source. Source: torch/_inductor/codegen/wrapper.py and async_compile.py, torch 2.9 to 2.15.
+source. Source: torch/_inductor/codegen/wrapper.py and async_compile.py, torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

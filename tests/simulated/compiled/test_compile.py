@@ -137,6 +137,24 @@ def test_a_function_that_was_compiled_before_is_followed_in_each_simulation() ->
             assert allocated(gpu, before) == [MIB]
 
 
+def test_each_model_decides_by_its_own_multiprocessors() -> None:
+    """A sum of few long rows is split over what the GPU has, so its partial sums differ."""
+    partial = {}
+    for model in ("A100-40GB", "T4", "A100-40GB"):
+        with simulate(model, compile="always") as gpu:
+            x = torch.ones(4, 1 << 20, device="cuda")
+            before = len(gpu.trace)
+            compiled(lambda x: x.sum(1))(x)
+            sizes = allocated(gpu, before)
+            assert partial.setdefault(model, sizes) == sizes
+    assert partial["A100-40GB"] != partial["T4"]
+
+
+def test_what_concerns_the_cpu_alone_is_computed() -> None:
+    with simulate("A100-40GB", compile="always"):
+        assert compiled(lambda x: x + 1)(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
+
+
 def test_what_compiled_code_writes_to_is_known_no_longer() -> None:
     with simulate("A100-40GB", compile="always"):
         count = torch.zeros(3, device="cuda")
