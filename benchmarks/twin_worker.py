@@ -82,9 +82,9 @@ def recorded_events() -> Iterator[tuple[int, str]]:
             yield SIGNS[entry["action"]] * entry["size"], shown(origin) if origin else ""
 
 
-def simulated_events(gpu: Any) -> Iterator[tuple[int, str]]:
-    """Yield the same of a simulated device."""
-    for entry in gpu.trace:
+def simulated_events(gpu: Any, began: int) -> Iterator[tuple[int, str]]:
+    """Yield the same of a simulated device, from an event on."""
+    for entry in gpu.trace[began:]:
         if entry.action in SIGNS:
             yield (
                 SIGNS[entry.action] * entry.size,
@@ -148,6 +148,7 @@ class Worker:
             release = self._release and ".".join(self._release.split(".")[:2])
             device = simulate(self.model, torch_version=release, alloc_conf=scenario.alloc_conf)
         with device as gpu:
+            began = self._warm(scenario, gpu)
             if self._kind != "simulated":
                 torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python")
             torch.cuda.reset_peak_memory_stats()
@@ -158,7 +159,7 @@ class Worker:
                 torch.cuda.synchronize()
                 stats = statistics()
                 direct = self._kind == "simulated"
-                events = list(simulated_events(gpu) if direct else recorded_events())
+                events = list(simulated_events(gpu, began) if direct else recorded_events())
                 del alive
             finally:
                 gc.enable()
@@ -171,6 +172,18 @@ class Worker:
             "origins": list(texts),
             "origin_of": packed(texts[text] for _, text in events),
         }
+
+    def _warm(self, scenario: Scenario, gpu: Any) -> int:
+        """Run ``scenario`` once if it is to be; return how many simulated events there were."""
+        if not scenario.is_warmed:
+            return 0
+        scenario.run()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        return len(gpu.trace) if self._kind == "simulated" else 0
 
     def _clean(self) -> bool:
         """Empty the device; return whether it is as a fresh process finds it."""

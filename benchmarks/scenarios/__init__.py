@@ -31,6 +31,9 @@ class Scenario:
     package: str = ""
     """What has to be installed."""
 
+    is_warmed: bool = False
+    """Whether it is run once before, on both sides: what compiles, tunes what it has compiled."""
+
     @property
     def possible(self) -> bool:
         """Whether its package is there."""
@@ -61,10 +64,10 @@ def _sources(module: Any) -> set[Path]:
 
 def scenarios() -> dict[str, Scenario]:
     """Every scenario by name, in the order of the groups."""
-    from scenarios import allocator, networks, operators, optimizers, pretrained
+    from scenarios import allocator, compiled, networks, operators, optimizers, pretrained
 
     found: dict[str, Scenario] = {}
-    for module in (operators, optimizers, networks, pretrained, allocator):
+    for module in (operators, optimizers, networks, pretrained, allocator, compiled):
         listed: Iterable[Scenario] = module.scenarios()
         found.update((scenario.name, scenario) for scenario in listed)
     return found

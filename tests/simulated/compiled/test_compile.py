@@ -139,7 +139,7 @@ def test_a_function_that_was_compiled_before_is_followed_in_each_simulation() ->
 
 def test_each_model_decides_by_its_own_multiprocessors() -> None:
     """A sum of few long rows is split over what the GPU has, so its partial sums differ."""
-    partial = {}
+    partial: dict[str, list[int]] = {}
     for model in ("A100-40GB", "T4", "A100-40GB"):
         with simulate(model, compile="always") as gpu:
             x = torch.ones(4, 1 << 20, device="cuda")
