@@ -27,6 +27,9 @@ _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
+_PASSED = ("contextlib.py", "typing_extensions.py")
+"""Files of decorators, which stand between torch and whoever calls it."""
+
 MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
 
@@ -175,7 +178,7 @@ def provenance() -> Provenance:
     """The frames that lead here, without those of this package in front."""
     entries: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_own(frame.f_code.co_filename):
+    while frame.f_back is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
     following: Any = frame
     while following is not None and len(entries) < MOST_FRAMES:
@@ -261,7 +264,8 @@ def _is_factory(operator: Any) -> bool:
 
 
 @cache
-def _is_own(filename: str) -> bool:
+def is_own(filename: str) -> bool:
+    """Whether code of this file is this package's."""
     return filename.startswith(_OWN)
 
 
@@ -274,7 +278,7 @@ def _is_installed(filename: str) -> bool:
 @cache
 def is_internal(filename: str) -> bool:
     """Whether code of this file is torch's, Triton's or our own, or is passed through."""
-    passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
+    passed = Path(filename).name in _PASSED or filename == copy.__file__
     return passed or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
 
 
