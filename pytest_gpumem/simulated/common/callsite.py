@@ -29,6 +29,9 @@ _WRAPPERS = f"{os.sep}torchinductor_"
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
+_PASSED = ("contextlib.py", "typing_extensions.py")
+"""Files of decorators, which stand between torch and whoever calls it."""
+
 MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
 
@@ -284,12 +287,8 @@ def _is_installed(filename: str) -> bool:
 @cache
 def is_internal(filename: str) -> bool:
     """Whether code of this file is torch's, Triton's or our own, or is passed through."""
-    passed = Path(filename).name == "contextlib.py" or filename == copy.__file__
-    return (
-        passed
-        or _WRAPPERS in filename
-        or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
-    )
+    passed = Path(filename).name in _PASSED or filename == copy.__file__ or _WRAPPERS in filename
+    return passed or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
 
 
 def _folder(package: str) -> str:

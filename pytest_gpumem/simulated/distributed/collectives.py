@@ -11,18 +11,22 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
+from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 if TYPE_CHECKING:
+    from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.dispatch import Handler
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -38,10 +42,26 @@ class _Sent(NamedTuple):
     written: Sequence[torch.Tensor]
     read: Sequence[torch.Tensor]
     rank: int
+    size: int
+    operation: str
+    """How values are reduced: ``SUM``, ``MAX``; empty where nobody knows."""
 
 
 def _unchanged(sent: _Sent) -> None:
     """A broadcast: the root has the same values."""
+
+
+def _reduced(sent: _Sent) -> None:
+    for tensor in sent.written:
+        if sent.operation == "SUM":
+            tensor.mul_(sent.size)
+
+
+def _exchanged(sent: _Sent) -> None:
+    """Every rank sends this one what it sends itself."""
+    for source, target in zip(sent.read, sent.written, strict=True):
+        own = source.chunk(sent.size)[sent.rank]
+        target.view(sent.size, *own.shape).copy_(own)
 
 
 def _gathered(sent: _Sent) -> None:
@@ -70,9 +90,9 @@ class _Collective(NamedTuple):
 
 
 _COLLECTIVES: Mapping[str, _Collective] = {
-    "allreduce_": _Collective(written=("tensors",), returned="tensors"),
-    "allreduce_coalesced_": _Collective(written=("tensors",)),
-    "reduce_": _Collective(written=("tensors",)),
+    "allreduce_": _Collective(written=("tensors",), returned="tensors", alike=_reduced),
+    "allreduce_coalesced_": _Collective(written=("tensors",), alike=_reduced),
+    "reduce_": _Collective(written=("tensors",), alike=_reduced),
     "broadcast_": _Collective(written=("tensors",), returned="tensors", alike=_unchanged),
     "allgather_": _Collective(
         *(("output_tensors",), ("input_tensors",), "output_tensors"),
@@ -94,7 +114,7 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "gather_": _Collective(("output_tensors",), ("input_tensors",)),
     "scatter_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
     "alltoall_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
-    "alltoall_base_": _Collective(("output",), ("input",)),
+    "alltoall_base_": _Collective(("output",), ("input",), alike=_exchanged),
     "barrier": _Collective(is_awaited=True),
     "send": _Collective(read=("tensors",)),
     "recv_": _Collective(written=("tensors",)),
@@ -163,14 +183,30 @@ class Collectives:
         self._execution = execution
         self._machine = machine
         self._of = machine.storages.of
+        self._operation = ""
         self._pending: set[_Work] = set()
         """Works that nobody has waited for."""
+
+    def plan(self, patches: Patches) -> None:
+        """Let collectives know how they reduce: their operators do not tell Python."""
+        reduce = ProcessGroup.allreduce
+
+        def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
+            before, self._operation = self._operation, _operation((*args, *kwargs.values()))
+            try:
+                return reduce(group, *args, **kwargs)
+            finally:
+                self._operation = before
+
+        patches.plan(ProcessGroup, "allreduce", allreduce)
 
     def bind(self) -> None:
         """Let the operators run here."""
         for name, collective in _COLLECTIVES.items():
             func = getattr(torch.ops.c10d, name).default
             self._execution.bind(func, self._handler(func, collective))
+        # Its kernel for meta makes another tensor.
+        self._execution.bind(torch.ops._c10d_functional.wait_tensor.default, _itself)
 
     def _handler(self, func: Any, collective: _Collective) -> Handler:
         names = [argument.name for argument in func._schema.arguments]
@@ -235,12 +271,22 @@ class Collectives:
         """Know of the results what follows if every rank sends what this one does."""
         sent = read or written
         known = self._machine.values.of
-        if collective.alike is None or any(known(tensor) is None for tensor in sent):
+        alike = collective.alike
+        if alike is None or any(known(tensor) is None for tensor in sent) or not sent:
             self._machine.kernel_wrote(*written)
             return
         group = ProcessGroup.unbox(given["process_group"])
+        known_as = _Sent(written, read, group.rank(), group.size(), self._operation)
+        uneven = given.get("output_split_sizes") or given.get("input_split_sizes")
+        if uneven or (alike is _reduced and self._operation not in _KNOWN_REDUCTIONS):
+            self._machine.kernel_wrote(*written)
+            return
         with self._execution:
-            collective.alike(_Sent(written, read, group.rank()))
+            alike(known_as)
+        if alike is not _unchanged and _is_users_own():
+            self._machine.note(
+                f"a collective at {user_line()} takes what other ranks send for what this one does"
+            )
 
     def _on_host(
         self,
@@ -256,3 +302,33 @@ class Collectives:
             for tensor in written:
                 self._machine.storages.adopt_on_host(tensor)
         return result
+
+
+_KNOWN_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "BAND", "BOR")
+"""What becomes of equal values is known: all but the first leave them as they are."""
+
+
+def _itself(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["tensor"]
+
+
+_FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py")
+
+
+def _is_users_own() -> bool:
+    """Whether code outside torch called the function of a collective, and no part of torch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_own(file) and not file.endswith(_FUNCTIONS):
+            return not is_internal(file)
+        frame = frame.f_back
+    return False
+
+
+def _operation(arguments: tuple[Any, ...]) -> str:
+    for argument in arguments:
+        found = getattr(argument, "reduceOp", argument)
+        if isinstance(found, (ReduceOp, ReduceOp.RedOpType)):
+            return str(getattr(found, "op", found)).rpartition(".")[2]
+    return ""

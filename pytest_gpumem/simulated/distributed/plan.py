@@ -24,6 +24,8 @@ def plan(
         return
     # What a simulation of one process need not import.
     from pytest_gpumem.simulated.distributed import (
+        objects,
+        pipelines,
         process_groups,
         propagation,
         purposes,
@@ -34,6 +36,10 @@ def plan(
     process_groups.plan(world, patches)
     propagation.plan(patches)
     purposes.plan(patches)
+    objects.plan(machine, patches)
+    pipelines.plan(patches)
     sharded.plan(patches)
     sharded.bind(execution)
-    Collectives(machine, execution).bind()
+    collectives = Collectives(machine, execution)
+    collectives.plan(patches)
+    collectives.bind()

@@ -41,22 +41,23 @@ def bind(execution: ShapeExecution) -> None:
 
 def plan(patches: Patches) -> None:
     """Let sharding compare where memory of the host lies, whose values nobody knows."""
-    storage = torch.UntypedStorage
-    shown = next(
-        value
-        for owner, name, value in reversed(patches.planned)
-        if owner is storage and name == "data_ptr"
-    )
-    patches.plan(storage, "data_ptr", _compared(shown))
+    for owner in (torch.UntypedStorage, torch.Tensor):
+        shown = next(
+            value
+            for planned, name, value in reversed(patches.planned)
+            if planned is owner and name == "data_ptr"
+        )
+        patches.plan(owner, "data_ptr", _compared(shown))
 
 
 def _compared(shown: Callable[..., int]) -> Callable[..., int]:
-    def data_ptr(storage: torch.UntypedStorage) -> int:
+    def data_ptr(memory: Any) -> int:
         try:
-            return shown(storage)
+            return shown(memory)
         except UnknownValueError:
             if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_SHARDING):
                 raise
+            storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
             return int(storage._cdata)  # as good a name for it as its address
 
     return data_ptr

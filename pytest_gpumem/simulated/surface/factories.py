@@ -249,6 +249,9 @@ def _watching(
     def call(*args: Any, **kwargs: Any) -> Any:
         if type(kwargs.get("device")) is int:
             kwargs["device"] = _numbered(kwargs["device"])
+        elif machine.current_index and str(kwargs.get("device")) == "cuda":
+            # torch.tensor() takes it for the first one, before a dispatch mode can see it.
+            kwargs["device"] = machine.current.torch_device
         if kwargs.get("generator") is not None:
             _check_generator(kwargs["generator"], args, kwargs)
         # Meta kernels written in Python make their outputs on meta too.
@@ -280,6 +283,13 @@ def _context(
             and func in _device_constructors()
         ):
             return asked_for_meta(machine, torch_function, (context, func, types, args, kwargs), {})
+        if (
+            machine.current_index
+            and str(context.device) == "cuda"
+            and not (kwargs or {}).get("device")
+            and func in _device_constructors()
+        ):
+            kwargs = {**(kwargs or {}), "device": machine.current.torch_device}
         return torch_function(context, func, types, args, kwargs)
 
     return call

@@ -51,8 +51,8 @@ def place_of(wrapper: torch.Tensor) -> torch.device | None:
         return None
     place: torch.device | None = wrapper.__dict__.get(_PLACE)
     # C++ makes a DTensor out of sight (THPVariable_dtensor_new), on the device of its shard.
-    shard: torch.Tensor | None = getattr(wrapper, "_local_tensor", None)
-    return place if place is not None or shard is None else shard.device
+    shard = getattr(wrapper, "_local_tensor", None) if place is None else None
+    return shard.device if isinstance(shard, torch.Tensor) else place
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

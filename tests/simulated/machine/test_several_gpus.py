@@ -346,6 +346,18 @@ def test_what_needs_real_gpus_is_refused_by_name(name: str, use: Callable[..., A
 
 
 @pytest.mark.usefixtures("gpu")
+def test_cuda_is_the_current_one() -> None:
+    torch.cuda.set_device(1)
+    assert torch.tensor([1, 2], device="cuda").device == ONE
+    assert torch.zeros(2, device="cuda").device == ONE
+    with torch.device("cuda"):
+        assert torch.tensor([1, 2]).device == ONE
+        assert torch.zeros(2).device == ONE
+    torch.cuda.set_device(0)
+    assert torch.tensor([1, 2], device="cuda").device == ZERO
+
+
+@pytest.mark.usefixtures("gpu")
 def test_data_parallel_on_one_of_them_calls_its_module() -> None:
     model = nn.DataParallel(nn.Linear(3, 3).to("cuda:1"), device_ids=[1])
     assert model(torch.zeros(2, 3, device="cuda:1")).device == ONE

@@ -1,0 +1,152 @@
+"""What collectives take, keep and make known, as ``ProcessGroupNCCL`` does since torch 2.8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.simulated.run import SimulatedRun
+
+MIB = 1 << 20
+RANKS = 8
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use .torch.distributed")
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedRun]:
+    with simulate("H100", world_size=RANKS, rank=3) as run:
+        yield run
+
+
+def sizes(gpu: SimulatedRun, run: Callable[[], Any]) -> list[int]:
+    """Bytes that ``run`` allocates, and frees, below zero, while its result lives."""
+    before = len(gpu.trace)
+    result = run()
+    signs = {"alloc": 1, "free_requested": -1}
+    found = [signs[e.action] * e.size for e in gpu.trace[before:] if e.action in signs]
+    del result
+    return found
+
+
+def tensor(mebibytes: int = 1) -> torch.Tensor:
+    return torch.randn(mebibytes * MIB // 4, device="cuda")
+
+
+def test_a_list_is_gathered_into_one_tensor(gpu: SimulatedRun) -> None:
+    one, parts = tensor(), [tensor() for _ in range(RANKS)]
+    assert sizes(gpu, lambda: dist.all_gather(parts, one)) == [8 * MIB, -8 * MIB]
+    assert sizes(gpu, lambda: dist.reduce_scatter(one, parts)) == [8 * MIB, -8 * MIB]
+    # Parts of several sizes are broadcast one by one, others are sent as they are.
+    uneven = [tensor(1 + (place == 3)) for place in range(RANKS)]
+    assert sizes(gpu, lambda: dist.all_gather(uneven, tensor(2)))[1:-1] == []
+    assert sizes(gpu, lambda: dist.all_to_all(parts, parts)) == []
+
+
+def test_what_is_in_place_takes_nothing(gpu: SimulatedRun) -> None:
+    one, all_of_them = tensor(), tensor(RANKS)
+    for run in (
+        lambda: dist.all_reduce(one),
+        lambda: dist.broadcast(one, 0),
+        lambda: dist.reduce(one, 0),
+        lambda: dist.all_gather_into_tensor(all_of_them, one),
+        lambda: dist.reduce_scatter_tensor(one, all_of_them),
+        lambda: dist.all_to_all_single(one, one),
+        lambda: dist.send(one, 4),
+        lambda: dist.recv(one, 2),
+    ):
+        assert sizes(gpu, run) == []
+
+
+def test_a_barrier_reduces_a_number(gpu: SimulatedRun) -> None:
+    assert sizes(gpu, lambda: dist.barrier()) == [4, -4]
+
+
+def test_what_is_under_way_is_kept_until_somebody_waits(gpu: SimulatedRun) -> None:
+    work: Any = dist.all_reduce(tensor(), async_op=True)
+    assert gpu.allocated == MIB
+    work.wait()
+    assert work.is_completed()
+    del work
+    assert gpu.allocated == 0
+    (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor(), 4)])[:1]
+    assert gpu.allocated == MIB
+    work.wait()
+    dist.all_reduce(tensor())
+    del work
+    assert gpu.allocated == 0
+
+
+def test_a_future_has_the_results(gpu: SimulatedRun) -> None:
+    one = tensor()
+    work: Any = dist.all_reduce(one, async_op=True)
+    assert work.get_future().then(lambda done: done.value()[0].shape).wait() == one.shape
+
+
+def test_functional_collectives_have_results_of_their_own(gpu: SimulatedRun) -> None:
+    group, one = dist.group.WORLD, tensor()
+    reduced: Any = functional.all_reduce(one, "sum", group)
+    before = gpu.allocated
+    # To wait for it makes no other tensor.
+    assert sizes(gpu, lambda: functional.wait_tensor(reduced)) == []
+    assert gpu.allocated == before == 2 * MIB
+    gathered = functional.all_gather_tensor(one, 0, group)
+    assert gathered.nbytes == 8 * MIB
+    assert functional.reduce_scatter_tensor(gathered, "sum", 0, group).nbytes == MIB
+
+
+def test_other_ranks_are_taken_to_send_the_same(gpu: SimulatedRun) -> None:
+    count = torch.tensor([5, 7], device="cuda")
+    dist.all_reduce(count)
+    assert count.tolist() == [40, 56]
+    dist.all_reduce(count, op=dist.ReduceOp.MAX)
+    assert count.tolist() == [40, 56]
+    everyone = torch.empty(16, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(everyone, count)
+    assert everyone.tolist() == [40, 56] * 8
+    # Of experts: each rank sends this one, the fourth, what it sends itself.
+    sent = torch.arange(8, device="cuda")
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    assert received.tolist() == [3] * 8
+    (note, *_) = gpu.notes
+    assert note.startswith("a collective at tests/simulated/distributed/test_collectives.py:")
+    assert note.endswith(" takes what other ranks send for what this one does")
+
+
+def test_what_only_another_rank_knows_is_unknown(gpu: SimulatedRun) -> None:
+    count = torch.tensor([5], device="cuda")
+    dist.recv(count, 2)
+    with pytest.raises(UnknownValueError):
+        count.item()
+    with pytest.raises(UnknownValueError, match=r"recv_object_list at .* only another rank knows"):
+        dist.recv_object_list([None], 2)
+
+
+def test_objects_of_other_ranks_are_this_ones(gpu: SimulatedRun) -> None:
+    found: list[Any] = [None] * RANKS
+    dist.all_gather_object(found, {"loss": 1})
+    assert found == [{"loss": 1}] * RANKS
+    assert found[0] is not found[1]
+    sent = ["config"]
+    dist.broadcast_object_list(sent, src=0)
+    assert sent == ["config"]
+    own: list[Any] = [None]
+    dist.scatter_object_list(own, list(range(RANKS)), src=3)
+    assert own == [3]
+
+
+def test_tensors_of_the_host_have_values(gpu: SimulatedRun) -> None:
+    group = dist.new_group(backend="gloo")
+    one = torch.ones(3)
+    dist.broadcast(one, 0, group=group)
+    dist.barrier(group=group)
+    assert one.tolist() == [1, 1, 1]

@@ -1,0 +1,146 @@
+"""Pipelines, tensor and context parallel, other shardings, frameworks: unmodified on one rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from pytest_gpumem import simulate
+
+MIB = 1 << 20
+WORKSPACES = 2 * 32 * MIB
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)])
+
+
+def step(parallel: nn.Module) -> None:
+    parallel(torch.randn(2, 1024, device="cuda")).sum().backward()
+
+
+def pipeline(rank: int, ranks: int, microbatches: int) -> int:
+    """Bytes that a training step under 1F1B takes at most above weights and workspaces."""
+    with simulate("H100", world_size=ranks, rank=rank) as gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        # Activations of 8 MiB for each microbatch that is under way.
+        module = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU()).to(device)
+        x = torch.randn(1024, 1024, device=device, requires_grad=rank > 0)
+        y = torch.randn(1024, 1024, device=device, requires_grad=True)
+        stage = PipelineStage(module, rank, ranks, device, input_args=(x,), output_args=(y,))
+        schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, goal: (out - goal).sum())
+        batch = torch.randn(1024 * microbatches, 1024, device=device)
+        before = gpu.allocated
+        torch.cuda.reset_peak_memory_stats()
+        if rank == 0:
+            schedule.step(batch)
+        else:
+            schedule.step(target=batch if rank == ranks - 1 else None)
+        return torch.cuda.max_memory_allocated() - before - WORKSPACES
+
+
+def test_stages_of_a_pipeline_differ() -> None:
+    # 4 MiB for an activation. Buffers to receive eight of them are made before the first one, and
+    # as many for gradients. The last stage returns its outputs, of each microbatch and as one.
+    first, second, last = (pipeline(rank, 4, 8) // MIB for rank in (0, 1, 3))
+    assert (first, second, last) == (60, 96, 100)
+
+
+def test_tensor_parallel_keeps_a_part_of_each_weight() -> None:
+    with simulate("H100", world_size=8) as gpu:
+        module = nn.Sequential(
+            nn.Linear(1024, 4096, bias=False), nn.GELU(), nn.Linear(4096, 1024, bias=False)
+        ).cuda()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        mesh = init_device_mesh("cuda", (8,))
+        parallelize_module(module, mesh, plan)
+        assert gpu.allocated == 2 * 16 * MIB // 8
+        step(module)
+        optimizer = torch.optim.AdamW(module.parameters())
+        optimizer.step()
+        # Gradients and two averages of the same size; steps are counted on the host.
+        assert gpu.allocated == 4 * (2 * 16 * MIB // 8) + WORKSPACES
+
+
+def test_context_parallel_attends_to_parts_of_a_sequence() -> None:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    with simulate("H100", world_size=8) as gpu:
+        mesh = init_device_mesh("cuda", (8,))
+        q = torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with context_parallel(mesh, buffers=[q.detach()], buffer_seq_dims=[2]):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        assert q.grad is not None
+        assert gpu.peak_allocated > q.nbytes
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_fully_sharded_data_parallel_keeps_shards(strategy: str) -> None:
+    with simulate("H100", world_size=8) as gpu:
+        parallel = FullyShardedDataParallel(
+            layers().cuda(),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            sharding_strategy=ShardingStrategy[strategy],
+        )
+        assert gpu.allocated == 4 * 4 * MIB // 8
+        step(parallel)
+        torch.cuda.synchronize()
+        assert gpu.allocated == 2 * (4 * 4 * MIB // 8) + WORKSPACES
+
+
+def test_offloaded_parameters_are_on_the_host() -> None:
+    with simulate("H100", world_size=8) as gpu:
+        offload = CPUOffload(offload_params=True)
+        parallel = FullyShardedDataParallel(layers().cuda(), cpu_offload=offload)
+        step(parallel)
+        assert {parameter.device.type for parameter in parallel.parameters()} == {"cpu"}
+        # Unsharded parameters and gradients, one weight each at least.
+        assert gpu.peak_allocated > 2 * 4 * MIB + WORKSPACES
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_an_optimizer_shares_its_state_out() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with simulate("H100", world_size=4) as gpu:
+        parallel = DistributedDataParallel(layers().cuda())
+        optimizer = ZeroRedundancyOptimizer(parallel.parameters(), torch.optim.AdamW, lr=0.1)
+        step(parallel)
+        before = gpu.allocated
+        optimizer.step()
+        # The two averages of one weight of four.
+        assert gpu.allocated - before == 2 * 4 * MIB
+
+
+def test_accelerate_finds_its_ranks() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    state = pytest.importorskip("accelerate.state")
+    with simulate("H100", world_size=8) as gpu:
+        try:
+            accelerator: Any = accelerate.Accelerator()
+            assert accelerator.num_processes == 8
+            model, optimizer = accelerator.prepare(*_with_optimizer(layers()))
+            assert isinstance(model, DistributedDataParallel)
+            accelerator.backward(model(torch.randn(2, 1024, device="cuda")).sum())
+            optimizer.step()
+            # Weights, buckets, gradients, two averages.
+            assert gpu.allocated == 5 * 4 * 4 * MIB + WORKSPACES
+        finally:
+            state.AcceleratorState._reset_state(True)
+    assert not dist.is_initialized()
+
+
+def _with_optimizer(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(model.parameters())
