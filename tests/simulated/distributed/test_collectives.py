@@ -92,7 +92,8 @@ def test_a_future_has_the_results(gpu: SimulatedRun) -> None:
 
 
 def test_functional_collectives_have_results_of_their_own(gpu: SimulatedRun) -> None:
-    group, one = dist.group.WORLD, tensor()
+    group: Any = dist.group.WORLD
+    one = tensor()
     reduced: Any = functional.all_reduce(one, "sum", group)
     before = gpu.allocated
     # To wait for it makes no other tensor.
