@@ -2,15 +2,16 @@
 
 Memory is admitted as Salus does it ("Salus: Fine-Grained GPU Sharing Primitives for Deep Learning
 Applications", MLSys 2020): what workers hold for long, plus what running tests need above it, stays
-below the device's capacity. Order is EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System",
-1995): the first test that has to wait for a device keeps its place there, and another may pass it
-only where that does not delay it.
+below the device's capacity. Order is backfilling that keeps every place (Feitelson and Weil,
+"Utilization and Predictability in Scheduling the IBM SP2 with Backfilling", 1998, call it
+conservative): a test may pass those that wait before it, not the first of them alone as in EASY,
+only where it delays none of them. So while one waits, one that asked before it runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 PATIENCE = 60.0
@@ -57,9 +58,9 @@ class Device:
         held = sum(self.contexts.values()) + sum(self.fixtures.values())
         return self.capacity - self.foreign - held - taken
 
-    def tidied(self, worker: int) -> Device:
-        """The device once every worker but ``worker`` has torn its fixtures down."""
-        kept = {owner: held for owner, held in self.fixtures.items() if owner == worker}
+    def tidied(self, workers: Container[int]) -> Device:
+        """The device once ``workers`` have torn their fixtures down."""
+        kept = {owner: held for owner, held in self.fixtures.items() if owner not in workers}
         return replace(self, fixtures=kept)
 
 
@@ -83,7 +84,7 @@ def admissible(
         ):
             admitted.append(request)
             beside.append(replace(request, since=now))
-        elif _waits_for_tests(request, devices) and not _shares(request, blocked):
+        elif _can_fit(request, (), devices):  # and waits for tests, not for strangers
             blocked.append(request)
     return admitted
 
@@ -91,24 +92,31 @@ def admissible(
 def to_tidy(
     waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
 ) -> frozenset[int]:
-    """Return the workers whose fixtures stand in the way of a test, though nothing runs there.
+    """Return the workers whose fixtures are all that the first test that waits still waits for.
 
-    A worker holds its fixtures while it waits, which alone would be a deadlock: those that are
+    A worker holds its fixtures while it waits itself, which may be for that test: those that are
     returned tear them down before they go on to wait.
     """
+    order = in_order(waiting, now)
     busy = list(running)
-    for request in in_order(waiting, now):
-        if not _shares(request, busy) and not _fits(request, busy, devices):
-            if _waits_for_tests(request, devices):
-                owners = {owner for name in request.needs for owner in devices[name].fixtures}
-                return frozenset(owners - {request.owner})
-            continue
-        busy.append(request)
-    return frozenset()
+    blocked: list[Request] = []
+    tidying: set[int] = set()
+    for request in order:
+        if _shares(request, blocked):
+            blocked.append(request)
+        elif _fits(request, busy, devices):
+            busy.append(request)
+        elif _can_fit(request, (), devices):
+            blocked.append(request)
+            others = {one.owner for one in order if one not in busy and one is not request}
+            if _fits(request, busy, _tidied(devices, others)):
+                held = {owner for name in request.needs for owner in devices[name].fixtures}
+                tidying |= others & held
+    return frozenset(tidying)
 
 
 def to_yield(
-    waiting: Iterable[Request], running: Iterable[Request], devices: Devices, now: float
+    waiting: Sequence[Request], running: Sequence[Request], devices: Devices, now: float
 ) -> frozenset[int]:
     """Return the opportunistic tests that run and make room for the first guaranteed one waiting.
 
@@ -116,19 +124,25 @@ def to_yield(
     together would not be enough.
     """
     head = next((one for one in in_order(waiting, now) if one.guaranteed), None)
-    if head is None or _fits(head, running, devices):
+    if head is None:
         return frozenset()
+    owners = {one.owner for one in (*waiting, *running)} - {head.owner}
+
+    def has_room(kept: Sequence[Request]) -> bool:
+        # Who waits gives its fixtures up, and so does who made room.
+        return _fits(head, kept, _tidied(devices, owners - {one.owner for one in kept}))
+
     kept = list(running)
     candidates = [one for one in kept if not one.guaranteed and _shares(one, [head])]
     candidates.sort(key=lambda one: (-one.since, -one.id))
     given: list[Request] = []
-    while candidates and not _fits(head, kept, devices):
+    while candidates and not has_room(kept):
         given.append(candidates.pop(0))
         kept.remove(given[-1])
-    if not _fits(head, kept, devices):
+    if not has_room(kept):
         return frozenset()
     for one in list(given):  # the last may have been enough
-        if _fits(head, [*kept, one], devices):
+        if has_room([*kept, one]):
             given.remove(one)
             kept.append(one)
     return frozenset(one.id for one in given)
@@ -159,31 +173,42 @@ def _fits(request: Request, running: Iterable[Request], devices: Devices) -> boo
     return True
 
 
-def _waits_for_tests(request: Request, devices: Devices) -> bool:
-    """Whether it is tests and their fixtures that a request waits for, and not strangers."""
-    return _fits(request, (), {name: one.tidied(request.owner) for name, one in devices.items()})
+def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> bool:
+    """Whether there is room once all but its worker and those of ``running`` have tidied."""
+    kept = {request.owner, *(one.owner for one in running)}
+    gone = {owner for one in devices.values() for owner in one.fixtures} - kept
+    return _fits(request, running, _tidied(devices, gone))
+
+
+def _tidied(devices: Devices, workers: Container[int]) -> Devices:
+    return {name: device.tidied(workers) for name, device in devices.items()}
 
 
 def _may_pass(
-    request: Request, head: Request, running: Sequence[Request], devices: Devices, now: float
+    request: Request, other: Request, running: Sequence[Request], devices: Devices, now: float
 ) -> bool:
-    """Whether ``request`` may run before ``head``, which waits, without delaying it."""
-    if not _shares(request, [head]):
+    """Whether ``request`` may run before ``other``, which waits, without delaying it."""
+    if not _shares(request, [other]):
         return True
-    start, left = _start_of(head, running, devices, now)
+    start, left = _start_of(other, running, devices, now)
     if request.duration is not None and now + request.duration <= start < math.inf:
         return True
-    return not request.exclusive and not head.exclusive and _fits(request, [*left, head], devices)
+    if request.exclusive or other.exclusive:
+        return False
+    return _can_fit(request, [*left, other], devices)
 
 
 def _start_of(
-    head: Request, running: Sequence[Request], devices: Devices, now: float
+    waiting: Request, running: Sequence[Request], devices: Devices, now: float
 ) -> tuple[float, list[Request]]:
-    """When ``head`` can begin, as far as durations tell, and the tests that still run then."""
-    left = sorted(running, key=lambda request: _end_of(request, now))
+    """When a test can begin, as far as durations tell, and the tests that may still run then."""
+    left = sorted(running, key=lambda one: _end_of(one, now))
     start = now
-    while left and not _fits(head, left, devices):
+    while left and not _can_fit(waiting, left, devices):
         start = _end_of(left.pop(0), now)
+    if start == math.inf:
+        # It may be soon, or late: what has passed it may still run, whatever its own duration.
+        left = [one for one in running if one in left or one.id > waiting.id]
     return start, left
 
 

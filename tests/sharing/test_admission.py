@@ -83,6 +83,30 @@ class TestBackfilling:
         assert admitted(waiting, late, now=5.0) == [2]
         assert admitted(waiting, late, now=10.0) == []
 
+    def test_the_second_that_waits_keeps_its_place_too(self) -> None:
+        # The 20 fit beside the 60, for which 80 have to end first, and not beside the 90.
+        late = request(3, 20, duration=11.0)
+        assert admitted([self.head, request(2, 90), late], [*self.running]) == []
+        alone = request(2, 0, exclusive=True)
+        assert admitted([self.head, alone, late], [*self.running]) == []
+        assert admitted([self.head, alone, request(3, 20, duration=10.0)], [*self.running]) == [3]
+
+    def test_what_has_passed_counts_while_nobody_knows_when_the_head_begins(self) -> None:
+        endless = request(1, 50)
+        passed = request(3, 30, duration=5.0)
+        # 60 + 30 + 20: the head would wait for one of the two that came later.
+        assert admitted([request(2, 60), request(4, 20)], [endless, passed]) == []
+        assert admitted([request(2, 60), request(4, 10)], [endless, passed]) == [4]
+
+    def test_fixtures_that_will_have_gone_are_in_nobodys_way(self) -> None:
+        # Without the 30 of worker 7 the head could begin at once: nothing is to be won by ending
+        # before the 40 end, and 10 have room beside both.
+        running = [request(9, 40, duration=10.0)]
+        waiting = [request(1, 50), request(2, 10, duration=5.0)]
+        assert admitted(waiting, running, fixtures={7: 30}) == [2]
+        waiting = [request(1, 50), request(2, 20, duration=5.0)]
+        assert admitted(waiting, running, fixtures={7: 30}) == []
+
     def test_who_waits_for_a_stranger_holds_nobody_up(self) -> None:
         assert admitted([request(1, 60), request(2, 30)], foreign=60) == [2]
 
@@ -109,6 +133,14 @@ def test_fixtures_stay_where_it_is_tests_that_are_waited_for() -> None:
     assert to_tidy([request(1, 40)], [request(9, 80)], devices, 0.0) == frozenset()
 
 
+def test_fixtures_give_way_beside_tests_that_leave_room() -> None:
+    # 50 run, and 40 have room beside them without the 20 of worker 2; those of 9 have to stay.
+    devices = {GPU: Device(100, fixtures={2: 20, 9: 5})}
+    waiting = [request(1, 40), request(2, 0)]
+    assert to_tidy(waiting, [request(9, 50)], devices, 0.0) == {2}
+    assert to_tidy(waiting, [request(9, 56)], devices, 0.0) == frozenset()
+
+
 class TestYielding:
     """Three opportunistic tests run on 100; the youngest has done least."""
 
@@ -132,6 +164,19 @@ class TestYielding:
 
     def test_nobody_where_there_is_room(self) -> None:
         assert self.asked(request(9, 10)) == []
+
+    def test_nobody_where_fixtures_of_those_who_wait_give_way(self) -> None:
+        devices = {GPU: Device(100, fixtures={8: 10})}
+        waiting = [request(7, 10), request(8, 0)]
+        assert not to_yield(waiting, [*self.running], devices, 4.0)
+        # 11 need one of the tests, too.
+        waiting = [request(7, 11), request(8, 0)]
+        assert to_yield(waiting, [*self.running], devices, 4.0) == {3}
+
+    def test_its_own_fixtures_go_with_it(self) -> None:
+        devices = {GPU: Device(100, fixtures={1: 50})}
+        running = [request(1, 10, guaranteed=False)]
+        assert to_yield([request(9, 100)], running, devices, 4.0) == {1}
 
     def test_nobody_for_what_would_not_fit_all_the_same(self) -> None:
         devices = {GPU: Device(100)}

@@ -6,8 +6,9 @@ import tempfile
 from dataclasses import replace
 from operator import le
 from pathlib import Path
+from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.sharing.schedules import CAPACITY, Day, PlannedTest
@@ -19,7 +20,8 @@ MOST = CAPACITY - WORKERS * CONTEXT
 
 
 NEEDS = st.integers(0, MOST)
-TAKES = st.floats(0.5, 20)
+TAKES = st.one_of(st.floats(0.5, 20), st.floats(60, 600))
+"""Those of minutes outlast what a rank is worth."""
 FIXTURES = st.one_of(st.just(0), st.integers(0, MOST))
 TENTHS = st.integers(0, 9)
 PRIORITIES = st.sampled_from([0, 0, 0, 1, 5])
@@ -49,14 +51,41 @@ EXACTLY_TIMED = planned_tests(KNOWN)
 """What ends later than expected may have been let past another on the strength of it."""
 
 
+def one(need: int = 0, takes: float = 1.0, **more: Any) -> PlannedTest:
+    return PlannedTest(need, takes, **more)
+
+
+FIXTURES_IN_THE_WAY = [[one(500, fixtures=500), one()], [one(500)], [one(takes=0.5), one(takes=9)]]
+"""What came late runs beside the second test's room; only fixtures of one that waits fill that."""
+SECOND_IN_THE_QUEUE = [[one(500)], [one(600)], [one(700)], [one(takes=0.5), one(300, 9)]]
+"""The last has room beside the 600 that wait first, and none beside the 700 behind them."""
+EXCLUSIVE_IN_THE_QUEUE = [
+    [one(500)],
+    [one(600)],
+    [one(exclusive=True)],
+    [one(takes=0.5), one(0, 9)],
+]
+SEVERAL_PASS = [
+    [one(500, takes=2)],
+    [one(600)],
+    [one(takes=0.5), one(250, takes=9, expected=9)],
+    [one(takes=0.5), one(170, takes=9)],
+]
+"""Each of the last has room beside the 600, and both have not; nobody knows when the 500 end."""
+
+
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     plans=st.lists(st.lists(EXACTLY_TIMED, max_size=12), min_size=1, max_size=4),
     equals=st.booleans(),
 )
+@example(plans=FIXTURES_IN_THE_WAY, equals=True)
+@example(plans=SECOND_IN_THE_QUEUE, equals=True)
+@example(plans=EXCLUSIVE_IN_THE_QUEUE, equals=True)
+@example(plans=SEVERAL_PASS, equals=True)
 def test_nobody_starves(plans: list[list[PlannedTest]], equals: bool) -> None:
     if equals:
-        plans = [[replace(one, priority=0, guaranteed=True) for one in plan] for plan in plans]
+        plans = [[replace(test, priority=0, guaranteed=True) for test in plan] for plan in plans]
     with tempfile.TemporaryDirectory() as folder:
         day = Day(Path(folder), plans, context=CONTEXT)
         day.play()
