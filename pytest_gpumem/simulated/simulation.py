@@ -193,7 +193,8 @@ class Simulation(SimulatedMachine):
     def _follow_imports(self) -> None:
         self._compiling.look()
         be_no_sequences()
-        if self._patches.are_applied and "triton" in sys.modules:
+        # The names that stand for Triton while Inductor writes are no Triton that launches.
+        if self._patches.are_applied and "triton.runtime" in sys.modules:
             if not self._of_triton.planned:
                 launches.plan(self, self._of_triton)
             if not self._of_triton.are_applied:
