@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
@@ -15,6 +15,7 @@ from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
+    from pytest_gpumem.prediction.compiled import Mode
     from pytest_gpumem.prediction.predicted import Prediction
 
 DOES_NOT_FIT = 1
@@ -27,11 +28,26 @@ def run(arguments: argparse.Namespace) -> Answer:
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
     gpus = arguments.gpu or list(GPUS)
-    predictions = predictions_of(arguments.target, gpus, arguments.progress, arguments.ranks)
+    asked = arguments.target, gpus, arguments.progress, arguments.ranks
+    if arguments.compile:
+        return _eager_beside_compiled(asked)
+    predictions = predictions_of(*asked)
     return Answer(
         lines(arguments.target, predictions, terminal_width()),
         lambda: {"target": arguments.target, "gpus": [one.to_dict() for one in predictions]},
         0 if all(one.fits for one in predictions) else DOES_NOT_FIT,
+    )
+
+
+def _eager_beside_compiled(asked: tuple[str, Sequence[str], Progress, Any]) -> Answer:
+    from pytest_gpumem.cli import beside
+    from pytest_gpumem.prediction.compiled import compare
+
+    both = compare(lambda mode: predictions_of(*asked, mode))
+    return Answer(
+        beside.lines(asked[0], both, terminal_width()),
+        lambda: {"target": asked[0], **beside.as_dict(both)},
+        0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
     )
 
 
@@ -40,6 +56,7 @@ def predictions_of(
     gpus: Sequence[str],
     progress: Progress = NOTHING_SHOWN,
     ranks: Sequence[int] | None = None,
+    mode: Mode | None = None,
 ) -> list[Prediction]:
     """Return what the target ``text`` needs on each of ``gpus``, as the worst of so many ranks."""
     from pytest_gpumem.prediction.process import PredictionError
@@ -55,13 +72,13 @@ def predictions_of(
                 f"{text} is a test, which says in its marker how many ranks there are: leave "
                 "--ranks out, or give a function"
             )
-        return predict_test(target.nodeid, gpus)
+        return predict_test(target.nodeid, gpus, mode=mode)
     try:
         worlds = [(gpu, size) for gpu in gpus for size in ranks or (None,)]
         progress.expect(len(worlds))
         predictions = []
         for gpu, size in worlds:
-            predictions.append(predict(target.call, gpu, ranks=size))
+            predictions.append(predict(target.call, gpu, ranks=size, mode=mode))
             progress.step()
         return predictions
     except SimulationError as error:
@@ -72,15 +89,24 @@ def predictions_of(
 
 def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED) -> Iterator[str]:
     """Yield what the command prints; a narrow terminal shows the first phases only."""
-    import torch
-
-    yield f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
+    yield heading(target)
     yield ""
-    phases = list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
-    yield from fit_table(predictions, phases, width)
+    yield from fit_table(predictions, phases_of(predictions), width)
     yield ""
     yield CONTEXT
     yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
+
+
+def heading(target: str) -> str:
+    """Return the line that says whose numbers they are."""
+    import torch
+
+    return f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
+
+
+def phases_of(predictions: Iterable[Prediction]) -> list[str]:
+    """Return the names of the phases to show."""
+    return list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
 
 
 def fit_table(
@@ -91,10 +117,12 @@ def fit_table(
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
     left = [0, len(header) - 1]
-    if any(one.ranks for one in predictions):
-        for row, cell in zip(rows, ["", *(one.ranks for one in predictions)], strict=True):
-            row.insert(1, cell)
-        given_up, left = [column + 1 for column in given_up], [0, 1, len(header) - 1]
+    for told in ([one.ranks for one in predictions], [one.code for one in predictions]):
+        if any(told):
+            for row, cell in zip(rows, ["", *told], strict=True):
+                row.insert(1, cell)
+            given_up = [column + 1 for column in given_up]
+            left = [0, *(column + 1 for column in left)]
     yield from table(rows, left=tuple(left), given_up=given_up, width=width)
 
 
@@ -154,10 +182,17 @@ COMMAND = Command(
             help="run the function as one of so many ranks, the one that takes most; several "
             "numbers are run one after the other",
         ),
+        argument(
+            "--compile",
+            action="store_true",
+            help="show eager code beside compiled code and what torch.compile saves, by phase and "
+            "line; modules are compiled where TARGET compiles nothing itself",
+        ),
     ),
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
         'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',
         "gpumem predict train.py:step --gpu H100 --ranks 8,64",
+        "gpumem predict train.py:step --gpu H100 --compile",
     ),
 )

@@ -26,6 +26,13 @@ class Prediction:
     notes: tuple[str, ...] = ()
     ranks: str = ""
     """Which rank of how many it is, ``rank 0 of 8``; empty for a process of its own."""
+    code: str = ""
+    """``eager`` or ``compiled``, where both are predicted."""
+    composition: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by category at the peak, where both are."""
+    sites: tuple[Mapping[str, Any], ...] = ()
+    """Bytes by source line at the peak, most first, in the JSON form of
+    :class:`~pytest_gpumem.attribution.composition.Site`, where both are."""
 
     @property
     def left(self) -> int:
@@ -37,6 +44,11 @@ class Prediction:
         data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
         if not self.ranks:
             del data["ranks"]
+        if self.code:
+            data.update(composition=dict(self.composition), sites=list(self.sites))
+        else:
+            for name in ("code", "composition", "sites"):
+                del data[name]
         return {**data, "notes": list(self.notes)}
 
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.common.callsite import is_own, user_line
+from pytest_gpumem.simulated.common.callsite import is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
-from pytest_gpumem.simulated.compiled.refusals import not_followed
+from pytest_gpumem.simulated.compiled.refusals import not_followed, note_at_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ class Compilation:
             return None
         reason = self._reason(name)
         if reason is not None:
-            self._machine.note(
-                f"torch.compile at {user_line()} runs eagerly on a simulated GPU, {reason}: "
-                f"compiled code allocates less"
+            note_at_line(
+                self._machine,
+                f"runs eagerly on a simulated GPU, {reason}: compiled code allocates less",
             )
             return None
         from pytest_gpumem.simulated.compiled.backend import Inductor
