@@ -28,8 +28,8 @@ MOST_VIEWS = 8
 """Nodes in a row that allocate nothing in forward."""
 
 COMPILED = "CompiledFunctionBackward"
-"""The node of a whole compiled graph, which is no one operator's: each of its buffers says by itself
-where it comes from (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
+"""The node of a whole compiled graph, which is no one operator's: each of its buffers says by
+itself where it comes from (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
 
 
 @dataclass(frozen=True)

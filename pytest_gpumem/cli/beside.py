@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import UNLIMITED, table
-from pytest_gpumem.cli.predict import CONTEXT, fit_table, heading, phases_of
-from pytest_gpumem.prediction.compiled import Beside, saved_lines
+from pytest_gpumem.cli.fit import CONTEXT, fit_table, heading, phases_of
+from pytest_gpumem.prediction.compiled import Beside, changes_by_line
 from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
@@ -32,8 +32,7 @@ def lines(target: str, both: Beside, width: int = UNLIMITED) -> Iterator[str]:
     yield ""
     yield from _changes(both, phases, width)
     yield ""
-    yield from _by_line(*both.pairs[0], width)
-    yield ""
+    yield from _by_line(*both.pairs[0], phases, width)
     yield CONTEXT
     yield from _notes(both)
 
@@ -43,20 +42,24 @@ def as_dict(both: Beside) -> dict[str, Any]:
     return {
         "compiled": "target" if both.by_itself else "modules",
         "gpus": [one.to_dict() for pair in both.pairs for one in pair],
-        "changes": [
-            {
-                "gpu": eager.gpu,
-                "peak_allocated": compiled.peak_allocated - eager.peak_allocated,
-                "peak_reserved": compiled.peak_reserved - eager.peak_reserved,
-                "phases": {
-                    name: peak - eager.phases[name]
-                    for name, peak in compiled.phases.items()
-                    if name in eager.phases
-                },
-                "lines": [change.to_dict() for change in saved_lines(eager, compiled)],
-            }
-            for eager, compiled in both.pairs
-        ],
+        "changes": [_changes_of(*pair) for pair in both.pairs],
+    }
+
+
+def _changes_of(eager: Prediction, compiled: Prediction) -> dict[str, Any]:
+    def lines_of(phase: str) -> list[dict[str, Any]]:
+        return [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
+
+    return {
+        "gpu": eager.gpu,
+        "peak_allocated": compiled.peak_allocated - eager.peak_allocated,
+        "peak_reserved": compiled.peak_reserved - eager.peak_reserved,
+        "lines": lines_of(""),
+        "phases": {
+            name: {"peak_allocated": peak - eager.phases[name], "lines": lines_of(name)}
+            for name, peak in compiled.phases.items()
+            if name in eager.phases
+        },
     }
 
 
@@ -84,14 +87,23 @@ def _change(eager: int | None, compiled: int | None) -> str:
     return f"{sign}{format_size(abs(change))} ({format_percent(change, eager)})"
 
 
-def _by_line(eager: Prediction, compiled: Prediction, width: int) -> Iterator[str]:
-    changes = [change.to_dict() for change in saved_lines(eager, compiled)]
-    if not changes:
-        yield f"the same lines hold the peak on {eager.gpu}, eager and compiled"
-        return
-    yield f"what compiled code holds at its peak on {eager.gpu}, more or less than eager code:"
-    limit = None if width == UNLIMITED else width
-    yield from explanation_lines(changes, width=limit)
+def _by_line(
+    eager: Prediction, compiled: Prediction, phases: Sequence[str], width: int
+) -> Iterator[str]:
+    """Yield which lines hold more or less, at each peak that differs."""
+    peaks = [{**one.phases, "": one.peak_allocated} for one in (eager, compiled)]
+    differing = [name for name in (*phases, "") if peaks[0].get(name) != peaks[1].get(name)]
+    for phase in differing:
+        if not phase and any(_is_peak_in(name, *peaks) for name in phases):
+            continue  # its lines have been told
+        changes = [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
+        yield f"by line, at the peak{' of ' * bool(phase)}{phase} on {eager.gpu}:"
+        yield from explanation_lines(changes, width=None if width == UNLIMITED else width)
+        yield ""
+
+
+def _is_peak_in(phase: str, *peaks: Mapping[str, int]) -> bool:
+    return all(one.get(phase) == one[""] for one in peaks)
 
 
 def _notes(both: Beside) -> Iterator[str]:

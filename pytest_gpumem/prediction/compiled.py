@@ -64,9 +64,10 @@ def compare(predicting: Predicting) -> Beside:
     return Beside(tuple(zip(eager, compiled, strict=True)), by_itself)
 
 
-def saved_lines(eager: Prediction, compiled: Prediction) -> tuple[Change, ...]:
-    """Return what compiling changes at the peak, by source line; the largest change first."""
-    return explain(map(Site.from_dict, compiled.sites), map(Site.from_dict, eager.sites))
+def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") -> list[Change]:
+    """Return what compiling changes at the peak of a phase, or of all; the largest change first."""
+    sites = (map(Site.from_dict, one.sites.get(phase, ())) for one in (compiled, eager))
+    return list(explain(*sites, compiled=True))
 
 
 @contextmanager

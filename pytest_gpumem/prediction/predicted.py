@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,9 @@ class Prediction:
     """Which rank of how many it is, ``rank 0 of 8``; empty for a process of its own."""
     code: str = ""
     """``eager`` or ``compiled``, where both are predicted."""
-    composition: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by category at the peak, where both are."""
-    sites: tuple[Mapping[str, Any], ...] = ()
-    """Bytes by source line at the peak, most first, in the JSON form of
-    :class:`~pytest_gpumem.attribution.composition.Site`, where both are."""
+    sites: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Bytes by source line at the peak of each phase, and under an empty name at the peak of all,
+    in the JSON form of :class:`~pytest_gpumem.attribution.composition.Site`; where both are."""
 
     @property
     def left(self) -> int:
@@ -45,10 +43,9 @@ class Prediction:
         if not self.ranks:
             del data["ranks"]
         if self.code:
-            data.update(composition=dict(self.composition), sites=list(self.sites))
+            data["sites"] = [dict(site) for site in self.sites[""]]
         else:
-            for name in ("code", "composition", "sites"):
-                del data[name]
+            del data["code"], data["sites"]
         return {**data, "notes": list(self.notes)}
 
 

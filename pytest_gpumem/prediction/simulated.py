@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,13 @@ from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.simulated.run import SimulatedRun, simulate
 
-NOTHING = Composition({}, ())
-
 
 def predict(
     call: Callable[[], Any], gpu: str, *, ranks: int | None = None, mode: Mode | None = None
 ) -> Prediction:
     """Run ``call`` on a simulated ``gpu`` and say what it took.
 
-    A ``mode`` is told with it, and what was live at the peak.
+    A ``mode`` is told with it, and what was live at the peaks.
     With a number of ``ranks`` it is run as those of them that may differ, and the one that takes
     most is told. Raises ``ValueError`` for a model that is not in the catalogue, or a number of
     ranks that there cannot be, and what ``call`` raises, but for running out of memory.
@@ -71,14 +69,17 @@ def _predicted(
     )
     if mode is None:
         return prediction
-    sites = tuple(site.to_dict() for site in held.sites)
-    return replace(prediction, code=mode.code, composition=held.categories, sites=sites)
+    sites = {
+        "" if name == CALL else name: [site.to_dict() for site in composition.sites]
+        for name, composition in held.items()
+    }
+    return replace(prediction, code=mode.code, sites={"": [], **sites})
 
 
 def _ran(
     call: Callable[[], Any], model: GpuModel, world: World | None, mode: Mode | None
-) -> tuple[bool, SimulatedRun, Composition]:
-    """Return whether it fits, the run and, in a ``mode``, what was live at its peak."""
+) -> tuple[bool, SimulatedRun, Mapping[str, Composition]]:
+    """Return whether it fits, the run and, in a ``mode``, what was live at its peaks."""
     size, rank = (None, 0) if world is None else (world.size, world.rank)
     compile = AUTO if mode is None else mode.compile
     found: dict[str, Composition] = {}
@@ -91,14 +92,14 @@ def _ran(
                 with mode.applied(), run.composing(CALL, str(Path.cwd())) as found:
                     call()
         except torch.OutOfMemoryError:
-            return False, run, NOTHING
-    return True, run, found.get(CALL, NOTHING)
+            return False, run, {}
+    return True, run, found
 
 
 def predict_test(nodeid: str, gpus: Sequence[str], *, mode: Mode | None = None) -> list[Prediction]:
     """Run a test on simulated GPUs, in a process of its own; return what it took on each.
 
-    A ``mode`` is told with it, and what was live at the peak.
+    A ``mode`` is told with it, and what was live at the peaks.
     Limits and baselines do not matter, nor does the model that its marker names. Raises
     ``ValueError`` for a model that is not in the catalogue, :class:`PredictionError` where
     ``nodeid`` is not one test, or does not run there.
@@ -143,6 +144,5 @@ def _of_test(model: GpuModel, answer: Answer, mode: Mode | None) -> Prediction:
     )
     if mode is None:
         return prediction
-    return replace(
-        prediction, code=mode.code, composition=measured.composition, sites=measured.sites
-    )
+    sites = {name: phase.sites for name, phase in measured.phases.items()}
+    return replace(prediction, code=mode.code, sites={**sites, "": measured.sites})

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
+from pytest_gpumem.attribution.history import FUSED
 from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -53,7 +54,7 @@ class Fused:
     def name(self) -> str:
         """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
         names = list(dict.fromkeys(map(shown_operator, self.operators)))
-        return " + ".join(names) + (", fused" if len(names) > 1 else "")
+        return " + ".join(names) + (FUSED if len(names) > 1 else "")
 
 
 class Running:

@@ -178,6 +178,10 @@ class Compilation:
                 del _compiled[code]
 
 
+_MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
+"""The frame of every call of a module: where phases are found, this package passes it on."""
+
+
 class _ButOwn:
     """A callback that leaves alone what this package calls while compiled code runs."""
 
@@ -186,7 +190,7 @@ class _ButOwn:
         """As torch's callbacks have it, which are looked through for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
-        if not is_own(sys._getframe(1).f_code.co_filename):
+        if frame.f_code is _MODULE_CALL or not is_own(sys._getframe(1).f_code.co_filename):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn
