@@ -28,6 +28,10 @@ from pytest_gpumem.attribution.history import (
 MOST_VIEWS = 8
 """Nodes in a row that allocate nothing in forward."""
 
+COMPILED = "CompiledFunctionBackward"
+"""The node of a whole compiled graph, which is no one operator's: each of its buffers says by
+itself where it comes from (torch/_functorch/_aot_autograd/runtime_wrappers.py)."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -147,7 +151,7 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
         return Site(category, 0, 0, operator=(origin and origin.library) or "cuBLAS")
     if origin is None:
         return Site(category, 0, 0, module=_general(sighting.module) if sighting else None)
-    in_backward = origin.node is not None and not history.module_at(life.born)
+    in_backward = origin.node not in (None, COMPILED) and not history.module_at(life.born)
     source = forward.of(origin) if in_backward else None
     place = (source and source.origin and history.place_of(source.origin)) or history.place_of(
         origin

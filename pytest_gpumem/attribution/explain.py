@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.history import ACTIVATIONS, INPUTS, TEMPORARIES
+from pytest_gpumem.attribution.history import ACTIVATIONS, FUSED, INPUTS, TEMPORARIES
 from pytest_gpumem.sizes import ALLOCATOR_BLOCK, format_size
 
 MOST_SITES = 24
@@ -56,10 +56,14 @@ def block_size(site: Site) -> int | None:
     return rounded if rounded * site.count == site.bytes else None
 
 
-def explain(actual: Iterable[Site], reference: Iterable[Site]) -> tuple[Change, ...]:
+def explain(
+    actual: Iterable[Site], reference: Iterable[Site], *, compiled: bool | None = None
+) -> tuple[Change, ...]:
     """Return how ``actual`` differs from ``reference``; the bytes sum to the whole difference.
 
     Lines may have moved: sites are the same where category, module, function and operator are.
+    Where one of the two is ``compiled`` code and the other one is eager, operators are others: then
+    all that a line holds of one category is the same. What is not said is seen by fused operators.
     ``reference`` may have been compacted, see :func:`compact`.
     """
     now, before = list(actual), list(reference)
@@ -70,6 +74,8 @@ def explain(actual: Iterable[Site], reference: Iterable[Site]) -> tuple[Change, 
     changes: Iterable[Change] = _changes(_by_key(now), _by_key(before))
     for identity in (_whatever_category, _whatever_function):
         changes = _joined(changes, identity)
+    if _has_fused(now) != _has_fused(before) if compiled is None else compiled:
+        changes = _by_line(changes)
     changed = [change for change in _without_edge(changes, least) if change.bytes]
     return tuple(sorted(changed, key=lambda c: (-abs(c.bytes), -c.bytes, str(c.site))))
 
@@ -236,6 +242,26 @@ def _joined(
             yield change
     for left in gone.values():
         yield from left
+
+
+def _has_fused(sites: Iterable[Site]) -> bool:
+    return any((site.operator or "").endswith(FUSED) for site in sites)
+
+
+def _by_line(changes: Iterable[Change]) -> Iterator[Change]:
+    """Yield ``changes`` with those of one line and category as one, as it is now."""
+    lines: dict[object, list[Change]] = defaultdict(list)
+    for index, change in enumerate(changes):
+        site = change.site
+        key = index if site.site is None or _is_rest(site) else (site.category, site.site)
+        lines[key].append(change)
+    for group in lines.values():
+        there = [change for change in group if change.change != "gone"] or group
+        shown = max(there, key=lambda change: abs(change.bytes))
+        words = {change.change for change in group}
+        total = sum(change.bytes for change in group)
+        word = words.pop() if len(words) == 1 else "grown" if total > 0 else "shrunk"
+        yield replace(shown, bytes=total, change=word) if len(group) > 1 else shown
 
 
 def _whatever_category(site: Site) -> tuple[Any, ...]:

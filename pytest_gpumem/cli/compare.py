@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.attribution.explain import explain
 from pytest_gpumem.baseline.compare import default_tolerance_for
+from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.renamed import successors
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.command import Answer, Command, argument
@@ -26,6 +28,9 @@ STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")
 COLUMNS = ("test", "phase", "A", "B", "difference", "%", "status")
 
 FORM = "JSON report, or baselines folder (of all environments or of one)"
+
+MOST_EXPLAINED = 3
+"""Tests of which the source lines are told; ``--json`` has those of all."""
 
 NOTHING = Test({})
 """Of a test that one side does not have."""
@@ -76,12 +81,25 @@ class Compared:
     """The key of B's."""
     was: str | None = None
     """The node id that A has, where that is another one."""
+    sides: tuple[Test, Test] = (NOTHING, NOTHING)
+    """What A and B know of it."""
 
     @property
     def only(self) -> str:
         """``new`` or ``gone`` where one side alone has it, else empty."""
         statuses = {row.status for row in self.rows}
         return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
+
+    def changes(self, row: Row) -> list[dict[str, Any]]:
+        """Return whose bytes differ; none where one side has not recorded that, or none differ."""
+        a, b = (side.sites(row.phase) for side in self.sides)
+        return [change.to_dict() for change in explain(b, a)] if a and b and row.change else []
+
+    @property
+    def largest(self) -> Row | None:
+        """The number that differs most, beyond its tolerance; ``None`` where none does."""
+        rows = [row for row in self.rows if row.status in ("regression", "improvement")]
+        return max(rows, key=lambda row: abs(row.change or 0), default=None)
 
     @property
     def order(self) -> tuple[bool, int, str]:
@@ -120,7 +138,13 @@ def as_dict(a: Side, b: Side, tests: Sequence[Compared]) -> dict[str, Any]:
                 "was": test.was,
                 "tolerance": test.tolerance or None,
                 "numbers": [
-                    {"phase": row.phase, "a": row.a, "b": row.b, "status": row.status}
+                    {
+                        "phase": row.phase,
+                        "a": row.a,
+                        "b": row.b,
+                        "status": row.status,
+                        "changes": test.changes(row),
+                    }
                     for row in test.rows
                 ],
             }
@@ -160,6 +184,7 @@ def compare_environments(
             "" if own is None else str(own),
             key_b,
             old if old != nodeid else None,
+            pair,
         )
 
 
@@ -291,6 +316,7 @@ def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:
     ]
     if lines:
         yield from _table([COLUMNS, *lines])
+        yield from _explained(both)
     for status, where in (("new", "B"), ("gone", "A")):
         yield from _alone(status, where, [test for test in tests if test.only == status])
     hidden = sum(row.is_equal for row in _rows_of(both)) if not every else 0
@@ -306,6 +332,19 @@ def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
         right = [cell.rjust(width) for cell, width in zip(line[2:6], widths[2:], strict=False)]
         yield "  ".join((*left, *right, line[6]))
     yield ""
+
+
+def _explained(tests: Sequence[Compared]) -> Iterator[str]:
+    """Yield by line what differs most in the first tests that recorded it."""
+    differing = [(test, row) for test in tests if (row := test.largest) is not None]
+    told = 0
+    for test, row in differing:
+        changes = test.changes(row) if told < MOST_EXPLAINED else []
+        if changes:
+            told += 1
+            yield printable(" ".join(filter(None, (test.shown, row.phase)))) + ", by line:"
+            yield from map(printable, explanation_lines(changes))
+            yield ""
 
 
 def _alone(status: str, where: str, tests: Sequence[Compared]) -> Iterator[str]:

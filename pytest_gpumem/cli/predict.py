@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
+from pytest_gpumem.cli.columns import terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.fit import lines
 from pytest_gpumem.cli.target import FunctionTarget, find_target
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
-from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
+    from pytest_gpumem.prediction.compiled import Mode
     from pytest_gpumem.prediction.predicted import Prediction
 
 DOES_NOT_FIT = 1
-SHOWN_PHASES = 6
-CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
 
 
 def run(arguments: argparse.Namespace) -> Answer:
@@ -27,11 +26,26 @@ def run(arguments: argparse.Namespace) -> Answer:
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
     gpus = arguments.gpu or list(GPUS)
-    predictions = predictions_of(arguments.target, gpus, arguments.progress, arguments.ranks)
+    asked = arguments.target, gpus, arguments.progress, arguments.ranks
+    if arguments.compile:
+        return _eager_beside_compiled(asked)
+    predictions = predictions_of(*asked)
     return Answer(
         lines(arguments.target, predictions, terminal_width()),
         lambda: {"target": arguments.target, "gpus": [one.to_dict() for one in predictions]},
         0 if all(one.fits for one in predictions) else DOES_NOT_FIT,
+    )
+
+
+def _eager_beside_compiled(asked: tuple[str, Sequence[str], Progress, Any]) -> Answer:
+    from pytest_gpumem.cli import beside  # imports torch
+    from pytest_gpumem.prediction.compiled import compare
+
+    both = compare(lambda mode: predictions_of(*asked, mode))
+    return Answer(
+        beside.lines(asked[0], both, terminal_width()),
+        lambda: {"target": asked[0], **beside.as_dict(both)},
+        0 if all(compiled.fits for _, compiled in both.pairs) else DOES_NOT_FIT,
     )
 
 
@@ -40,6 +54,7 @@ def predictions_of(
     gpus: Sequence[str],
     progress: Progress = NOTHING_SHOWN,
     ranks: Sequence[int] | None = None,
+    mode: Mode | None = None,
 ) -> list[Prediction]:
     """Return what the target ``text`` needs on each of ``gpus``, as the worst of so many ranks."""
     from pytest_gpumem.prediction.process import PredictionError
@@ -55,65 +70,19 @@ def predictions_of(
                 f"{text} is a test, which says in its marker how many ranks there are: leave "
                 "--ranks out, or give a function"
             )
-        return predict_test(target.nodeid, gpus)
+        return predict_test(target.nodeid, gpus, mode=mode)
     try:
         worlds = [(gpu, size) for gpu in gpus for size in ranks or (None,)]
         progress.expect(len(worlds))
         predictions = []
         for gpu, size in worlds:
-            predictions.append(predict(target.call, gpu, ranks=size))
+            predictions.append(predict(target.call, gpu, ranks=size, mode=mode))
             progress.step()
         return predictions
     except SimulationError as error:
         raise PredictionError(f"{text}: {error}") from error
     except (Exception, SystemExit) as error:
         raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
-
-
-def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED) -> Iterator[str]:
-    """Yield what the command prints; a narrow terminal shows the first phases only."""
-    import torch
-
-    yield f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
-    yield ""
-    phases = list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
-    yield from fit_table(predictions, phases, width)
-    yield ""
-    yield CONTEXT
-    yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
-
-
-def fit_table(
-    predictions: Sequence[Prediction], phases: Sequence[str], width: int
-) -> Iterator[str]:
-    """Yield a table that says which GPU is large enough, with the peaks of ``phases``."""
-    header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
-    rows = [header, *(_row(one, phases) for one in predictions)]
-    given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
-    left = [0, len(header) - 1]
-    if any(one.ranks for one in predictions):
-        for row, cell in zip(rows, ["", *(one.ranks for one in predictions)], strict=True):
-            row.insert(1, cell)
-        given_up, left = [column + 1 for column in given_up], [0, 1, len(header) - 1]
-    yield from table(rows, left=tuple(left), given_up=given_up, width=width)
-
-
-def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
-    known: dict[str, Any] = dict(prediction.phases)
-    left = format_size(abs(prediction.left))
-    if prediction.fits:
-        # Cached memory that is given back on the way can make more fit than is reserved in all.
-        fits = f"yes, {left} left" if prediction.left >= 0 else "yes, after releasing its cache"
-    else:
-        fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"
-    return [
-        prediction.gpu,
-        format_size(prediction.total_memory),
-        format_size(prediction.peak_allocated),
-        format_size(prediction.peak_reserved),
-        *(format_size(known[phase]) if phase in known else "" for phase in phases),
-        fits,
-    ]
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -154,10 +123,17 @@ COMMAND = Command(
             help="run the function as one of so many ranks, the one that takes most; several "
             "numbers are run one after the other",
         ),
+        argument(
+            "--compile",
+            action="store_true",
+            help="show eager code beside compiled code and what torch.compile saves, by phase and "
+            "line; modules are compiled where TARGET compiles nothing itself",
+        ),
     ),
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
         'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',
         "gpumem predict train.py:step --gpu H100 --ranks 8,64",
+        "gpumem predict train.py:step --gpu H100 --compile",
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
-from pytest_gpumem.cli.predict import CONTEXT, fit_table
+from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.option_values import DEFAULT_GPU

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.baseline.store import read_folder, split_nodeid
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.baseline.store import BaselineEntry, read_folder, split_nodeid
 from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.sizes import Tolerance, parse_tolerance
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 Figures = Mapping[str, int]
 """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""
 
+Sites = Callable[[str], Sequence[Site]]
+"""What was live, by the names of :data:`Figures`."""
+
 
 @dataclass(frozen=True)
 class Test:
@@ -26,6 +30,8 @@ class Test:
     figures: Figures
     tolerance: Tolerance | None = None
     """Its own, by marker, option or ini; ``None`` where that of its environment applies."""
+    sites: Sites = lambda phase: ()
+    """Who held the bytes at each of these peaks; nothing where that was not recorded."""
 
 
 @dataclass
@@ -38,12 +44,17 @@ class Side:
     """By environment key and node id."""
 
     def add(
-        self, environment: Environment, nodeid: str, figures: Figures, tolerance: str | None
+        self,
+        environment: Environment,
+        nodeid: str,
+        figures: Figures,
+        tolerance: str | None,
+        sites: Sites,
     ) -> None:
         """Put one test in its place."""
         self.environments[environment.key] = environment
         own = parse_tolerance(tolerance) if tolerance is not None else None
-        self.tests.setdefault(environment.key, {})[nodeid] = Test(figures, own)
+        self.tests.setdefault(environment.key, {})[nodeid] = Test(figures, own, sites)
 
 
 def read_side(path: Path) -> Side:
@@ -61,7 +72,8 @@ def _folder_side(path: Path) -> Side:
     for module, content in read_folder(path):
         for test_id, entry in content.tests.items():
             figures = {"": entry.peak_allocated, **entry.phases}
-            side.add(content.environment, f"{module}::{test_id}", figures, entry.tolerance)
+            nodeid = f"{module}::{test_id}"
+            side.add(content.environment, nodeid, figures, entry.tolerance, _stored(entry))
     return side
 
 
@@ -71,8 +83,27 @@ def _report_side(path: Path) -> Side:
         if record.measurement is not None or record.outcome in ("failed", "error"):
             nodeid = "::".join(split_nodeid(record.nodeid))
             tolerance = record.expectation.get("tolerance")
-            side.add(record.environment, nodeid, _figures(record), tolerance)
+            side.add(record.environment, nodeid, _figures(record), tolerance, _reported(record))
     return side
+
+
+def _stored(entry: BaselineEntry) -> Sites:
+    def sites(phase: str) -> Sequence[Site]:
+        peak = entry.peak_of(phase or None)
+        return () if peak is None else peak.sites
+
+    return sites
+
+
+def _reported(record: TestRecord) -> Sites:
+    def sites(phase: str) -> Sequence[Site]:
+        measured = record.measurement
+        if measured is None or (phase and phase not in measured.phases):
+            return ()
+        held = measured.phases[phase].sites if phase else measured.sites
+        return [Site.from_dict(site) for site in held]
+
+    return sites
 
 
 def _figures(record: TestRecord) -> Figures:

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,8 @@ class Request:
     """Further values of ``config.option``."""
     seconds: float | None = None
     """After which no other test begins."""
+    modules_compiled: bool = False
+    """Whether the modules that tests call are compiled."""
 
     def write(self, path: Path) -> None:
         """Write it for :meth:`read`."""
@@ -181,16 +184,20 @@ class _Runs:
         """Run the tests; what other plugins do there is for one run on one machine."""
         if session.testsfailed:
             return None
-        for machine in self._request.machines:
-            told = self._run(session.items, machine)
-            short = [item for item in session.items if item.nodeid in self._short]
-            if short and self._request.unbounded:
-                large = replace(machine.model, total_memory=UNBOUNDED)
-                again = self._run(short, Machine(large, machine.count))
-                for nodeid, answer in again.items():
-                    told[nodeid] = {**answer, "fits": False}
-            self._answers += told.values()
+        with _modules_compiled() if self._request.modules_compiled else nullcontext():
+            for machine in self._request.machines:
+                self._run_on(machine, session.items)
         return True
+
+    def _run_on(self, machine: Machine, items: list[pytest.Item]) -> None:
+        told = self._run(items, machine)
+        short = [item for item in items if item.nodeid in self._short]
+        if short and self._request.unbounded:
+            large = replace(machine.model, total_memory=UNBOUNDED)
+            again = self._run(short, Machine(large, machine.count))
+            for nodeid, answer in again.items():
+                told[nodeid] = {**answer, "fits": False}
+        self._answers += told.values()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -234,6 +241,12 @@ class _Runs:
             nodeid: {**answer, "gpu": machine.model.name}
             for nodeid, answer in self._present.items()
         }
+
+
+def _modules_compiled() -> AbstractContextManager[None]:
+    from pytest_gpumem.prediction.compiled import modules_compiled  # imports torch
+
+    return modules_compiled()
 
 
 def _problem(report: pytest.TestReport) -> str:

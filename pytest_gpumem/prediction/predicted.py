@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,11 @@ class Prediction:
     notes: tuple[str, ...] = ()
     ranks: str = ""
     """Which rank of how many it is, ``rank 0 of 8``; empty for a process of its own."""
+    code: str = ""
+    """``eager`` or ``compiled``, where both are predicted."""
+    sites: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """Bytes by source line at the peak of each phase, and under an empty name at the peak of all,
+    in the JSON form of :class:`~pytest_gpumem.attribution.composition.Site`; where both are."""
 
     @property
     def left(self) -> int:
@@ -37,6 +42,10 @@ class Prediction:
         data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
         if not self.ranks:
             del data["ranks"]
+        if self.code:
+            data["sites"] = [dict(site) for site in self.sites[""]]
+        else:
+            del data["code"], data["sites"]
         return {**data, "notes": list(self.notes)}
 
 

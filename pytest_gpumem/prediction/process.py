@@ -65,13 +65,15 @@ def run_tests(
     unbounded: bool = False,
     options: Mapping[str, Any] | None = None,
     seconds: float | None = None,
+    modules_compiled: bool = False,
 ) -> list[Answer]:
     """Run ``tests`` on each of ``machines``; the caller's process stays as it is.
 
     ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
     of the pytest that asks, and ``options`` values of its ``config.option``, by name. With
     ``unbounded`` a test that runs out of memory runs again with as much as it wants. After so many
-    ``seconds`` no other test begins, and one that does not end is given as long again. Raises
+    ``seconds`` no other test begins, and one that does not end is given as long again. With
+    ``modules_compiled`` each module that a test calls is compiled. Raises
     :class:`PredictionError` where pytest does not get as far as running tests.
     """
     with tempfile.TemporaryDirectory() as temporary:
@@ -84,6 +86,7 @@ def run_tests(
             str(own / "tmp"),
             dict(options or {}),
             seconds,
+            modules_compiled,
         )
         request.write(own / "request.json")
         try:

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pytest_gpumem.attribution.composition import Composition
 from pytest_gpumem.measurement.record import CALL, SETUP
 from pytest_gpumem.prediction.child import UNBOUNDED
+from pytest_gpumem.prediction.compiled import Mode
 from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.prediction.process import Answer, PredictionError, run_tests
+from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.world import World, world_of
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
 from pytest_gpumem.simulated.run import SimulatedRun, simulate
 
 
-def predict(call: Callable[[], Any], gpu: str, *, ranks: int | None = None) -> Prediction:
+def predict(
+    call: Callable[[], Any], gpu: str, *, ranks: int | None = None, mode: Mode | None = None
+) -> Prediction:
     """Run ``call`` on a simulated ``gpu`` and say what it took.
 
+    A ``mode`` is told with it, and what was live at the peaks.
     With a number of ``ranks`` it is run as those of them that may differ, and the one that takes
     most is told. Raises ``ValueError`` for a model that is not in the catalogue, or a number of
     ranks that there cannot be, and what ``call`` raises, but for running out of memory.
     """
     model = find_gpu(gpu)
     if ranks is None:
-        return _predicted(call, model, None)
+        return _predicted(call, model, None, mode)
     worst = Worst(ranks)
     found = {}
     rank: int | None = 0
     while rank is not None:
         worst.rank = rank
-        found[rank] = _predicted(call, model, world_of(ranks, rank), worst)
+        found[rank] = _predicted(call, model, world_of(ranks, rank), mode, worst)
         rank = worst.unknown()
     most = found[worst.found]
     return replace(
@@ -42,40 +49,59 @@ def predict(call: Callable[[], Any], gpu: str, *, ranks: int | None = None) -> P
 
 
 def _predicted(
-    call: Callable[[], Any], model: GpuModel, world: World | None, worst: Worst | None = None
+    call: Callable[[], Any],
+    model: GpuModel,
+    world: World | None,
+    mode: Mode | None,
+    worst: Worst | None = None,
 ) -> Prediction:
-    fits, run = _ran(call, model, world)
+    fits, run, held = _ran(call, model, world, mode)
     if not fits:
-        _, run = _ran(call, replace(model, total_memory=UNBOUNDED), world)
+        _, run, held = _ran(call, replace(model, total_memory=UNBOUNDED), world, mode)
     if worst is not None:
         worst.note(Taken(run.peak_allocated, run.events))
-    return Prediction(
+    prediction = Prediction(
         gpu=model.name,
         total_memory=model.total_memory,
         fits=fits,
         peak_allocated=run.peak_allocated,
         peak_reserved=run.peak_reserved,
-        phases={name: phase.peak_allocated for name, phase in run.phases.items()},
+        phases={name: phase.peak_allocated for name, phase in run.phases.items() if name != CALL},
         notes=run.notes,
     )
+    if mode is None:
+        return prediction
+    sites = {
+        "" if name == CALL else name: [site.to_dict() for site in composition.sites]
+        for name, composition in held.items()
+    }
+    return replace(prediction, code=mode.code, sites={"": [], **sites})
 
 
 def _ran(
-    call: Callable[[], Any], model: GpuModel, world: World | None
-) -> tuple[bool, SimulatedRun]:
+    call: Callable[[], Any], model: GpuModel, world: World | None, mode: Mode | None
+) -> tuple[bool, SimulatedRun, Mapping[str, Composition]]:
+    """Return whether it fits, the run and, in a ``mode``, what was live at its peaks."""
     size, rank = (None, 0) if world is None else (world.size, world.rank)
-    with simulate(model, world_size=size, rank=rank) as run:
+    compile = AUTO if mode is None else mode.compile
+    found: dict[str, Composition] = {}
+    with simulate(model, world_size=size, rank=rank, compile=compile) as run:
         try:
-            with run.finding_phases():
-                call()
+            if mode is None:
+                with run.finding_phases():
+                    call()
+            else:
+                with mode.applied(), run.composing(CALL, str(Path.cwd())) as found:
+                    call()
         except torch.OutOfMemoryError:
-            return False, run
-    return True, run
+            return False, run, {}
+    return True, run, found
 
 
-def predict_test(nodeid: str, gpus: Sequence[str]) -> list[Prediction]:
+def predict_test(nodeid: str, gpus: Sequence[str], *, mode: Mode | None = None) -> list[Prediction]:
     """Run a test on simulated GPUs, in a process of its own; return what it took on each.
 
+    A ``mode`` is told with it, and what was live at the peaks.
     Limits and baselines do not matter, nor does the model that its marker names. Raises
     ``ValueError`` for a model that is not in the catalogue, :class:`PredictionError` where
     ``nodeid`` is not one test, or does not run there.
@@ -83,7 +109,11 @@ def predict_test(nodeid: str, gpus: Sequence[str]) -> list[Prediction]:
     models = {model.name: model for model in map(find_gpu, gpus)}
     try:
         answers = run_tests(
-            [nodeid], [Machine(model, 1) for model in models.values()], unbounded=True
+            [nodeid],
+            [Machine(model, 1) for model in models.values()],
+            arguments=[] if mode is None else [f"--gpumem-sim-compile={mode.compile}"],
+            unbounded=True,
+            modules_compiled=mode is not None and mode.modules,
         )
     except PredictionError as error:
         raise PredictionError(f"{nodeid} was not run: {error}") from error
@@ -92,16 +122,16 @@ def predict_test(nodeid: str, gpus: Sequence[str]) -> list[Prediction]:
         raise PredictionError(
             f"{nodeid} names {len(tests)} tests; give one of them, like {min(tests)}"
         )
-    return [_of_test(models[answer.gpu], answer) for answer in answers]
+    return [_of_test(models[answer.gpu], answer, mode) for answer in answers]
 
 
-def _of_test(model: GpuModel, answer: Answer) -> Prediction:
+def _of_test(model: GpuModel, answer: Answer, mode: Mode | None) -> Prediction:
     if not answer.measured or answer.record is None or answer.record.measurement is None:
         why = answer.problem or "it allocates nothing on the device"
         sentence = f"{answer.nodeid} cannot be predicted for {model.name}: {why}"
         raise PredictionError(sentence, answer.kernel, answer.snippet)
     measured = answer.record.measurement
-    return Prediction(
+    prediction = Prediction(
         gpu=model.name,
         total_memory=model.total_memory,
         fits=answer.fits,
@@ -114,3 +144,7 @@ def _of_test(model: GpuModel, answer: Answer) -> Prediction:
         },
         notes=measured.notes,
     )
+    if mode is None:
+        return prediction
+    sites = {name: phase.sites for name, phase in measured.phases.items()}
+    return replace(prediction, code=mode.code, sites={**sites, "": measured.sites})

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
+from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
@@ -15,6 +17,7 @@ from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.world import World, WorldError, world_of
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
+from pytest_gpumem.simulated.recorder import SimulatedRecorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 
@@ -101,6 +104,22 @@ class SimulatedRun:
         with AutomaticPhases(self._tracker).watching():
             yield
 
+    @contextmanager
+    def composing(self, name: str, root: str) -> Iterator[dict[str, Composition]]:
+        """Find phases inside, and call all of it ``name``.
+
+        What was live at the peak of each is in the value afterwards, by name. Paths of source lines
+        are relative to the folder ``root``.
+        """
+        account = Account(SimulatedRecorder(self._gpu.simulation), root)
+        account.begin((), None)
+        found: dict[str, Composition] = {}
+        with self.phase(name), account.watching(self._tracker):
+            yield found
+        account.end()
+        workspaces = workspaces_of(self._gpu)
+        found.update(compositions(account.history(self._gpu.index, self._tracker, workspaces)))
+
     def snapshot(self) -> dict[str, Any]:
         """The schema of ``torch.cuda.memory._snapshot()``, with every GPU of the machine."""
         return snapshot([gpu.allocator for gpu in self._gpu.simulation.gpus])
@@ -153,7 +172,7 @@ def simulate(
     with ExitStack() as inside:
         inside.enter_context(own.active())
         statistics = CudaStatistics()
-        tracker = PhaseTracker(statistics)
+        tracker = PhaseTracker(statistics, SimulatedRecorder(own.simulation).positions)
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)
         for run in runs:
             run.devices = runs

@@ -14,9 +14,8 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.compiled.fakes import indexed, place
-from pytest_gpumem.simulated.compiled.refusals import not_followed
+from pytest_gpumem.simulated.compiled.refusals import not_followed, note_at_line
 from pytest_gpumem.simulated.compiled.tracing import Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -69,9 +68,10 @@ class Inductor:
             return graph.forward  # the CPU computes what it is told
         _name_gpu(graph, lambda value: indexed(self._machine, value))
         if self._tunes:
-            self._machine.note(
-                f"torch.compile at {user_line()} chooses kernels by their speed: it got its first "
-                f"choices, without what measuring them allocates"
+            note_at_line(
+                self._machine,
+                "chooses kernels by their speed: it got its first choices, without what measuring "
+                "them allocates",
             )
         try:
             with standing_in():

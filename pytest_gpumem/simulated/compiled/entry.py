@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
-from pytest_gpumem.simulated.compiled.refusals import not_followed
+from pytest_gpumem.simulated.compiled.refusals import not_followed, note_at_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -143,10 +143,10 @@ class Compilation:
 
     def _say_eager(self, reason: str) -> None:
         self._ran_eagerly = True
-        what = f"torch.compile at {user_line()} runs eagerly on a simulated GPU, {reason}"
+        what = f"runs eagerly on a simulated GPU, {reason}"
         if self._how == ALWAYS:
-            raise UnsupportedOperatorError(what)
-        self._machine.note(f"{what}: compiled code allocates less")
+            raise UnsupportedOperatorError(f"torch.compile at {user_line()} {what}")
+        note_at_line(self._machine, f"{what}: compiled code allocates less")
 
     def _reason(self, backend: str) -> str | None:
         """Why what ``backend`` makes is not followed."""
@@ -195,6 +195,10 @@ class Compilation:
                 del _compiled[code]
 
 
+_MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
+"""The frame of every call of a module: where phases are found, this package passes it on."""
+
+
 class _ButOwn:
     """A callback that leaves alone what this package calls while compiled code runs."""
 
@@ -203,7 +207,7 @@ class _ButOwn:
         """As torch's callbacks have it, which are looked through for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
-        if not is_own(sys._getframe(1).f_code.co_filename):
+        if frame.f_code is _MODULE_CALL or not is_own(sys._getframe(1).f_code.co_filename):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn

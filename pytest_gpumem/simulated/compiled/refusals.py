@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+_SUBJECT = "torch.compile at"
+"""With which every note on compiled code begins."""
+
+
+def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
+    """Note what becomes of the compiled code that the user's line calls."""
+    machine.note(f"{_SUBJECT} {user_line()} {predicate}")
+
+
+def tell_of_compiled_code(notes: Iterable[str]) -> bool:
+    """Whether ``notes`` are of a run that called compiled code; one that follows it has none."""
+    return any(note.startswith(_SUBJECT) for note in notes)
 
 
 def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) -> None:
@@ -12,8 +27,8 @@ def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) 
 
     Raises :class:`UnsupportedOperatorError` instead where that ``refuses``.
     """
-    what = f"torch.compile at {user_line()} could not be followed on a simulated GPU"
+    what = "could not be followed on a simulated GPU"
     first = str(error).strip().partition("\n")[0]
     if refuses:
-        raise UnsupportedOperatorError(f"{what}: {first}") from error
-    machine.note(f"{what}, so it runs eagerly, and compiled code allocates less: {first}")
+        raise UnsupportedOperatorError(f"{_SUBJECT} {user_line()} {what}: {first}") from error
+    note_at_line(machine, f"{what}, so it runs eagerly, and compiled code allocates less: {first}")

@@ -18,6 +18,7 @@ from torch._inductor.codegen.common import WorkspaceArg
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._ops import OpOverload
 
+from pytest_gpumem.attribution.history import FUSED
 from pytest_gpumem.simulated.common.callsite import Purpose, is_internal, running, shown_operator
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
@@ -63,7 +64,7 @@ class Memory:
 def _together(operators: tuple[str, ...]) -> str:
     """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
     names = list(dict.fromkeys(map(shown_operator, operators)))
-    return " + ".join(names) + (", fused" if len(names) > 1 else "")
+    return " + ".join(names) + (FUSED if len(names) > 1 else "")
 
 
 _TAKES = "empty_strided_cuda"

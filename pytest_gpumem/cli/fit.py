@@ -1,0 +1,72 @@
+"""Which GPU is large enough: the table of predictions, and what stands around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.cli.columns import UNLIMITED, table
+from pytest_gpumem.sizes import format_size
+
+if TYPE_CHECKING:
+    from pytest_gpumem.prediction.predicted import Prediction
+
+SHOWN_PHASES = 6
+CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
+
+
+def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED) -> Iterator[str]:
+    """Yield what the command prints; a narrow terminal shows the first phases only."""
+    yield heading(target)
+    yield ""
+    yield from fit_table(predictions, phases_of(predictions), width)
+    yield ""
+    yield CONTEXT
+    yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
+
+
+def heading(target: str) -> str:
+    """Return the line that says whose numbers they are."""
+    import torch
+
+    return f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
+
+
+def phases_of(predictions: Iterable[Prediction]) -> list[str]:
+    """Return the names of the phases to show."""
+    return list(dict.fromkeys(name for one in predictions for name in one.phases))[:SHOWN_PHASES]
+
+
+def fit_table(
+    predictions: Sequence[Prediction], phases: Sequence[str], width: int
+) -> Iterator[str]:
+    """Yield a table that says which GPU is large enough, with the peaks of ``phases``."""
+    header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
+    rows = [header, *(_row(one, phases) for one in predictions)]
+    given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]
+    left = [0, len(header) - 1]
+    for told in ([one.ranks for one in predictions], [one.code for one in predictions]):
+        if any(told):
+            for row, cell in zip(rows, ["", *told], strict=True):
+                row.insert(1, cell)
+            given_up = [column + 1 for column in given_up]
+            left = [0, *(column + 1 for column in left)]
+    yield from table(rows, left=tuple(left), given_up=given_up, width=width)
+
+
+def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
+    known: dict[str, Any] = dict(prediction.phases)
+    left = format_size(abs(prediction.left))
+    if prediction.fits:
+        # Cached memory that is given back on the way can make more fit than is reserved in all.
+        fits = f"yes, {left} left" if prediction.left >= 0 else "yes, after releasing its cache"
+    else:
+        fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"
+    return [
+        prediction.gpu,
+        format_size(prediction.total_memory),
+        format_size(prediction.peak_allocated),
+        format_size(prediction.peak_reserved),
+        *(format_size(known[phase]) if phase in known else "" for phase in phases),
+        fits,
+    ]

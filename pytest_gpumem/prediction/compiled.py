@@ -1,0 +1,103 @@
+"""The same program twice: as eager code, and as ``torch.compile`` makes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import Change, explain
+from pytest_gpumem.prediction.predicted import Prediction
+from pytest_gpumem.simulated.compiled.entry import AUTO
+from pytest_gpumem.simulated.compiled.entry import EAGER as NOTHING
+from pytest_gpumem.simulated.compiled.refusals import tell_of_compiled_code
+
+EAGER, COMPILED = "eager", "compiled"
+
+Predicting = Callable[["Mode"], Sequence[Prediction]]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a program is run."""
+
+    code: str
+    """:data:`EAGER` or :data:`COMPILED`."""
+    modules: bool = False
+    """Whether its modules are compiled, which the program itself does not do."""
+
+    @property
+    def compile(self) -> str:
+        """What becomes of its calls of ``torch.compile``, as ``simulate`` is told."""
+        return NOTHING if self.code == EAGER else AUTO
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Run the program inside."""
+        return modules_compiled() if self.modules else nullcontext()
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Eager and compiled code of one program, side by side."""
+
+    pairs: tuple[tuple[Prediction, Prediction], ...]
+    """On each GPU, and as each number of ranks: eager, compiled."""
+    by_itself: bool
+    """Whether the program calls ``torch.compile``; if not, its modules were compiled."""
+
+
+def compare(predicting: Predicting) -> Beside:
+    """Predict a program as eager code and compiled.
+
+    Its own ``torch.compile`` are compiled where it has any, else every module that is called by
+    something other than a module is, as ``Module.compile()`` does.
+    """
+    eager = predicting(Mode(EAGER))
+    by_itself = any(tell_of_compiled_code(one.notes) for one in eager)
+    compiled = predicting(Mode(COMPILED, modules=not by_itself))
+    return Beside(tuple(zip(eager, compiled, strict=True)), by_itself)
+
+
+def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") -> list[Change]:
+    """Return what compiling changes at the peak of a phase, or of all; the largest change first."""
+    sites = (map(Site.from_dict, one.sites.get(phase, ())) for one in (compiled, eager))
+    return list(explain(*sites, compiled=True))
+
+
+@contextmanager
+def modules_compiled() -> Iterator[None]:
+    """Compile what is called inside: each module that no other module calls, until the end."""
+    made: list[torch.nn.Module] = []
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.nn.Module, "__call__", _compiling(torch.nn.Module.__call__, made))
+        try:
+            yield
+        finally:
+            for module in made:
+                module._compiled_call_impl = None
+
+
+def _compiling(call: Callable[..., Any], made: list[torch.nn.Module]) -> Callable[..., Any]:
+    inside = False
+
+    @functools.wraps(call)
+    def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return call(module, *args, **kwargs)
+        if module._compiled_call_impl is None:
+            module.compile()
+            made.append(module)
+        inside = True
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            inside = False
+
+    return called
