@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor, meta_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -22,7 +23,6 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.operators.convolution_choice import common_format
 
 META = torch.device("meta")
 _PLACES = ("device", "fake_device", "_fake_device")
@@ -121,5 +121,11 @@ def _described(machine: SimulatedMachine, describe: Callable[..., Any]) -> Calla
 
 
 def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
-    """What cuDNN's kernels write; ``torch._C`` only knows those of the CPU here."""
-    return common_format(input, weight)
+    """What cuDNN's kernels write, also of sizes that are symbols; ``torch._C`` answers for the CPU.
+
+    Source: aten/src/ATen/native/ConvUtils.h, ``cudnn_conv_suggest_memory_format``.
+    """
+    if torch.float64 in (input.dtype, weight.dtype):
+        return torch.contiguous_format
+    found: torch.memory_format = suggest_memory_format(input)
+    return found if found is not torch.contiguous_format else suggest_memory_format(weight)

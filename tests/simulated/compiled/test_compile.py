@@ -262,3 +262,17 @@ def test_what_inductor_cannot_do_is_refused_where_all_is_to_be_followed(
         x = torch.ones(3, device="cuda")
         with pytest.raises(UnsupportedOperatorError, match=r"not be followed .*: no such kernel"):
             compiled(lambda x: x.tan().sin())(x)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_of_other_sizes_than_before(format: torch.memory_format) -> None:
+    """The sizes become symbols, and what is written still has the format of its operands."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        convolve = compiled(nn.Conv2d(8, 16, 3, padding=1).cuda().to(memory_format=format))
+        for batch in (4, 6, 8):
+            x = torch.ones(batch, 8, 64, 64, device="cuda").to(memory_format=format)
+            before = len(gpu.trace)
+            y = convolve(x)
+            assert batch * 16 * 64 * 64 * 4 in allocated(gpu, before)
+            assert y.is_contiguous(memory_format=format)
+            y.sum().backward()
