@@ -264,11 +264,17 @@ def test_what_inductor_cannot_do_is_refused_where_all_is_to_be_followed(
             compiled(lambda x: x.tan().sin())(x)
 
 
+def convolution(format: torch.memory_format) -> nn.Module:
+    layer: Any = nn.Conv2d(8, 16, 3, padding=1, device="cuda")
+    moved: nn.Module = layer.to(memory_format=format)
+    return moved
+
+
 @pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
 def test_convolutions_of_other_sizes_than_before(format: torch.memory_format) -> None:
     """The sizes become symbols, and what is written still has the format of its operands."""
     with simulate("A100-40GB", compile="always") as gpu:
-        convolve = compiled(nn.Conv2d(8, 16, 3, padding=1).cuda().to(memory_format=format))
+        convolve = compiled(convolution(format))
         for batch in (4, 6, 8):
             x = torch.ones(batch, 8, 64, 64, device="cuda").to(memory_format=format)
             before = len(gpu.trace)
