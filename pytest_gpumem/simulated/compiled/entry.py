@@ -11,10 +11,12 @@ Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.11 and 2.13.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,9 @@ FOLLOWED_SINCE = "2.11"
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
+
+_SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
+"""Where the files are that simulate, and compute what compiled code asks for."""
 
 _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 """The frames that were compiled for a machine, of all of the process: Dynamo keeps them there."""
@@ -207,12 +212,15 @@ class _ButOwn:
         """As torch's callbacks have it, which are looked through for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
-        if frame.f_code is _MODULE_CALL or not is_own(sys._getframe(1).f_code.co_filename):
+        filename = sys._getframe(1).f_code.co_filename
+        if frame.f_code is _MODULE_CALL or not is_own(filename):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn
 
-        skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        # What measures around ``Module.__call__`` calls what is to be compiled.
+        below = _FrameAction.SKIP if filename.startswith(_SIMULATED) else _FrameAction.DEFAULT
+        skipped = _FrameExecStrategy(_FrameAction.SKIP, below)
         return ConvertFrameReturn(frame_exec_strategy=skipped, apply_to_code=False)
 
 

@@ -282,3 +282,25 @@ def test_convolutions_of_other_sizes_than_before(format: torch.memory_format) ->
             assert batch * 16 * 64 * 64 * 4 in allocated(gpu, before)
             assert y.is_contiguous(memory_format=format)
             y.sum().backward()
+
+
+def test_modules_of_users_are_followed_where_phases_are_measured(
+    pytester: pytest.Pytester,
+) -> None:
+    """What finds the phase ``forward`` stands around ``Module.__call__``, that Dynamo starts from.
+
+    Input and result are 4 MiB each, and fused there is nothing between them.
+    """
+    pytester.makepyfile("""
+        import pytest, torch
+
+        class Gate(torch.nn.Module):
+            def forward(self, x):
+                return x.sigmoid() * x.tanh() * x.cos()
+
+        @pytest.mark.gpumem(max="8MiB")
+        def test_gate():
+            torch.compile(Gate())(torch.ones(1024, 1024, device="cuda"))
+    """)
+    told = ("--gpumem-device=sim:A100-40GB", "--gpumem-sim-compile=always")
+    pytester.runpytest_subprocess(*told).assert_outcomes(passed=1)
