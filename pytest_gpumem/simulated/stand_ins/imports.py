@@ -72,7 +72,16 @@ class StandInModule(ModuleType):
         path = f"{self.__name__}.{name}"
         if name.startswith("__") or any(path in each.absent for each in LIBRARIES.values()):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        _refuse(path)
+        if not _is_module(path):
+            _refuse(path)
+        # "from library import module" asks for an attribute first.
+        return importlib.import_module(path)
+
+
+def _is_module(path: str) -> bool:
+    package = path.partition(".")[0]
+    found = (each for each in LIBRARIES.values() if package in _top_level(each))
+    return any(path in _contents(each) for each in found)
 
 
 def _refuse(path: str, installing: str = "") -> NoReturn:

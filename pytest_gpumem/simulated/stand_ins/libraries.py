@@ -190,13 +190,11 @@ LIBRARIES = {
             without=frozenset(
                 f"transformer_engine.{module}"
                 for module in (
-                    "common",
                     "debug",
                     "jax",
                     "pytorch.attention",
                     "pytorch.cpp_extensions",
                     "pytorch.distributed",
-                    "pytorch.fp8",
                     "pytorch.graph",
                     "pytorch.ops",
                     "pytorch.optimizers",

@@ -14,7 +14,7 @@ from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 from pytest_gpumem.simulated.stand_ins.transformer_engine import MODULES
-from pytest_gpumem.simulated.stand_ins.transformer_engine.plans import workspace
+from pytest_gpumem.simulated.stand_ins.transformer_engine.plans import bias_workspace, workspace
 
 ROWS, INNER, OUTER = 40, 256, 512
 X, Y = ROWS * INNER * 2, ROWS * OUTER * 2
@@ -139,6 +139,125 @@ def test_what_is_estimated_is_said() -> None:
         assert any("transformer-engine's RMSNorm is an estimate" in each for each in gpu.notes)
 
 
+TOKENS = 64
+NARROW = [4, TOKENS * INNER, TOKENS * INNER]
+"""The inverse of a scale, a tensor in fp8, and its transpose."""
+NARROW_WEIGHT = [4, OUTER * INNER, OUTER * INNER]
+NARROW_GRADIENT = [4, TOKENS * OUTER, TOKENS * OUTER]
+META = [3 * 4, 1024 * 3 * 4, 2 * 4, 1024 * 2 * 4]
+"""Scales and 1,024 maxima of 3 tensors forward and 2 backward."""
+
+
+def freed(narrow: list[int]) -> list[int]:
+    inverse, data, transposed = narrow
+    return [-data, -inverse, -transposed]
+
+
+def fp8(**options: Any) -> Any:
+    return MODULES["transformer_engine.pytorch"]["fp8_autocast"](**options)
+
+
+def test_in_fp8_a_linear_layer_keeps_transposes(gpu: Any) -> None:
+    linear, x = module("Linear", INNER, OUTER), made(4, 16, INNER)
+    linear(x)
+    out_bytes = TOKENS * OUTER * 2
+    with fp8():
+        events = gpu.of(lambda: linear(x))
+        assert events == [*META, *NARROW, *NARROW_WEIGHT, out_bytes, -NARROW[1]]
+        gpu.events()
+        out = linear(x)
+        assert gpu.events() == [*NARROW, *NARROW_WEIGHT, out_bytes, -NARROW[1]]
+    assert gpu.events() == [3 * 4, -3 * 4], "maxima of one module, joined"
+    # Sums of 32 rows each, in float32: the cheapest tiles are of 32 x 32 elements.
+    parts = TOKENS // 32 * OUTER * 4
+    assert gradients(gpu, out, x, *linear.parameters()) == [
+        *(BIAS, *NARROW_GRADIENT, parts, -parts),
+        *(TOKENS * INNER * 2, WEIGHT, -NARROW[2]),
+        *freed(NARROW_GRADIENT),
+        *(-4, -OUTER * INNER, -OUTER * INNER, -4),
+    ]
+
+
+def test_the_backward_pass_of_the_first_module_updates_scales(gpu: Any) -> None:
+    first, second = (module("Linear", INNER, INNER, bias=False) for _ in range(2))
+    with fp8():
+        out = second(first(made(TOKENS, INNER)))
+    assert gpu.events()[-2:] == [2 * 3 * 4, -2 * 3 * 4]
+    events = gradients(gpu, out, *first.parameters())
+    joined = [2 * 2 * 4, -2 * 2 * 4]
+    assert [events[at : at + 2] == joined for at in range(len(events))].count(True) == 1
+
+
+def test_microbatches_share_the_weight_in_fp8(gpu: Any) -> None:
+    linear, x = module("Linear", INNER, OUTER, bias=False), made(4, 16, INNER)
+    out_bytes = TOKENS * OUTER * 2
+    with fp8():
+        linear(x, is_first_microbatch=True)
+        events = gpu.of(lambda: linear(x, is_first_microbatch=False))
+        assert events == [*NARROW, out_bytes, -NARROW[1]]
+        with torch.no_grad():
+            linear(x)
+            assert gpu.of(lambda: linear(x)) == [
+                *(NARROW[:2] + NARROW_WEIGHT[:2]),
+                out_bytes,
+                *(-NARROW[1], -4, -NARROW_WEIGHT[1], -4),
+            ], "no transposes"
+
+
+@pytest.mark.parametrize(("norm", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])
+def test_in_fp8_the_norm_writes_fp8(gpu: Any, norm: str, count: int) -> None:
+    both = module("LayerNormLinear", INNER, OUTER, normalization=norm, bias=False)
+    x = made(4, 16, INNER)
+    sums, inner = TOKENS * 4, TOKENS * INNER * 2
+    with fp8():
+        both(x)
+        gpu.events()
+        out = both(x)
+        assert gpu.events() == [
+            *([sums] * count + NARROW + NARROW_WEIGHT),
+            *(TOKENS * OUTER * 2, -NARROW[1]),
+        ]
+    parts = count * TOKENS // 4 * INNER * 4
+    assert gradients(gpu, out, x, *both.parameters()) == [
+        *(*NARROW_GRADIENT, inner, WEIGHT, -NARROW[2]),
+        *(inner, *[GAMMA] * count, parts, -parts, *[-sums] * count),
+        *freed(NARROW_GRADIENT),
+        -inner,
+        *(-OUTER * INNER, -OUTER * INNER, -4, -4),
+    ]
+
+
+def test_partial_sums_of_a_bias_follow_the_cheapest_tiles() -> None:
+    # All tiles keep all processors at work, and the first one moves whole cache lines: 8 elements
+    # for each of 32 threads.
+    assert bias_workspace(4096, 4096, 2, 132) == 4096 // 256 * 4096 * 4
+    # Not compiled at run time: 8 bytes of store.
+    assert bias_workspace(40, 48, 2, 132) == 48 * 4
+
+
+def test_fp8_needs_a_gpu_and_shapes_for_it(on: Any) -> None:
+    on("A100-40GB")
+    with pytest.raises(AssertionError, match=r"8\.9 or higher required"), fp8():
+        pass
+    on("B200")
+    with pytest.raises(UnsupportedOperatorError, match="compute capability 10"), fp8():
+        pass
+    on("L4")
+    linear = module("Linear", INNER, OUTER)
+    with fp8(), pytest.raises(AssertionError, match=r"divisible by 8 .* dims=\[4, 256\]"):
+        linear(made(4, INNER))
+    recipe = MODULES["transformer_engine.common.recipe"]["DelayedScaling"]
+    with (
+        pytest.raises(UnsupportedOperatorError, match="attention in fp8"),
+        fp8(fp8_recipe=recipe(fp8_dpa=True)),
+    ):
+        pass
+    with pytest.raises(UnsupportedOperatorError, match="a second recipe"):
+        for length in (16, 32):
+            with fp8(fp8_recipe=recipe(amax_history_len=length)):
+                linear(made(8, INNER))
+
+
 def test_what_is_not_covered_is_refused_by_name(gpu: Any) -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"Linear\(tp_size=2\) of transformer-eng"):
         module("Linear", INNER, OUTER, tp_size=2)
@@ -157,5 +276,9 @@ def test_it_is_there_where_it_is_named() -> None:
         importlib.import_module("transformer_engine")
     with SimulatedGPU("H100", stand_ins=("transformer-engine",)).active():
         assert importlib.import_module("transformer_engine.pytorch").Linear
+        recipes = importlib.import_module("transformer_engine.common").recipe
+        assert recipes.DelayedScaling().amax_history_len == 1024
+        with pytest.raises(UnsupportedOperatorError, match=r"recipe\.MXFP8BlockScaling at"):
+            _ = recipes.MXFP8BlockScaling
         with pytest.raises(UnsupportedOperatorError, match=r"pytorch\.attention"):
             importlib.import_module("transformer_engine.pytorch.attention")

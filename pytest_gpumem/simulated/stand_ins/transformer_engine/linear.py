@@ -4,14 +4,24 @@ layernorm_linear.py and base.py of 2.8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pytest_gpumem.simulated.stand_ins.transformer_engine import kernels
+from pytest_gpumem.simulated.stand_ins.transformer_engine.fp8 import (
+    ModuleState,
+    Quantized,
+    check_shapes,
+    manager,
+    normalize_to_fp8,
+    quantize,
+    quantize_with_bias,
+    quantized,
+)
 from pytest_gpumem.simulated.stand_ins.transformer_engine.kernels import cast, clear, gemm
 
 Init = Callable[[Tensor], Any]
@@ -46,42 +56,107 @@ def _only_defaults(module: str, options: dict[str, Any]) -> None:
             kernels.refuse(f"{module}({name}={value!r})")
 
 
-def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor, bias: Tensor | None) -> Any:
-    return gemm(x, grad, ctx.dtype, layout="NT", bias=bias, grad=True)
+class Call(NamedTuple):
+    """How a module is called."""
+
+    state: ModuleState | None
+    """For fp8, if it is on."""
+    differentiable: bool
+    first: bool | None
+    """Whether it is the first microbatch of a step, if there are any."""
+
+    def ends_step(self, *tensors: Tensor | None) -> bool:
+        """Whether the backward pass updates all scales."""
+        if not self.differentiable or not any(
+            each is not None and each.requires_grad for each in tensors
+        ):
+            return False
+        return manager().take_first()
+
+
+def narrow_bias(dtype: torch.dtype) -> torch.dtype:
+    """cuBLAS has no product of fp8 with a bias of float32."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def _in_fp8(ctx: Any, grad: Tensor) -> tuple[Quantized, Tensor | None]:
+    """grad_output_preprocess(): the gradient in fp8, and that of the bias."""
+    if ctx.has_bias:
+        of_bias, found = quantize_with_bias(grad)
+        return found, of_bias
+    return quantize(grad, transposed=ctx.needs[1]), None
+
+
+def _restored(tensors: Sequence[Any]) -> Quantized:
+    return Quantized(tensors[0], tensors[2], tensors[1])
+
+
+def _two_dimensional(grad: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).contiguous()
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        call: Call,
     ) -> Tensor:
         """Multiply."""
-        if input.shape[-1] != weight.shape[1]:
-            raise AssertionError("GEMM not possible")
-        kept = cast(input, dtype)
-        given = cast(weight, dtype)
-        bias = None if bias is None else cast(bias, dtype)
-        out, _ = gemm(given, kept, dtype, bias=bias)
-        needed = weight.requires_grad
-        ctx.save_for_backward(kept if needed else None, given, bias)
-        ctx.shape, ctx.dtype, ctx.owns_input = input.shape, dtype, kept is not input
+        needed = call.differentiable and weight.requires_grad
+        ctx.shape, ctx.dtype, ctx.has_bias = input.shape, dtype, bias is not None
         ctx.needs = input.requires_grad, needed
+        ctx.is_fp8 = call.state is not None
+        if call.state is not None:
+            check_shapes(input, weight)
+            narrow = quantize(input, transposed=needed)
+            transposed = call.differentiable and input.requires_grad
+            given = call.state.weight(weight, transposed=transposed, first=call.first)
+            bias = None if bias is None else cast(bias, narrow_bias(dtype))
+            out, _ = gemm(given.data, narrow.data, dtype, bias=bias)
+            if needed:
+                narrow.data = None
+            if call.differentiable:
+                kept = narrow.saved() if needed else (None, None, None)
+                ctx.save_for_backward(*kept, *given.saved())
+            ctx.ends_step = call.ends_step(input, weight, bias)
+            return out
+        x = cast(input, dtype)
+        wide = cast(weight, dtype)
+        bias = None if bias is None else cast(bias, dtype)
+        out, _ = gemm(wide, x, dtype, bias=bias)
+        ctx.save_for_backward(x if needed else None, wide, bias)
+        ctx.owns_input = x is not input
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Make gradients of input, weight and bias."""
-        x, weight, bias = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
+        grad = _two_dimensional(grads[0])
         of_input = of_weight = of_bias = None
-        if ctx.needs[0]:
-            of_input, _ = gemm(weight, grad, ctx.dtype, layout="NN", grad=True)
-        if ctx.needs[1]:
-            of_weight, of_bias = _weight_gradient(ctx, x.view(-1, x.shape[-1]), grad, bias)
-            if ctx.owns_input:
-                clear(x)
+        if ctx.is_fp8:
+            narrow, of_bias = _in_fp8(ctx, grad)
+            x, weight = _restored(ctx.saved_tensors[:3]), _restored(ctx.saved_tensors[3:])
+            if ctx.needs[0]:
+                of_input, _ = gemm(weight.data, narrow.data, ctx.dtype, layout="NN", grad=True)
+            if ctx.needs[1]:
+                of_weight, _ = gemm(x.upright, narrow.data, ctx.dtype, layout="NT", grad=True)
+                x.clear()
+            if ctx.ends_step:
+                manager().update(forward=False)
+        else:
+            given, wide, bias = ctx.saved_tensors
+            if ctx.needs[0]:
+                of_input, _ = gemm(wide, grad, ctx.dtype, layout="NN", grad=True)
+            if ctx.needs[1]:
+                of_weight, of_bias = gemm(given, grad, ctx.dtype, layout="NT", bias=bias, grad=True)
+                if ctx.owns_input:
+                    clear(given)
         found = None if of_input is None else of_input.view(ctx.shape)
-        return found, of_weight, of_bias, None
+        return found, of_weight, of_bias, None, None
 
 
 class _LayerNormLinear(torch.autograd.Function):
@@ -95,43 +170,79 @@ class _LayerNormLinear(torch.autograd.Function):
         bias: Tensor | None,
         norm: str,
         dtype: torch.dtype,
+        call: Call,
     ) -> Tensor:
         """Normalize and multiply."""
-        if input.shape[-1] != weight.shape[1]:
-            raise AssertionError("GEMM not possible")
-        x = cast(input.view(-1, input.shape[-1]), dtype)
+        needed = call.differentiable and weight.requires_grad
+        ctx.shape, ctx.dtype, ctx.norm, ctx.has_bias = input.shape, dtype, norm, bias is not None
+        ctx.needs = input.requires_grad, needed
+        ctx.is_fp8 = call.state is not None
+        flat = input.view(-1, input.shape[-1])
+        if call.state is not None:
+            check_shapes(flat, weight)
+        x = cast(flat, dtype)
         gamma = cast(gamma, dtype)
         beta = None if beta is None else cast(beta, dtype)
-        normal, mean, deviation = kernels.normalize(norm, x, gamma, beta)
-        given = cast(weight, dtype)
-        bias = None if bias is None else cast(bias, dtype)
-        out, _ = gemm(given, normal, dtype, bias=bias)
-        needed = weight.requires_grad
-        if not needed:
-            clear(normal)
-        ctx.save_for_backward(x, given, bias, gamma, normal if needed else None, mean, deviation)
-        ctx.shape, ctx.dtype, ctx.norm = input.shape, dtype, norm
-        ctx.needs = input.requires_grad, needed
-        made: Tensor = out.view(-1, *input.shape[1:-1], weight.shape[0])
-        return made
+        if call.state is not None:
+            made, mean, deviation = normalize_to_fp8(norm, x, gamma, beta, needed)
+            narrow = quantized(made)
+            del made
+            given = call.state.weight(weight, transposed=call.differentiable, first=call.first)
+            bias = None if bias is None else cast(bias, narrow_bias(dtype))
+            out, _ = gemm(given.data, narrow.data, dtype, bias=bias)
+            if needed:
+                narrow.data = None
+            elif not weight.requires_grad:
+                narrow.clear()
+            if call.differentiable:
+                kept = narrow.saved() if needed else (None, None, None)
+                ctx.save_for_backward(x, *given.saved(), gamma, *kept, mean, deviation)
+            ctx.ends_step = call.ends_step(input, gamma, beta, weight, bias)
+        else:
+            normal, mean, deviation = kernels.normalize(norm, x, gamma, beta)
+            wide = cast(weight, dtype)
+            bias = None if bias is None else cast(bias, dtype)
+            out, _ = gemm(wide, normal, dtype, bias=bias)
+            if not weight.requires_grad:
+                clear(normal)
+            between = normal if needed else None
+            ctx.save_for_backward(x, wide, bias, gamma, between, mean, deviation)
+        shaped: Tensor = out.view(-1, *input.shape[1:-1], weight.shape[0])
+        return shaped
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Make gradients of all that was given."""
-        x, weight, bias, gamma, normal, mean, deviation = ctx.saved_tensors
-        grad = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        # The library, too, keeps a name for the product until it returns.
-        product, _ = gemm(weight, grad, ctx.dtype, layout="NN", grad=True)
+        grad = _two_dimensional(grads[0])
+        x, *rest, mean, deviation = ctx.saved_tensors
         of_weight = of_bias = None
-        if ctx.needs[1]:
-            of_weight, of_bias = _weight_gradient(ctx, normal, grad, bias)
-            clear(normal)
+        # The library, too, keeps a name for the product until it returns.
+        if ctx.is_fp8:
+            narrow, of_bias = _in_fp8(ctx, grad)
+            gamma = rest[3]
+            weight, between = _restored(rest[:3]), _restored(rest[4:])
+            product, _ = gemm(weight.data, narrow.data, ctx.dtype, layout="NN", grad=True)
+            if ctx.needs[1]:
+                upright = between.upright
+                of_weight, _ = gemm(upright, narrow.data, ctx.dtype, layout="NT", grad=True)
+                del upright
+                between.clear()
+        else:
+            wide, bias, gamma, normal = rest
+            product, _ = gemm(wide, grad, ctx.dtype, layout="NN", grad=True)
+            if ctx.needs[1]:
+                of_weight, of_bias = gemm(
+                    normal, grad, ctx.dtype, layout="NT", bias=bias, grad=True
+                )
+                clear(normal)
         inner, of_gamma, of_beta = kernels.differentiate_norm(
             ctx.norm, product.view(x.shape), x, mean, deviation, gamma
         )
         clear(*(() if mean is None else (mean,)), deviation)
+        if ctx.is_fp8 and ctx.ends_step:
+            manager().update(forward=False)
         found = inner.view(ctx.shape) if ctx.needs[0] else None
-        return found, of_gamma, of_beta, of_weight, of_bias, None, None
+        return found, of_gamma, of_beta, of_weight, of_bias, None, None, None
 
 
 _linear: Callable[..., Tensor] = _Linear.apply
@@ -165,6 +276,7 @@ class _Module(nn.Module):
         self.adds_bias = parallel_mode == "row" and bias and not return_bias
         self.dtype = params_dtype or torch.get_default_dtype()
         self.where = device
+        self._fp8 = ModuleState()
         self._make_first()
         weight = torch.empty(out_features, in_features, device=device, dtype=self.dtype)
         empty = torch.empty(out_features, device=device, dtype=self.dtype) if bias else None
@@ -191,6 +303,12 @@ class _Module(nn.Module):
                     f" Found input dtype: {input.dtype} and {name!r} dtype: {parameter.dtype}"
                 )
         return input.dtype
+
+    def _call(self, input: Tensor, first: bool | None) -> Call:
+        if input.shape[-1] != self.in_features:
+            raise AssertionError("GEMM not possible")
+        state = self._fp8 if self._fp8.prepare() else None
+        return Call(state, torch.is_grad_enabled(), first)
 
     def _given_bias(self) -> Tensor | None:
         return None if self.return_bias or self.adds_bias else self.bias
@@ -229,7 +347,8 @@ class Linear(_Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Multiply the last dimension."""
         dtype = self._activation_dtype(inp)
-        out = _linear(inp.contiguous(), self.weight, self._given_bias(), dtype)
+        call = self._call(inp, is_first_microbatch)
+        out = _linear(inp.contiguous(), self.weight, self._given_bias(), dtype, call)
         return self._with_bias(out, dtype)
 
 
@@ -276,6 +395,7 @@ class LayerNormLinear(_Module):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Normalize and multiply the last dimension."""
         dtype = self._activation_dtype(inp)
+        call = self._call(inp, is_first_microbatch)
         out = _normalized_linear(
             inp.contiguous(),
             self.layer_norm_weight,
@@ -284,5 +404,6 @@ class LayerNormLinear(_Module):
             self._given_bias(),
             self.normalization,
             dtype,
+            call,
         )
         return self._with_bias(out, dtype)

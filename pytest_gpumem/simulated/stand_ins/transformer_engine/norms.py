@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pytest_gpumem.simulated.stand_ins.transformer_engine import kernels
+from pytest_gpumem.simulated.stand_ins.transformer_engine import fp8, kernels
 
 
 class _Normalizing(torch.autograd.Function):
@@ -18,7 +18,12 @@ class _Normalizing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, norm: str, input: Tensor, weight: Tensor, bias: Tensor | None = None
+        ctx: Any,
+        norm: str,
+        differentiable: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Normalize."""
         autocast = torch.is_autocast_enabled("cuda")
@@ -29,6 +34,8 @@ class _Normalizing(torch.autograd.Function):
         out, mean, deviation = kernels.normalize(norm, x, cast[0], cast[1] if cast[1:] else None)
         ctx.save_for_backward(x, weight, deviation, mean)
         ctx.norm = norm
+        # Outside of regions of fp8 too, as the first operation of one might be.
+        ctx.ends_step = differentiable and fp8.manager().take_first()
         made: Tensor = out.view(input.shape)
         return made
 
@@ -40,8 +47,10 @@ class _Normalizing(torch.autograd.Function):
         given = weight.to(x.dtype).view(-1)
         made, gamma, beta = kernels.differentiate_norm(ctx.norm, grad, x, mean, deviation, given)
         kernels.clear(x, *(() if mean is None else (mean,)), deviation)
+        if ctx.ends_step:
+            fp8.manager().update(forward=False)
         shaped = [each if each is None else each.view(weight.shape) for each in (gamma, beta)]
-        return None, made.view(grads[0].shape), *shaped
+        return None, None, made.view(grads[0].shape), *shaped
 
 
 _apply: Callable[..., Tensor] = _Normalizing.apply
@@ -68,8 +77,9 @@ class _Norm(nn.Module):
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
-        one = isinstance(normalized_shape, int)
-        shape = (normalized_shape,) if one else tuple(normalized_shape)  # type: ignore[arg-type]
+        if isinstance(normalized_shape, int):
+            normalized_shape = (normalized_shape,)
+        shape = tuple(normalized_shape)
         where = "cuda" if device is None else device
         for name in self._names:
             made = torch.empty(shape, device=where, dtype=params_dtype or dtype)
@@ -93,7 +103,10 @@ class _Norm(nn.Module):
                 f"Input tensor (shape={tuple(input.shape)}) and weight tensor (shape={shape}) "
                 f"are not compatible"
             )
-        return _apply(type(self).__name__, input, *weights)
+        differentiable = torch.is_grad_enabled() and any(
+            each.requires_grad for each in (input, *weights)
+        )
+        return _apply(type(self).__name__, differentiable, input, *weights)
 
 
 class LayerNorm(_Norm):

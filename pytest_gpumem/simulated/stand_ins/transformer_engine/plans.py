@@ -8,6 +8,7 @@ rmsnorm/rmsnorm_fwd_cuda_kernel.cu and rmsnorm_bwd_semi_cuda_kernel.cu (their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -111,3 +112,66 @@ def _blocks(launch: Launch) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_WARPS_PER_TILE = 8
+_WARPS_PER_PROCESSOR = 16
+_CACHE_LINE = 128
+_SIZES = (
+    (8, 8), (4, 8), (8, 4), (4, 4), (2, 8), (8, 2), (2, 4), (4, 2), (2, 2),
+    (1, 8), (8, 1), (1, 4), (4, 1), (1, 2), (2, 1), (1, 1),
+)  # fmt: skip
+"""Bytes of a load and of a store to the transpose, in the order they are tried."""
+
+
+def bias_workspace(rows: int, columns: int, itemsize: int, processors: int) -> int:
+    """Return the bytes of partial sums of a bias' gradient, while its rows are cast to fp8.
+
+    Source: common/transpose/cast_transpose_fusion.cu of 2.8 (KernelConfig, cast_transpose_fused,
+    populate_cast_transpose_dbias_workspace_config), compiled at run time where shapes allow it.
+    """
+    store = 8
+    if rows % 32 == 0 and columns % 32 == 0:
+        valid = [
+            (load, store)
+            for load, store in _SIZES
+            if load % itemsize == 0
+            and columns % (load * 32 // itemsize) == 0
+            and rows % (store * 32) == 0
+        ]
+        best = valid[0]
+        for each in valid[1:]:
+            if _is_cheaper(each, best, rows, columns, itemsize, processors):
+                best = each
+        store = best[1]
+    return -(-rows // (store * 32)) * columns * 4
+
+
+def _is_cheaper(
+    one: tuple[int, int],
+    other: tuple[int, int],
+    rows: int,
+    columns: int,
+    itemsize: int,
+    processors: int,
+) -> bool:
+    """KernelConfig::operator<, in its integers."""
+    first, second = (_rates(*each, rows, columns, itemsize, processors) for each in (one, other))
+    scale = math.prod(first) * math.prod(second)
+    costs = [sum(scale // rate for rate in rates[:3]) // rates[3] for rates in (first, second)]
+    return costs[0] < costs[1]
+
+
+def _rates(
+    load: int, store: int, rows: int, columns: int, itemsize: int, processors: int
+) -> tuple[int, int, int, int]:
+    """Elements of each load, cast and transposed store, and processors at work."""
+    width, height = load * 32 // itemsize, store * 32
+    blocks = (columns // width) * (rows // height)
+    active = min(-(-blocks * _WARPS_PER_TILE // _WARPS_PER_PROCESSOR), processors)
+    return (
+        min(_CACHE_LINE, width * itemsize) // itemsize,
+        min(_CACHE_LINE, width),
+        min(_CACHE_LINE, height),
+        active,
+    )
