@@ -263,6 +263,8 @@ def test_what_is_not_covered_is_refused_by_name(gpu: Any) -> None:
         module("Linear", INNER, OUTER, tp_size=2)
     with pytest.raises(UnsupportedOperatorError, match=r"LayerNormLinear\(parameters_split="):
         module("LayerNormLinear", INNER, OUTER, parameters_split=("q", "k"))
+    with pytest.raises(UnsupportedOperatorError, match="Linear with fp8_output=True"):
+        module("Linear", INNER, OUTER)(made(8, INNER), fp8_output=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
         module("Linear", INNER, OUTER, tp=2)
     with pytest.raises(AssertionError, match="Data types for parameters must match"):

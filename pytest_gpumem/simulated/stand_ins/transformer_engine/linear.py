@@ -304,6 +304,11 @@ class _Module(nn.Module):
                 )
         return input.dtype
 
+    def _refuse_narrow(self, **options: bool) -> None:
+        for name, value in options.items():
+            if value:
+                kernels.refuse(f"{type(self).__name__} with {name}=True")
+
     def _call(self, input: Tensor, first: bool | None) -> Call:
         if input.shape[-1] != self.in_features:
             raise AssertionError("GEMM not possible")
@@ -329,6 +334,7 @@ class Linear(_Module):
         self,
         in_features: int,
         out_features: int,
+        *,
         bias: bool = True,
         return_bias: bool = False,
         parallel_mode: str | None = None,
@@ -344,8 +350,16 @@ class Linear(_Module):
         )  # fmt: skip
         self.name = name
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    @torch._disable_dynamo
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """Multiply the last dimension."""
+        self._refuse_narrow(fp8_output=fp8_output, fp8_grad=fp8_grad)
         dtype = self._activation_dtype(inp)
         call = self._call(inp, is_first_microbatch)
         out = _linear(inp.contiguous(), self.weight, self._given_bias(), dtype, call)
@@ -392,8 +406,16 @@ class LayerNormLinear(_Module):
             nn.init.zeros_(self.layer_norm_bias)
         (nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_)(self.layer_norm_weight)
 
-    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    @torch._disable_dynamo
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
         """Normalize and multiply the last dimension."""
+        self._refuse_narrow(fp8_output=fp8_output, fp8_grad=fp8_grad)
         dtype = self._activation_dtype(inp)
         call = self._call(inp, is_first_microbatch)
         out = _normalized_linear(
