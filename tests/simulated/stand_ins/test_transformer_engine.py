@@ -271,6 +271,17 @@ def test_what_is_not_covered_is_refused_by_name(gpu: Any) -> None:
         module("Linear", INNER, OUTER)(made(4, INNER, dtype=torch.float32))
 
 
+def test_kernels_that_the_environment_chooses_are_refused(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm, x = module("RMSNorm", INNER), made(4, INNER)
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", "1")
+    with pytest.raises(UnsupportedOperatorError, match="NVTE_NORM_FWD_USE_CUDNN=1 of transformer"):
+        norm(x)
+    monkeypatch.setenv("NVTE_NORM_FWD_USE_CUDNN", "0")
+    norm(x)
+
+
 def test_it_is_there_where_it_is_named() -> None:
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("transformer-engine is installed")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.stand_ins.registering import compiled
-from pytest_gpumem.simulated.stand_ins.transformer_engine.kernels import clear, refuse
+from pytest_gpumem.simulated.stand_ins.transformer_engine.kernels import clear, launched, refuse
 from pytest_gpumem.simulated.stand_ins.transformer_engine.plans import bias_workspace
-from pytest_gpumem.simulated.stand_ins.usage import keeping, used
+from pytest_gpumem.simulated.stand_ins.usage import keeping
 
 _FORWARD, _BACKWARD = 3, 2
 """Input, weight and output of a product; gradients of its output and its input."""
@@ -163,13 +163,13 @@ def allocate(shape: torch.Size, device: torch.device, *, transposed: bool) -> tu
 
 
 def _quantize(tensor: Tensor, transposed: bool) -> tuple[Tensor, ...]:
-    used("transformer-engine")
+    launched()
     given = tensor.contiguous()
     return allocate(given.shape, given.device, transposed=transposed)
 
 
 def _quantize_with_bias(grad: Tensor) -> tuple[Tensor, ...]:
-    used("transformer-engine")
+    launched()
     rows, columns = grad.shape
     bias = torch.empty(columns, dtype=grad.dtype, device=grad.device)
     made = allocate(grad.shape, grad.device, transposed=True)
@@ -202,7 +202,7 @@ def quantized(made: tuple[Tensor, ...]) -> Quantized:
 def _normalize(
     norm: str, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool
 ) -> tuple[tuple[Tensor, ...], Tensor | None, Tensor]:
-    used("transformer-engine")
+    launched()
     rows, columns = x.shape
     if columns > _WIDEST_NORM:
         refuse(f"a {norm} of {columns} columns with an output in fp8")

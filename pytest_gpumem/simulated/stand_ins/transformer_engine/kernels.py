@@ -6,6 +6,7 @@ transformer_engine/pytorch/module/base.py (``get_workspace``) and utils.py of 2.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,27 @@ def refuse(what: str) -> NoReturn:
         f"{what} of {_NAME} at {user_line()} has no stand-in: describe what calls it with "
         f"pytest_gpumem.simulate_operator, or leave it out"
     )
+
+
+_CHOICES = (
+    "NVTE_BWD_LAYERNORM_SM_MARGIN",
+    "NVTE_DISABLE_NVRTC",
+    "NVTE_FWD_LAYERNORM_SM_MARGIN",
+    "NVTE_INF_LAYERNORM_SM_MARGIN",
+    "NVTE_NORM_BWD_USE_CUDNN",
+    "NVTE_NORM_FWD_USE_CUDNN",
+    "NVTE_UNFUSED_FP8_UPDATE",
+)
+"""Variables by which other kernels, or more of them, are taken."""
+
+
+def launched() -> None:
+    """Say that a kernel of the library runs, which the environment must not have chosen."""
+    used(_NAME)
+    for name in _CHOICES:
+        value = os.environ.get(name, "0")
+        if value not in ("", "0"):
+            refuse(f"{name}={value}")
 
 
 def cublas_workspace() -> Tensor:
@@ -64,7 +86,7 @@ def _gemm(
     bias: Tensor | None = None,
     grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    used(_NAME)
+    launched()
     transa, transb = layout[0] == "T", layout[1] == "T"
     outer = (b.shape[-1],) if transb else tuple(b.shape[:-1])
     inner = a.shape[:-1].numel() if transa else a.shape[-1]
@@ -87,7 +109,7 @@ def gemm(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
 def _normalized(
     norm: str, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    used(_NAME)
+    launched()
     rows = x.shape[0]
     mean = _statistics(x, rows) if norm == "LayerNorm" else None
     deviation = _statistics(x, rows)
@@ -108,7 +130,7 @@ def _differentiated(
     deviation: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    used(_NAME)
+    launched()
     given = grad.contiguous(), x.contiguous(), weight.contiguous()
     made = torch.empty_like(given[1])
     gamma = torch.empty_like(given[2])
