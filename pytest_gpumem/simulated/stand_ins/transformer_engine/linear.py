@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from pytest_gpumem.simulated.stand_ins.transformer_engine import kernels
 from pytest_gpumem.simulated.stand_ins.transformer_engine.fp8 import (
@@ -350,7 +351,7 @@ class Linear(_Module):
         )  # fmt: skip
         self.name = name
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def forward(
         self,
         inp: Tensor,
@@ -406,7 +407,7 @@ class LayerNormLinear(_Module):
             nn.init.zeros_(self.layer_norm_bias)
         (nn.init.zeros_ if self.zero_centered_gamma else nn.init.ones_)(self.layer_norm_weight)
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def forward(
         self,
         inp: Tensor,
