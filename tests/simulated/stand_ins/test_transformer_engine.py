@@ -130,6 +130,16 @@ def test_workspaces_of_norms() -> None:
     )
     # No kernel for 5000 columns: two blocks of 4096 for each of 12 rows, as many as there are.
     assert needed("RMSNorm", 5000, rows=12) == (96 + 12 * 2 * 8 * 2 + 12 * 5000 * 4, False)
+    # Forward, two blocks of 8192 columns for each of 8 rows: barriers, and sums of 4 bytes.
+    assert needed("RMSNorm", 16384, backward=False, rows=8) == (2 * 8 * 4 + 8 * 2 * 4 * 2, False)
+
+
+def test_before_a_frozen_weight_what_is_between_goes_at_once(gpu: Any) -> None:
+    both = module("LayerNormLinear", INNER, OUTER)
+    both.weight.requires_grad_(False)
+    x = made(4, 10, INNER)
+    both(x)
+    assert gpu.of(lambda: both(x)) == [SUMS, SUMS, X, Y, -X]
 
 
 def test_what_is_estimated_is_said() -> None:
