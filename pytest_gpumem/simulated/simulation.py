@@ -127,6 +127,8 @@ class Simulation(SimulatedMachine):
     ) -> None:
         super().__init__(gpus, real_values=real_values)
         self._stand_ins = stand_ins
+        self._of_stand_ins: dict[str, Any] = {}
+        """What libraries keep until their process ends."""
         self.compilation = Compilation(self, compile, self._as_compilers_see, self._as_torch_is)
         self.world = world
         self.current_index = self.first_index
@@ -183,7 +185,7 @@ class Simulation(SimulatedMachine):
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
-            resources.enter_context(served(self._stand_ins, self.note))
+            resources.enter_context(served(self._stand_ins, self.note, self._of_stand_ins))
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(self.execution)
             self.is_active = self.here.joined = True

@@ -178,3 +178,36 @@ def test_a_step_with_apex_and_xformers_where_they_are_named(project: Project) ->
 
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["gpumem: simulated T4 with stand-ins of apex, xformers;*"])
+
+
+def test_a_step_in_fp8_with_transformer_engine_where_it_is_named(project: Project) -> None:
+    project.write(
+        test_step="""
+            @pytest.mark.gpumem(max="64MiB", gpu="H100")
+            def test_step():
+                import transformer_engine.pytorch as te
+                from transformer_engine.common import recipe
+
+                layer = te.LayerNormLinear(64, 128, params_dtype=torch.bfloat16)
+                x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16)
+                with te.fp8_autocast(fp8_recipe=recipe.DelayedScaling(amax_history_len=16)):
+                    out = layer(x)
+                out.sum().backward()
+
+            @pytest.mark.gpumem(gpu="H100")
+            def test_attention():
+                import transformer_engine.pytorch as te
+
+                te.DotProductAttention(8, 64)
+        """
+    )
+
+    result = project.run("--gpumem-sim-stand-ins=transformer-engine")
+
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "gpumem: simulated T4 with stand-ins of transformer-engine;*",
+            "*transformer_engine.pytorch.DotProductAttention at *test_step.py* has no stand-in*",
+        ]
+    )

@@ -26,26 +26,28 @@ from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES, Library, chosen
-from pytest_gpumem.simulated.stand_ins.usage import telling
+from pytest_gpumem.simulated.stand_ins.usage import Kept, telling
 
 _modules: dict[str, ModuleType] = {}
 """Every module that was made so far: code that keeps one finds the same one later."""
 
 
 @contextmanager
-def served(names: Sequence[str] | None, note: Callable[[str], None]) -> Iterator[None]:
+def served(
+    names: Sequence[str] | None, note: Callable[[str], None], kept: Kept | None = None
+) -> Iterator[None]:
     """Let the libraries ``names`` be imported inside if they are not installed.
 
     ``None`` stands for those that are there without being named.
 
-    ``note`` takes a sentence for each that is used.
+    ``note`` takes a sentence for each that is used, ``kept`` what they keep.
     """
     libraries = chosen(names)
     if not libraries:
         yield
         return
     finder = _Finder(libraries)
-    with telling(note), _asked_anew(libraries), _loading(libraries):
+    with telling(note, {} if kept is None else kept), _asked_anew(libraries), _loading(libraries):
         sys.meta_path.append(finder)
         kept = {
             name: module
@@ -70,7 +72,16 @@ class StandInModule(ModuleType):
         path = f"{self.__name__}.{name}"
         if name.startswith("__") or any(path in each.absent for each in LIBRARIES.values()):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        _refuse(path)
+        if not _is_module(path):
+            _refuse(path)
+        # "from library import module" asks for an attribute first.
+        return importlib.import_module(path)
+
+
+def _is_module(path: str) -> bool:
+    package = path.partition(".")[0]
+    found = (each for each in LIBRARIES.values() if package in _top_level(each))
+    return any(path in _contents(each) for each in found)
 
 
 def _refuse(path: str, installing: str = "") -> NoReturn:

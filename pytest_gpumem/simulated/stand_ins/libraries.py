@@ -182,6 +182,27 @@ LIBRARIES = {
             ),
             loaded="_C",
         ),
+        Library(
+            "transformer-engine",
+            "2.8.0",
+            "transformer_engine",
+            taken_unasked=True,
+            without=frozenset(
+                f"transformer_engine.{module}"
+                for module in (
+                    "debug",
+                    "jax",
+                    "pytorch.attention",
+                    "pytorch.cpp_extensions",
+                    "pytorch.distributed",
+                    "pytorch.graph",
+                    "pytorch.ops",
+                    "pytorch.optimizers",
+                    "pytorch.tensor",
+                    "pytorch.transformer",
+                )
+            ),
+        ),
     )
 }
 """By name."""

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 
-_listeners: list[Callable[[str], None]] = []
+_T = TypeVar("_T")
+Kept = dict[str, Any]
+
+_listeners: list[tuple[Callable[[str], None], Kept]] = []
 """Of the active simulations, innermost last: what is imported is the process's."""
 
 
 @contextmanager
-def telling(note: Callable[[str], None]) -> Iterator[None]:
-    """Let ``note`` take the sentence of each library that is used inside."""
-    _listeners.append(note)
+def telling(note: Callable[[str], None], kept: Kept) -> Iterator[None]:
+    """Let ``note`` take the sentence of each library that is used inside.
+
+    ``kept`` is for what a library keeps until its process ends.
+    """
+    _listeners.append((note, kept))
     try:
         yield
     finally:
-        _listeners.remove(note)
+        _listeners.pop()
 
 
 def used(library: str) -> None:
     """Say that a stand-in of ``library`` has allocated something."""
+    tell(LIBRARIES[library].sentence)
+
+
+def tell(sentence: str) -> None:
+    """Say something to whoever reads the numbers."""
     if _listeners:
-        _listeners[-1](LIBRARIES[library].sentence)
+        _listeners[-1][0](sentence)
+
+
+def keeping(name: str, make: Callable[[], _T]) -> _T:
+    """Return what a library makes once in a process: here, once in a simulation."""
+    kept = _listeners[-1][1] if _listeners else {}
+    if name not in kept:
+        kept[name] = make()
+    made: _T = kept[name]
+    return made

@@ -1,0 +1,27 @@
+"""transformer-engine 2.8: the modules that code imports, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
+from pytest_gpumem.simulated.stand_ins.transformer_engine import fp8, linear, norms
+
+_MODULES = {
+    "LayerNorm": norms.LayerNorm,
+    "LayerNormLinear": linear.LayerNormLinear,
+    "Linear": linear.Linear,
+    "RMSNorm": norms.RMSNorm,
+}
+_RECIPES = {"DelayedScaling": fp8.DelayedScaling, "Format": fp8.Format}
+
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "transformer_engine": {"__version__": LIBRARIES["transformer-engine"].version},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": _RECIPES,
+    "transformer_engine.pytorch": {**_MODULES, "fp8_autocast": fp8.fp8_autocast},
+    "transformer_engine.pytorch.fp8": {"fp8_autocast": fp8.fp8_autocast},
+    "transformer_engine.pytorch.module": _MODULES,
+}
+"""By the library's names."""
