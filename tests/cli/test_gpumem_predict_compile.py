@@ -105,3 +105,13 @@ def test_what_could_not_be_followed_is_said(waves: Command) -> None:
 
     (note,) = [line for line in lines if line.startswith("note, compiled: ")]
     assert "runs eagerly on a simulated GPU, where backend 'aot_eager' is not followed" in note
+
+
+def test_a_module_that_is_compiled_before_it_is_called(waves: Command) -> None:
+    """Its call passes through what finds phases and sees whose memory it is."""
+    with (waves.folder / "waves.py").open("a") as file:
+        file.write("\n\ndef whole():\n    with torch.no_grad():\n")
+        file.write("        return torch.compile(Wave())(torch.ones(256, 1024, device='cuda'))\n")
+    found = waves.json("waves.py:whole", "--gpu", "A100-40GB", "--compile")
+
+    assert [one["peak_allocated"] for one in found["gpus"]] == [EAGER, COMPILED]

@@ -190,7 +190,8 @@ class _ButOwn:
         """As torch's callbacks have it, which are looked through for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
-        if frame.f_code is _MODULE_CALL or not is_own(sys._getframe(1).f_code.co_filename):
+        passed_on = frame.f_code is _MODULE_CALL or is_own(frame.f_code.co_filename)
+        if passed_on or not is_own(sys._getframe(1).f_code.co_filename):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn
