@@ -213,7 +213,8 @@ class _ButOwn:
 
     def __call__(self, frame: Any, *state: Any) -> Any:
         filename = sys._getframe(1).f_code.co_filename
-        if frame.f_code is _MODULE_CALL or not is_own(filename):
+        passed_on = frame.f_code is _MODULE_CALL or is_own(frame.f_code.co_filename)
+        if passed_on or not is_own(filename):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn

@@ -21,6 +21,7 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "flash_attn.flash_attn_interface": {
         **_FUNCTIONS,
         **OPERATORS,
+        **{f"_wrapped{name}": operator for name, operator in OPERATORS.items()},
         "flash_attn_gpu": EXTENSION,
     },
     "flash_attn.bert_padding": {

@@ -1,0 +1,117 @@
+"""``gpumem predict --compile``: eager code beside compiled code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from textwrap import dedent
+
+import pytest
+
+from tests.cli.targets import MIB, Command, command
+
+pytestmark = [
+    pytest.mark.usefixtures("plain_workspaces"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+]
+
+gpumem = command("predict")
+
+WAVES = dedent(
+    """
+    import torch
+
+
+    class Wave(torch.nn.Module):
+        def forward(self, x):
+            return (x.sin().cos() + 1).exp()
+
+
+    def module():
+        with torch.no_grad():
+            return Wave()(torch.ones(256, 1024, device="cuda"))
+
+
+    def function(backend="inductor"):
+        return torch.compile(Wave().forward, backend=backend)(
+            torch.ones(256, 1024, device="cuda")
+        )
+
+
+    def not_followed():
+        return function("aot_eager")
+    """
+)
+EAGER = 3 * MIB
+"""The input, a sine, and its cosine beside it."""
+COMPILED = 2 * MIB
+"""The input and the result: all four operators are one kernel."""
+
+
+@pytest.fixture(autouse=True)
+def _wrappers_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def waves(gpumem: Command) -> Command:
+    (gpumem.folder / "waves.py").write_text(WAVES)
+    return gpumem
+
+
+def test_modules_are_compiled_where_nothing_else_is(waves: Command) -> None:
+    found = waves.json("waves.py:module", "--gpu", "A100-40GB", "--compile")
+
+    assert found["compiled"] == "modules"
+    assert [(one["code"], one["peak_allocated"]) for one in found["gpus"]] == [
+        ("eager", EAGER),
+        ("compiled", COMPILED),
+    ]
+    (change,) = found["changes"]
+    assert change["peak_allocated"] == COMPILED - EAGER
+    forward = change["phases"]["forward"]
+    assert forward["peak_allocated"] == COMPILED - EAGER
+    assert [(line["bytes"], line["category"], line["operator"]) for line in forward["lines"]] == [
+        (-2 * MIB, "temporaries", "torch.cos"),
+        (MIB, "activations", "torch.sin + torch.cos + torch.add + torch.exp, fused"),
+    ]
+    assert {line["site"] for line in forward["lines"]} == {"waves.py:7"}
+
+
+def test_what_a_person_reads(waves: Command) -> None:
+    code, lines = waves("waves.py:module", "--gpu", "A100-40GB", "--compile")
+
+    assert code == 0
+    assert lines[1].startswith("it calls no torch.compile: compiled is each module")
+    assert [line.split()[:2] for line in lines[4:6]] == [
+        ["A100-40GB", "eager"],
+        ["A100-40GB", "compiled"],
+    ]
+    assert lines[8].split()[:5] == ["A100-40GB", "-1.0", "MiB", "(-33.3", "%)"]
+    assert "by line, at the peak of forward on A100-40GB:" in lines
+
+
+def test_code_that_compiles_itself_is_left_to_itself(waves: Command) -> None:
+    found = waves.json("waves.py:function", "--gpu", "A100-40GB", "--compile")
+
+    assert found["compiled"] == "target"
+    assert [one["peak_allocated"] for one in found["gpus"]] == [EAGER, COMPILED]
+
+
+def test_what_could_not_be_followed_is_said(waves: Command) -> None:
+    _, lines = waves("waves.py:not_followed", "--gpu", "A100-40GB", "--compile")
+
+    (note,) = [line for line in lines if line.startswith("note, compiled: ")]
+    assert "runs eagerly on a simulated GPU, where backend 'aot_eager' is not followed" in note
+
+
+def test_a_module_that_is_compiled_before_it_is_called(waves: Command) -> None:
+    """Its call passes through what finds phases and sees whose memory it is."""
+    with (waves.folder / "waves.py").open("a") as file:
+        file.write("\n\ndef whole():\n    with torch.no_grad():\n")
+        file.write("        return torch.compile(Wave())(torch.ones(256, 1024, device='cuda'))\n")
+    found = waves.json("waves.py:whole", "--gpu", "A100-40GB", "--compile")
+
+    assert [one["peak_allocated"] for one in found["gpus"]] == [EAGER, COMPILED]
