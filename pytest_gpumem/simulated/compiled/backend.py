@@ -36,7 +36,7 @@ class Inductor:
     """The backend of one ``torch.compile``; ``settings`` are Inductor's, by name.
 
     What it cannot follow runs eagerly, with a note, or raises
-    :class:`~pytest_gpumem.simulated.common.errors.UnsupportedOperatorError` where that ``refuses``.
+    :class:`~pytest_gpumem.simulated.compiled.refusals.CompiledCodeError` where that ``refuses``.
     """
 
     def __init__(

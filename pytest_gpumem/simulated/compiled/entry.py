@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
-from pytest_gpumem.simulated.compiled.refusals import not_followed, note_at_line
+from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, not_followed, note_at_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class Compilation:
         self._ran_eagerly = True
         what = f"runs eagerly on a simulated GPU, {reason}"
         if self._how == ALWAYS:
-            raise UnsupportedOperatorError(f"torch.compile at {user_line()} {what}")
+            raise CompiledCodeError(f"torch.compile at {user_line()} {what}")
         note_at_line(self._machine, f"{what}: compiled code allocates less")
 
     def _reason(self, backend: str) -> str | None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+
+class CompiledCodeError(RuntimeError):
+    """Compiled code that cannot be followed, where all of it is to be: the test fails."""
+
 
 _SUBJECT = "torch.compile at"
 """With which every note on compiled code begins."""
@@ -25,10 +29,10 @@ def tell_of_compiled_code(notes: Iterable[str]) -> bool:
 def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) -> None:
     """Say that compiled code runs eagerly because of ``error``.
 
-    Raises :class:`UnsupportedOperatorError` instead where that ``refuses``.
+    Raises :class:`CompiledCodeError` instead where that ``refuses``.
     """
     what = "could not be followed on a simulated GPU"
     first = str(error).strip().partition("\n")[0]
     if refuses:
-        raise UnsupportedOperatorError(f"{_SUBJECT} {user_line()} {what}: {first}") from error
+        raise CompiledCodeError(f"{_SUBJECT} {user_line()} {what}: {first}") from error
     note_at_line(machine, f"{what}, so it runs eagerly, and compiled code allocates less: {first}")
