@@ -24,8 +24,8 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 
-_WRAPPERS = f"{os.sep}torchinductor_"
-"""In the path of what Inductor writes."""
+WRAPPERS = "gpumem-wrappers-"
+"""In the path of what Inductor writes for a simulated GPU."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
@@ -193,6 +193,14 @@ def provenance() -> Provenance:
     while following is not None and len(entries) < MOST_FRAMES:
         entries.append((following.f_code, following.f_lasti))
         following = following.f_back
+    purpose = running.purpose
+    if (
+        purpose is not None
+        and purpose.place is not None
+        and not any(is_wrapper(code.co_filename) for code, _ in entries)
+    ):
+        # A wrapper that was left by an exception, as where memory ran out, could not take it back.
+        running.purpose = None
     found = Provenance(entries)
     if _graph_task() == -1:
         found.sequence = _sequence()
@@ -285,9 +293,15 @@ def _is_installed(filename: str) -> bool:
 
 
 @cache
+def is_wrapper(filename: str) -> bool:
+    """Whether Inductor wrote this file."""
+    return WRAPPERS in filename or f"{os.sep}torchinductor_" in filename
+
+
+@cache
 def is_internal(filename: str) -> bool:
     """Whether code of this file is torch's, Triton's or our own, or is passed through."""
-    passed = Path(filename).name in _PASSED or filename == copy.__file__ or _WRAPPERS in filename
+    passed = Path(filename).name in _PASSED or filename == copy.__file__ or is_wrapper(filename)
     return passed or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
 
 

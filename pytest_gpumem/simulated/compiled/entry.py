@@ -118,7 +118,7 @@ class Compilation:
         """What compiles in the place of ``callback``; ``None`` to run eagerly."""
         if self._machine.execution.lock is not None:
             # What is replaced while torch compiles is replaced for all threads.
-            self._say_eager("while several threads run operators")
+            self._say_eager("where threads have been started")
             return None
         found = self._callbacks.get(callback)
         if found is None:

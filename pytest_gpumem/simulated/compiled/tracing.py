@@ -36,7 +36,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pytest_gpumem.simulated.common.callsite import is_own
+from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -125,7 +125,7 @@ class Tracing:
         A graph's backward may be kept when it is first run, long after it was traced.
         """
         model = self._machine.gpus[0].model.name
-        folder = Path(cache_dir(), f"simulated-{_version()}", model)
+        folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         return mock.patch.dict(os.environ, {_FOLDER: str(folder)})
 
     @contextmanager

@@ -101,6 +101,19 @@ def test_buffers_name_the_line_and_the_operators_that_they_fuse() -> None:
     assert event.context.operator_name == "torch.sigmoid + torch.tanh + torch.mul, fused"
 
 
+def test_what_is_allocated_after_memory_ran_out_is_the_code_s_own() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        x = torch.ones(1 << 30, 2, device="cuda")  # 8 GiB of 40
+        # A product has memory of its own kind: the operator that takes it is said before.
+        twice = compiled(lambda x: torch.cat([x.sort(0)[0]] * 5))
+        with pytest.raises(torch.OutOfMemoryError):
+            twice(x)
+        before = len(gpu.trace)
+        torch.zeros(3, device="cuda")
+        (event,) = [event for event in gpu.trace[before:] if event.action == "alloc"]
+    assert event.context.operator_name == "torch.zeros"
+
+
 def test_what_breaks_the_graph_runs_eagerly_between_its_parts() -> None:
     seen: list[torch.device] = []
 
@@ -232,7 +245,7 @@ def test_threads_run_compiled_code_eagerly_and_it_is_said() -> None:
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert any("while several threads run operators" in note for note in gpu.notes)
+    assert any("where threads have been started" in note for note in gpu.notes)
 
 
 def broken_lowering(*_: Any, **__: Any) -> Any:
