@@ -88,6 +88,8 @@ class AutomaticPhases:
     def _outermost(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # it would become part of the graph, or break it
+                return function(*args, **kwargs)
             if self._busy and not self._abandoned_step():
                 return function(*args, **kwargs)
             self._busy = True

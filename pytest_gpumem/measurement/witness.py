@@ -93,6 +93,8 @@ class Witness:
 
         @functools.wraps(call)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # it would become part of the graph, or break it
+                return call(module, *args, **kwargs)
             outermost = not self._running
             if outermost:
                 self._outermost_called(module, (args, kwargs))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
+from pytest_gpumem.measurement.witness import Witness
 from tests.fake_statistics import FakeStatistics
 
 
@@ -231,3 +232,26 @@ def test_torch_is_as_it_was_afterwards(tracker: PhaseTracker) -> None:
     assert (nn.Module.__call__, vars(torch.autograd)["_engine_run_backward"]) == before
     net()(torch.ones(1, 2)).sum().backward()
     assert entries(tracker) == {}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("witnesses", [False, True])
+def test_a_module_that_is_compiled_is_one_graph_and_one_phase(
+    tracker: PhaseTracker, witnesses: bool
+) -> None:
+    """What stands around ``Module.__call__`` would become part of the graph, or break it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = net()
+    witness = Witness(dict) if witnesses else None
+    with AutomaticPhases(tracker, witness).watching():
+        compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
+        compiled(torch.ones(1, 2))
+        double: Any = torch.compile(lambda x: model(x) * 2, backend=backend, fullgraph=True)
+        double(torch.ones(1, 2))
+    assert len(graphs) == 2
+    assert entries(tracker) == {"forward": 1}
