@@ -6,6 +6,9 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+OF_SHAPES = "torch._subclasses.fake_tensor"
+"""Module of tensors that torch's compilers keep for their shapes alone."""
+
 CHUNK = 128
 """Objects that are looked at together: most have no reference of interest among theirs."""
 
@@ -31,7 +34,11 @@ class Referrers:
         """Return the tensors of the heap."""
         import torch
 
-        return [value for value in self._objects if issubclass(type(value), torch.Tensor)]
+        return [
+            value
+            for value in self._objects
+            if issubclass(type(value), torch.Tensor) and type(value).__module__ != OF_SHAPES
+        ]
 
     def find(self, values: Iterable[Any]) -> None:
         """Look for what refers to any of ``values``."""

@@ -225,6 +225,12 @@ def prepare() -> None:
     from torch._dynamo import trace_rules
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+    # Some of it may have been remembered while something was replaced.
+    for owner in (trace_rules, TorchInGraphFunctionVariable):
+        for name in vars(owner):
+            forget = getattr(getattr(owner, name), "cache_clear", None)
+            if forget is not None:
+                forget()
     trace_rules.get_torch_obj_rule_map()
     TorchInGraphFunctionVariable._get_handlers()
     trace_rules.add(__name__.partition(".")[0])  # no frame of this package is compiled

@@ -582,6 +582,7 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: untyped.from_dlpack(3),
         lambda: untyped.from_dlpack(),
     ],
+    "_find_common_device": [lambda: twice_a_fake().shape],
     "init_gpu_context": [lambda: FakeTensorMode().from_tensor(untyped.ones(2)).shape],
     "_get_obj_state": [lambda: pickle.loads(pickle.dumps(Tagged([1.0])))],
     "get_default_nowrap_functions": [lambda: Tagged([1.0]).requires_grad_().grad],
@@ -664,6 +665,11 @@ def _encoded() -> Any:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with torch.no_grad():
         return layer(torch.ones(1, 3, 8))
+
+
+def twice_a_fake() -> Any:
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(untyped.ones(2)) * 2
 
 
 def _flexible() -> Any:
