@@ -247,11 +247,15 @@ def test_a_module_that_is_compiled_is_one_graph_and_one_phase(
         return graph.forward
 
     model = net()
-    witness = Witness(dict) if witnesses else None
+    witness = Witness(list) if witnesses else None
     with AutomaticPhases(tracker, witness).watching():
         compiled: Any = torch.compile(model, backend=backend, fullgraph=True)
         compiled(torch.ones(1, 2))
-        double: Any = torch.compile(lambda x: model(x) * 2, backend=backend, fullgraph=True)
-        double(torch.ones(1, 2))
+
+        def double(x: torch.Tensor) -> Any:
+            return model(x) * 2
+
+        doubling: Any = torch.compile(double, backend=backend, fullgraph=True)
+        doubling(torch.ones(1, 2))
     assert len(graphs) == 2
     assert entries(tracker) == {"forward": 1}

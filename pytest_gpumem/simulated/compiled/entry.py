@@ -79,7 +79,7 @@ class Compilation:
             self._patches.apply()
             self._inside.callback(self._patches.undo)
             if self._tracing is not None:
-                self._inside.enter_context(self._tracing.keeping())
+                self._begin(self._tracing)
             yield
 
     def _planned(self) -> Patches:
@@ -171,8 +171,13 @@ class Compilation:
 
                 prepare()
                 self._tracing = Tracing(self._machine, self._bare)
-            self._inside.enter_context(self._tracing.keeping())
+            self._begin(self._tracing)
         return self._tracing
+
+    def _begin(self, tracing: Tracing) -> None:
+        self._inside.enter_context(tracing.keeping())
+        # CUDA graphs are the process's for torch, and their pools this machine's.
+        self._inside.callback(tracing.forget_graphs)
 
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
@@ -212,11 +217,14 @@ class _ButOwn:
 
     def __call__(self, frame: Any, *state: Any) -> Any:
         filename = sys._getframe(1).f_code.co_filename
-        passed_on = frame.f_code is _MODULE_CALL or is_own(frame.f_code.co_filename)
-        if passed_on or not is_own(filename):
+        is_this_packages = is_own(frame.f_code.co_filename)
+        if frame.f_code is _MODULE_CALL or not (is_this_packages or is_own(filename)):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn
+
+        if is_this_packages:
+            return ConvertFrameReturn()
 
         # What measures around ``Module.__call__`` calls what is to be compiled.
         below = _FrameAction.SKIP if filename.startswith(_SIMULATED) else _FrameAction.DEFAULT

@@ -128,6 +128,10 @@ class Tracing:
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         return mock.patch.dict(os.environ, {_FOLDER: str(folder)})
 
+    def forget_graphs(self) -> None:
+        """Drop the CUDA graphs of compiled code."""
+        torch._inductor.cudagraph_trees.reset_cudagraph_trees()
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Compile inside."""
@@ -233,4 +237,3 @@ def prepare() -> None:
                 forget()
     trace_rules.get_torch_obj_rule_map()
     TorchInGraphFunctionVariable._get_handlers()
-    trace_rules.add(__name__.partition(".")[0])  # no frame of this package is compiled
