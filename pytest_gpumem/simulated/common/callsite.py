@@ -197,7 +197,7 @@ def provenance() -> Provenance:
     if (
         purpose is not None
         and purpose.place is not None
-        and not any(is_wrapper(code.co_filename) for code, _ in entries)
+        and not any(is_written_by_inductor(code.co_filename) for code, _ in entries)
     ):
         # A wrapper that was left by an exception, as where memory ran out, could not take it back.
         running.purpose = None
@@ -293,7 +293,7 @@ def _is_installed(filename: str) -> bool:
 
 
 @cache
-def is_wrapper(filename: str) -> bool:
+def is_written_by_inductor(filename: str) -> bool:
     """Whether Inductor wrote this file."""
     return WRAPPERS in filename or f"{os.sep}torchinductor_" in filename
 
@@ -301,7 +301,11 @@ def is_wrapper(filename: str) -> bool:
 @cache
 def is_internal(filename: str) -> bool:
     """Whether code of this file is torch's, Triton's or our own, or is passed through."""
-    passed = Path(filename).name in _PASSED or filename == copy.__file__ or is_wrapper(filename)
+    passed = (
+        Path(filename).name in _PASSED
+        or filename == copy.__file__
+        or is_written_by_inductor(filename)
+    )
     return passed or filename.startswith((*map(_folder, ("torch", "triton")), _OWN, "<"))
 
 

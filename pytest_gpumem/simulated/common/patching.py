@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 _ABSENT = object()
@@ -41,17 +40,10 @@ class Patches:
         self._planned: list[tuple[Any, str, Any]] = []
         self._replaced: list[_Replaced] = []
         self._is_paused = False
-        self._wrappable: set[int] = set()
 
-    def plan(self, owner: Any, name: str, value: Any, *, wrappable: bool = False) -> None:
-        """Replace ``owner.name`` by ``value`` whenever the patches are applied.
-
-        ``wrappable`` says that a library may wrap it for good when it is imported: the wrapper then
-        stays where it is, and ``value`` does what stood there before while nothing is applied.
-        """
+    def plan(self, owner: Any, name: str, value: Any) -> None:
+        """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
         self._planned.append((owner, name, value))
-        if wrappable:
-            self._wrappable.add(id(value))
 
     @property
     def planned(self) -> Sequence[tuple[Any, str, Any]]:
@@ -67,16 +59,13 @@ class Patches:
         """Make every planned replacement, remembering what stood there."""
         for owner, name, value in self._planned:
             replaced = _Replaced(owner, name, value, _ABSENT)
-            if not self._is_wrapped(replaced.present):
-                self._replaced.append(replaced)
-                replaced.replace()
+            self._replaced.append(replaced)
+            replaced.replace()
 
     def undo(self) -> None:
         """Put everything back, last replacement first."""
         while self._replaced:
-            replaced = self._replaced.pop()
-            if not self._is_wrapped(replaced.present):
-                replaced.put_back()
+            self._replaced.pop().put_back()
 
     @contextmanager
     def paused(self, but: Callable[[Any, str, Any], bool] | None = None) -> Iterator[None]:
@@ -99,11 +88,3 @@ class Patches:
             self._is_paused = before
             for replaced in reversed(paused):
                 replaced.replace()
-
-    def _is_wrapped(self, value: Any) -> bool:
-        """Whether ``value`` wraps a replacement that may be wrapped."""
-        return bool(self._wrappable) and id(_wrapped_by(value)) in self._wrappable
-
-
-def _wrapped_by(value: Any) -> Any:
-    return vars(value).get("__wrapped__") if isinstance(value, FunctionType) else None

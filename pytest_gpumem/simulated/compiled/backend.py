@@ -16,20 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pytest_gpumem.simulated.compiled.fakes import indexed, place
 from pytest_gpumem.simulated.compiled.refusals import not_followed, note_at_line
-from pytest_gpumem.simulated.compiled.tracing import Tracing
+from pytest_gpumem.simulated.compiled.tracing import TUNING, Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 Compiled = Callable[..., Any]
-
-
-TUNING = (
-    "max_autotune",
-    "max_autotune_gemm",
-    "max_autotune_pointwise",
-    "coordinate_descent_tuning",
-)
-"""Settings of Inductor that let it choose kernels by their speed."""
 
 
 class Inductor:

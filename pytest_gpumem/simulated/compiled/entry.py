@@ -120,11 +120,11 @@ class Compilation:
             # What is replaced while torch compiles is replaced for all threads.
             self._say_eager("where threads have been started")
             return None
-        found = self._callbacks.get(callback)
-        if found is None:
-            found = self._callbacks[callback] = self._replaced(callback) or _Eagerly
-        self._ran_eagerly |= found is _Eagerly
-        return None if found is _Eagerly else found
+        if callback not in self._callbacks:
+            self._callbacks[callback] = self._replaced(callback)
+        found = self._callbacks[callback]
+        self._ran_eagerly |= found is None
+        return found
 
     def _replaced(self, callback: Any) -> Any:
         backend = callback
@@ -230,10 +230,6 @@ class _ButOwn:
         below = _FrameAction.SKIP if filename.startswith(_SIMULATED) else _FrameAction.DEFAULT
         skipped = _FrameExecStrategy(_FrameAction.SKIP, below)
         return ConvertFrameReturn(frame_exec_strategy=skipped, apply_to_code=False)
-
-
-class _Eagerly:
-    """Stands for a callback of functions that are not compiled."""
 
 
 def _inner(callback: Any) -> Any:

@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.surface.wrappers import faking
 
 META = torch.device("meta")
 _PLACES = ("device", "fake_device", "_fake_device")
@@ -44,7 +45,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each)))
     )
     patches.plan(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
-    patches.plan(torch.Tensor, "_make_subclass", staticmethod(_made(torch.Tensor._make_subclass)))
+    patches.plan(torch.Tensor, "_make_subclass", faking(torch.Tensor._make_subclass))
     patches.plan(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
@@ -73,16 +74,6 @@ def _placed(machine: SimulatedMachine, make: Callable[..., Any]) -> Callable[...
         return make(cls, mode, elem, device, *args, **kwargs)
 
     return new
-
-
-def _made(make: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        keys = kwargs.get("device_for_backend_keys")
-        if keys is not None and keys.type == "cuda":
-            kwargs |= {"device_for_backend_keys": META, "dispatch_device": False}
-        return make(*args, **kwargs)
-
-    return call
 
 
 def _moving(machine: SimulatedMachine, to: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,11 +49,17 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MEASURES: Any = object()
 
+TUNING = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "max_autotune_pointwise",
+    "coordinate_descent_tuning",
+)
+"""Settings of Inductor that let it choose kernels by their speed."""
+
 SETTINGS: dict[str, Any] = {
     "compile_threads": 1,  # nothing is compiled
-    "max_autotune": False,  # nothing is measured
-    "max_autotune_gemm": False,
-    "max_autotune_pointwise": False,
+    **dict.fromkeys(TUNING, False),  # nor measured
 }
 """Of Inductor."""
 

@@ -40,7 +40,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
     # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
     patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
-    patches.plan(base, "_make_subclass", _faking(base._make_subclass))
+    patches.plan(base, "_make_subclass", faking(base._make_subclass))
     kind = fake_tensor.FakeTensor
     patches.plan(kind, "_find_common_device", _beside_numbers(kind._find_common_device))
 
@@ -96,7 +96,7 @@ def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def _faking(make: Callable[..., Any]) -> Any:
+def faking(make: Callable[..., Any]) -> Any:
     """``FakeTensor``, which says itself where it is: of a GPU, C++ would ask the driver.
 
     Source: torch/_subclasses/fake_tensor.py (FakeTensor.__new__), torch 2.6 to 2.15.
