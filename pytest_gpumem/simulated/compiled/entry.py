@@ -167,9 +167,8 @@ class Compilation:
     def _tracer(self) -> Tracing:
         if self._tracing is None:
             with self._alone():
-                from pytest_gpumem.simulated.compiled.tracing import Tracing, prepare
+                from pytest_gpumem.simulated.compiled.tracing import Tracing
 
-                prepare()
                 self._tracing = Tracing(self._machine, self._bare)
             self._begin(self._tracing)
         return self._tracing

@@ -25,7 +25,8 @@ import torch._inductor.cudagraph_trees  # for resets: it looks for what only bui
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
-from torch._dynamo import device_interface
+from torch._dynamo import device_interface, trace_rules
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._inductor.codecache import CacheBase
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
@@ -152,6 +153,7 @@ class Tracing:
         try:
             with ExitStack() as inside:
                 inside.enter_context(self._bare())
+                _know_own_functions()
                 inside.enter_context(gradients.kept())
                 self._patches.apply()
                 inside.callback(self._patches.undo)
@@ -229,17 +231,16 @@ def _forget_gpu() -> None:
     device_interface.caching_worker_device_properties.clear()
 
 
-@cache
-def prepare() -> None:
-    """Let torch remember its own functions for what they are; nothing is replaced meanwhile."""
-    from torch._dynamo import trace_rules
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+def _know_own_functions() -> None:
+    """Let Dynamo know torch's functions by what they are; nothing is replaced meanwhile.
 
-    # Some of it may have been remembered while something was replaced.
+    It may have looked them up while something was: when a world of processes begins, it forgets
+    them (``init_process_group``), and whoever asks next makes it look again.
+    """
+    if torch.zeros in trace_rules.get_torch_obj_rule_map():
+        return
     for owner in (trace_rules, TorchInGraphFunctionVariable):
         for name in vars(owner):
             forget = getattr(getattr(owner, name), "cache_clear", None)
             if forget is not None:
                 forget()
-    trace_rules.get_torch_obj_rule_map()
-    TorchInGraphFunctionVariable._get_handlers()

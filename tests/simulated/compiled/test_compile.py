@@ -129,6 +129,17 @@ def test_what_breaks_the_graph_runs_eagerly_between_its_parts() -> None:
     assert seen == [torch.device("cuda:0")]
 
 
+def test_torchs_functions_are_known_also_where_they_were_looked_up_while_replaced() -> None:
+    with simulate("A100-40GB", compile="always"):
+        compiled(torch.sin)(torch.ones(4, device="cuda"))
+    torch._dynamo.trace_rules.clear_lru_cache()  # as init_process_group does
+    with simulate("A100-40GB", compile="always") as gpu:
+        torch._dynamo.trace_rules.get_torch_obj_rule_map()
+        chain = compiled(lambda x: x + torch.zeros(1024, device="cuda"), fullgraph=True)
+        assert chain(torch.ones(256, 1024, device="cuda")).is_cuda
+        assert gpu.notes == ()
+
+
 @pytest.mark.parametrize("rows", [16, 48])
 def test_another_size_is_compiled_for_sizes_that_vary(rows: int) -> None:
     with simulate("A100-40GB", compile="always") as gpu:
