@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
-from pytest_gpumem.simulated.stand_ins.transformer_engine import fp8, linear, norms
+from pytest_gpumem.simulated.stand_ins.transformer_engine import fp8, linear, mlp, norms
 
 _MODULES = {
     "LayerNorm": norms.LayerNorm,
     "LayerNormLinear": linear.LayerNormLinear,
+    "LayerNormMLP": mlp.LayerNormMLP,
     "Linear": linear.Linear,
     "RMSNorm": norms.RMSNorm,
 }
