@@ -142,9 +142,7 @@ class _LayerNormLinear(torch.autograd.Function):
                 narrow.clear()
             if call.differentiable:
                 kept = narrow.saved() if needed else (None, None, None)
-                ctx.save_for_backward(
-                    x, *given.saved(), bias, gamma, *kept, mean, deviation
-                )
+                ctx.save_for_backward(x, *given.saved(), bias, gamma, *kept, mean, deviation)
             ctx.ends_step = call.ends_step(input, gamma, beta, weight, bias)
         else:
             normal, mean, deviation = kernels.normalize(norm, x, gamma, beta)
