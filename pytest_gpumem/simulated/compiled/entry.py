@@ -44,6 +44,9 @@ _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
 """Where the files are that simulate, and compute what compiled code asks for."""
 
+libraries_compile: set[CodeType] = set()
+"""Functions of this package that stand for what a library gives to ``torch.compile``."""
+
 _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 """The frames that were compiled for a machine, of all of the process: Dynamo keeps them there."""
 
@@ -217,7 +220,8 @@ class _ButOwn:
     def __call__(self, frame: Any, *state: Any) -> Any:
         filename = sys._getframe(1).f_code.co_filename
         is_this_packages = is_own(frame.f_code.co_filename)
-        if frame.f_code is _MODULE_CALL or not (is_this_packages or is_own(filename)):
+        passed_on = frame.f_code is _MODULE_CALL or frame.f_code in libraries_compile
+        if passed_on or not (is_this_packages or is_own(filename)):
             return self._torchdynamo_orig_backend(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn

@@ -192,14 +192,16 @@ LIBRARIES = {
                 for module in (
                     "debug",
                     "jax",
-                    "pytorch.attention",
+                    "pytorch.attention.dot_product_attention",
+                    "pytorch.attention.inference",
+                    "pytorch.attention.multi_head_attention",
+                    "pytorch.attention.rope",
                     "pytorch.cpp_extensions",
                     "pytorch.distributed",
                     "pytorch.graph",
                     "pytorch.ops",
                     "pytorch.optimizers",
                     "pytorch.tensor",
-                    "pytorch.transformer",
                 )
             ),
         ),

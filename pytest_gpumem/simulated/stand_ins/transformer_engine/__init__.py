@@ -6,22 +6,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
-from pytest_gpumem.simulated.stand_ins.transformer_engine import fp8, linear, norms
+from pytest_gpumem.simulated.stand_ins.transformer_engine import (
+    attention,
+    fp8,
+    linear,
+    mlp,
+    multihead,
+    norms,
+    transformer,
+)
 
 _MODULES = {
     "LayerNorm": norms.LayerNorm,
     "LayerNormLinear": linear.LayerNormLinear,
+    "LayerNormMLP": mlp.LayerNormMLP,
     "Linear": linear.Linear,
     "RMSNorm": norms.RMSNorm,
 }
+_ATTENTION = {
+    "DotProductAttention": attention.DotProductAttention,
+    "MultiheadAttention": multihead.MultiheadAttention,
+    "RotaryPositionEmbedding": multihead.RotaryPositionEmbedding,
+}
+_LAYER = {"TransformerLayer": transformer.TransformerLayer}
+_REGION = {"fp8_autocast": fp8.fp8_autocast}
 _RECIPES = {"DelayedScaling": fp8.DelayedScaling, "Format": fp8.Format}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "transformer_engine": {"__version__": LIBRARIES["transformer-engine"].version},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": _RECIPES,
-    "transformer_engine.pytorch": {**_MODULES, "fp8_autocast": fp8.fp8_autocast},
-    "transformer_engine.pytorch.fp8": {"fp8_autocast": fp8.fp8_autocast},
+    "transformer_engine.pytorch": {**_MODULES, **_ATTENTION, **_LAYER, **_REGION},
+    "transformer_engine.pytorch.attention": _ATTENTION,
+    "transformer_engine.pytorch.fp8": _REGION,
     "transformer_engine.pytorch.module": _MODULES,
+    "transformer_engine.pytorch.transformer": _LAYER,
 }
 """By the library's names."""

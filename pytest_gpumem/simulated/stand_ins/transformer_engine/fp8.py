@@ -170,13 +170,18 @@ def _quantize(tensor: Tensor, transposed: bool) -> tuple[Tensor, ...]:
 
 def _quantize_with_bias(grad: Tensor) -> tuple[Tensor, ...]:
     launched()
-    rows, columns = grad.shape
-    bias = torch.empty(columns, dtype=grad.dtype, device=grad.device)
+    bias = torch.empty(grad.shape[-1], dtype=grad.dtype, device=grad.device)
     made = allocate(grad.shape, grad.device, transposed=True)
+    bias_sums(grad)
+    return bias, *made
+
+
+def bias_sums(grad: Tensor) -> None:
+    """Take the partial sums of a bias' gradient for the time of the call."""
+    rows, columns = grad.shape
     processors = int(torch.cuda.get_device_properties(grad.device).multi_processor_count)
     nbytes = bias_workspace(rows, columns, grad.dtype.itemsize, processors)
     torch.empty(nbytes, dtype=torch.uint8, device=grad.device)
-    return bias, *made
 
 
 _quantized = compiled(_quantize)
@@ -235,9 +240,9 @@ class ModuleState:
     def __init__(self) -> None:
         self._recipe: DelayedScaling | None = None
         self._scales: list[Tensor] = []
-        self._kept: Quantized | None = None
+        self._kept: dict[int, Quantized] = {}
 
-    def prepare(self) -> bool:
+    def prepare(self, products: int = 1) -> bool:
         """init_fp8_metadata() and add_fp8_tensors_to_global_buffer(); whether fp8 is on."""
         state = manager()
         recipe = state.recipe
@@ -249,20 +254,24 @@ class ModuleState:
             return True
         self._recipe = recipe
         for forward, count in ((True, _FORWARD), (False, _BACKWARD)):
+            count *= products
             self._scales.append(torch.ones(count, dtype=torch.float32, device="cuda"))
             size = recipe.amax_history_len, count
             history = torch.zeros(size, dtype=torch.float32, device="cuda")
             state.maxima.setdefault((forward, repr(recipe)), []).append(history[0])
         return True
 
-    def weight(self, weight: Tensor, *, transposed: bool, first: bool | None) -> Quantized:
-        """get_weight_workspace(): the weight in fp8, kept where microbatches share it."""
+    def weight(
+        self, weight: Tensor, *, transposed: bool, first: bool | None, index: int = 0
+    ) -> Quantized:
+        """get_weight_workspace(): a weight in fp8, kept where microbatches share it."""
         if first is None:
             return quantize(weight, transposed=transposed)
-        if self._kept is None or (transposed and self._kept.transposed is None):
-            self._kept = None
-            self._kept = quantize(weight, transposed=transposed)
-        kept = self._kept
+        kept = self._kept.get(index)
+        if kept is None or (transposed and kept.transposed is None):
+            kept = None
+            self._kept.pop(index, None)
+            kept = self._kept[index] = quantize(weight, transposed=transposed)
         if kept.data is None or kept.inverse is None:
             raise RuntimeError("the weight in fp8 is gone")
         return Quantized(kept.data, kept.inverse, kept.transposed)

@@ -34,6 +34,7 @@ def refuse(what: str) -> NoReturn:
 _CHOICES = (
     "NVTE_BWD_LAYERNORM_SM_MARGIN",
     "NVTE_DISABLE_NVRTC",
+    "NVTE_GEMM_GELU_FUSION",
     "NVTE_FWD_LAYERNORM_SM_MARGIN",
     "NVTE_INF_LAYERNORM_SM_MARGIN",
     "NVTE_NORM_BWD_USE_CUDNN",
@@ -96,13 +97,30 @@ def _gemm(
     return out, torch.empty(b.shape[-1], dtype=dtype, device=a.device)
 
 
+def _gemm_gelu(
+    a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    launched()
+    shape = *b.shape[:-1], a.shape[:-1].numel()
+    made = [torch.empty(shape, dtype=dtype, device=a.device) for _ in range(2)]
+    return made[0], made[1]
+
+
 _product = compiled(_gemm)
+_product_gelu = compiled(_gemm_gelu)
 
 
 def gemm(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """general_gemm(): the product, and with ``grad`` and ``bias`` the sum of ``b``'s rows."""
     cublas_workspace()
     made: tuple[Tensor, Tensor | None] = _product(*args, **options)
+    return made
+
+
+def gemm_gelu(*args: Any) -> tuple[Tensor, Tensor]:
+    """general_gemm(gelu=True): GELU of the product, and the product."""
+    cublas_workspace()
+    made: tuple[Tensor, Tensor] = _product_gelu(*args)
     return made
 
 
