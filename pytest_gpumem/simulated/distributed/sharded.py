@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.dispatch import Handler
 
-_SHARDING = "torch.distributed.fsdp."
+_COMPARING = (
+    *("torch.distributed.fsdp.", "torch.distributed._state_dict_utils"),
+    "torch.distributed.checkpoint.",
+)
+"""Modules that ask for an address to tell memory from none, and from other memory."""
 _KERNELS: dict[str, str] = {
     "all_gather_copy_in": "all_gather_copy_in_cuda",
     "split_with_sizes_copy": "split_with_sizes_copy",
@@ -40,7 +44,7 @@ def bind(execution: ShapeExecution) -> None:
 
 
 def plan(patches: Patches) -> None:
-    """Let sharding compare where memory of the host lies, whose values nobody knows."""
+    """Let these modules compare where memory of the host lies, whose values nobody knows."""
     for owner in (torch.UntypedStorage, torch.Tensor):
         shown = next(
             value
@@ -55,7 +59,7 @@ def _compared(shown: Callable[..., int]) -> Callable[..., int]:
         try:
             return shown(memory)
         except UnknownValueError:
-            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_SHARDING):
+            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_COMPARING):
                 raise
             storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
             return int(storage._cdata)  # as good a name for it as its address
