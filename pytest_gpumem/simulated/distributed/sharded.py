@@ -1,9 +1,10 @@
 """``fully_shard``: what its own operators are made of is seen, as CUDA runs it.
 
 To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
-copies inside take.
+copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are.
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13.
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13;
+torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from pytest_gpumem.simulated.common.errors import UnknownValueError
@@ -52,6 +54,14 @@ def plan(patches: Patches) -> None:
             if planned is owner and name == "data_ptr"
         )
         patches.plan(owner, "data_ptr", _compared(shown))
+    patches.plan(ShardedTensor, "device", property(_device))
+    patches.plan(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
+
+
+def _device(tensor: ShardedTensor) -> torch.device:
+    for shard in tensor.local_shards():
+        return shard.tensor.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _compared(shown: Callable[..., int]) -> Callable[..., int]:
