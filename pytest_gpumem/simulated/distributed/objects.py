@@ -7,6 +7,8 @@ Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,20 +23,36 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> None:
+_FUNCTIONS = (
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+)
+
+
+def plan(machine: SimulatedMachine, patches: Patches) -> Objects:
     """Replace the functions, wherever torch names them."""
-    objects = _Objects(machine)
-    for name in dir(objects):
-        if not name.startswith("_"):
-            for owner in (dist, c10d):
-                patches.plan(owner, name, getattr(objects, name))
+    objects = Objects(machine)
+    for name in _FUNCTIONS:
+        for owner in (dist, c10d):
+            patches.plan(owner, name, getattr(objects, name))
+    return objects
 
 
-class _Objects:
+class Objects:
     """The functions of ``torch.distributed``, with their own arguments."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
+        self._told: Any = None
+
+    @contextmanager
+    def told_by_root(self, value: Any) -> Iterator[None]:
+        """Inside, let the root broadcast ``value``, unless that is ``None``."""
+        self._told = value
+        try:
+            yield
+        finally:
+            self._told = None
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         self._note("all_gather_object")
@@ -54,7 +72,10 @@ class _Objects:
             object_gather_list[:size] = _each(obj, size)
 
     def broadcast_object_list(self, object_list: list[Any], *_: Any, **__: Any) -> None:
-        """What the root sends is what this rank would."""
+        """What the root sends is what this rank would, if nobody knows better."""
+        if self._told is not None:
+            object_list[0] = self._told
+            return
         self._note("broadcast_object_list")
 
     def scatter_object_list(

@@ -24,6 +24,8 @@ def plan(
         return
     # What a simulation of one process need not import.
     from pytest_gpumem.simulated.distributed import (
+        checkpoints,
+        full_states,
         objects,
         pipelines,
         process_groups,
@@ -36,8 +38,9 @@ def plan(
     process_groups.plan(world, patches)
     propagation.plan(patches)
     purposes.plan(patches)
-    objects.plan(machine, patches)
+    full_states.plan(objects.plan(machine, patches), patches)
     pipelines.plan(patches)
+    checkpoints.plan(machine, patches)
     sharded.plan(patches)
     sharded.bind(execution)
     collectives = Collectives(machine, execution)

@@ -1,9 +1,10 @@
 """``fully_shard``: what its own operators are made of is seen, as CUDA runs it.
 
 To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
-copies inside take.
+copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are.
 
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13.
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13;
+torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from pytest_gpumem.simulated.common.errors import UnknownValueError
@@ -23,7 +25,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.dispatch import Handler
 
-_SHARDING = "torch.distributed.fsdp."
+_COMPARING = (
+    *("torch.distributed.fsdp.", "torch.distributed._state_dict_utils"),
+    "torch.distributed.checkpoint.",
+)
+"""Modules that ask for an address to tell memory from none, and from other memory."""
 _KERNELS: dict[str, str] = {
     "all_gather_copy_in": "all_gather_copy_in_cuda",
     "split_with_sizes_copy": "split_with_sizes_copy",
@@ -40,7 +46,7 @@ def bind(execution: ShapeExecution) -> None:
 
 
 def plan(patches: Patches) -> None:
-    """Let sharding compare where memory of the host lies, whose values nobody knows."""
+    """Let these modules compare where memory of the host lies, whose values nobody knows."""
     for owner in (torch.UntypedStorage, torch.Tensor):
         shown = next(
             value
@@ -48,6 +54,14 @@ def plan(patches: Patches) -> None:
             if planned is owner and name == "data_ptr"
         )
         patches.plan(owner, "data_ptr", _compared(shown))
+    patches.plan(ShardedTensor, "device", property(_device))
+    patches.plan(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
+
+
+def _device(tensor: ShardedTensor) -> torch.device:
+    for shard in tensor.local_shards():
+        return shard.tensor.device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _compared(shown: Callable[..., int]) -> Callable[..., int]:
@@ -55,7 +69,7 @@ def _compared(shown: Callable[..., int]) -> Callable[..., int]:
         try:
             return shown(memory)
         except UnknownValueError:
-            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_SHARDING):
+            if not str(sys._getframe(1).f_globals.get("__name__")).startswith(_COMPARING):
                 raise
             storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
             return int(storage._cdata)  # as good a name for it as its address

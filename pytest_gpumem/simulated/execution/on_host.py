@@ -40,6 +40,8 @@ class OnHost:
     def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``operator`` by shapes alone: what it returns or writes to is unknown."""
         func = operator.func
+        if any(isinstance(value, torch.UntypedStorage) for value in args):
+            return func(*args, **kwargs)  # set_ to a storage, whatever that holds
         targets = _written(operator, args, kwargs)
         if targets and self._writes_known_values(operator, args, kwargs, targets):
             result = self._run(func, args, kwargs)

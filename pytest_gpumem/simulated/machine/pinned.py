@@ -16,6 +16,8 @@ from pytest_gpumem.simulated.allocator.timeline import StreamKey
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.streams import Streams
 
+_data_ptr = torch.UntypedStorage.data_ptr
+
 ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered."""
 NOT_REGISTERED = 713
@@ -102,7 +104,7 @@ class Pinned:
         """Whether ``storage`` is pinned."""
         if self._by_key and storage._cdata in self._by_key:
             return True
-        return bool(self._registered) and self._is_registered(storage.data_ptr())
+        return bool(self._registered) and self._is_registered(_data_ptr(storage))
 
     def used_by(self, tensor: torch.Tensor, device: int) -> None:
         """The current stream of a GPU copies from or to ``tensor``, and nobody waits."""

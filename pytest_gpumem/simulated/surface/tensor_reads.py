@@ -38,7 +38,10 @@ class TensorReads(TensorFacts):
 
     def bool(self, tensor: torch.Tensor) -> bool:
         asking = sys._getframe(2)
-        if self._is_open(tensor) and (granted := taken_for_granted(asking)):
+        granted = taken_for_granted(asking)
+        if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()  # of a DTensor, whose shards are asked for it as well
+        if granted and self._is_open(tensor):
             answer, note = granted
             self._machine.note(note)
             return answer

@@ -52,6 +52,7 @@ _VALID = (
     "torch.distributions validated arguments whose values shapes do not have: they were taken for "
     "valid"
 )
+_EVERY_RANK = "SyncBatchNorm took it that no rank has an empty batch"
 _CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
     ("nn.utils.clip_grad", "_get_total_norm"): (False, _FINITE_NORM),
     ("nn.utils.clip_grad", "get_total_norm"): (False, _FINITE_NORM),
@@ -134,6 +135,22 @@ def _called_by_transformers() -> bool:
     return any(part in frame.f_code.co_filename for part in _COMPARING)
 
 
+def _has_input(values: Known, args: tuple[Any, ...], result: Any) -> None:
+    if _caller() != ("torch.nn.modules._functions", "forward"):
+        return
+    values.notes.note(_EVERY_RANK)
+    values.keep(result, torch.ones(result.shape, dtype=torch.bool, device="cpu"))
+
+
+def _caller() -> tuple[str, str]:
+    """Module and function of the innermost frame outside this package."""
+    frame = sys._getframe(1)
+    own = __name__.partition(".machine.")[0]
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", "")), frame.f_code.co_name
+
+
 def _no_infinity(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
     found: torch.Tensor = args[1]
     if values.of(found) is None:
@@ -165,6 +182,7 @@ ASSUMPTIONS: dict[Any, Assumption] = {
     _aten.ne.Tensor: _is_special_token(True),
     _aten.ne.Scalar: _is_special_token(True),
     _aten.lt.Scalar: _is_special_token(False),
+    _aten.ge.Scalar: _has_input,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _no_infinity,
 }
 ASSUMPTIONS.update({func: _also(func, ASSUMPTIONS.get(func)) for func in finite.QUESTIONS})
@@ -172,5 +190,6 @@ ASSUMPTIONS.update({func: _also(func, ASSUMPTIONS.get(func)) for func in finite.
 
 Sources: transformers/generation (stopping_criteria.py, utils.py) and modeling_utils.py
 (warn_if_padding_and_no_attention_mask) of transformers 5.23; torch/amp/grad_scaler.py
-(_unscale_grads_, _maybe_opt_step) of torch 2.6 to 2.15.
+(_unscale_grads_, _maybe_opt_step) and torch/nn/modules/_functions.py (SyncBatchNorm.forward) of
+torch 2.6 to 2.15.
 """

@@ -1,0 +1,92 @@
+"""Distributed checkpoints: a rank plans, writes and reads its own shards, and coordinates itself.
+
+Ranks send their plans to a coordinator, which makes one plan of all. Here that is made of this
+rank's plan: the checkpoint holds its shards, and what all ranks have.
+
+Source: torch/distributed/checkpoint/utils.py (``_DistWrapper``), default_planner.py
+(``_validate_global_plan``), _async_process_executor.py, torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import _async_process_executor, default_planner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
+    """Let every rank be the coordinator of the checkpoints that it has a part of."""
+    init = _DistWrapper.__init__
+
+    def __init__(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        init(wrapper, *args, **kwargs)
+        wrapper.is_coordinator = True
+
+    def gather_object(wrapper: Any, object: Any) -> list[Any]:
+        if wrapper.use_dist:
+            machine.note(
+                f"the distributed checkpoint at {user_line()} is what this rank knows of one: its "
+                "own shards, and what every rank has"
+            )
+        return [object]
+
+    patches.plan(_DistWrapper, "__init__", __init__)
+    patches.plan(_DistWrapper, "gather_object", gather_object)
+    patches.plan(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
+    patches.plan(_DistWrapper, "broadcast_object", lambda wrapper, object: object)
+    validate = default_planner._validate_global_plan
+    patches.plan(default_planner, "_validate_global_plan", _of_whole_tensors(validate))
+    pins = getattr(_state_dict_utils, "pin_memory_utils", None)
+    if pins is not None:  # came with 2.10
+        patches.plan(pins, "unpin_memory", _while_there_is_a_gpu(pins.unpin_memory))
+    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
+    patches.plan(executor, "__init__", _refuse_process)
+
+
+def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:
+    """Validate what this rank has all parts of: of others it cannot know whether any is missing."""
+
+    def call(global_plan: Any, metadata: Metadata) -> Any:
+        known = {
+            name: found
+            for name, found in metadata.state_dict_metadata.items()
+            if not isinstance(found, TensorStorageMetadata) or _is_whole(found)
+        }
+        return validate(global_plan, replace(metadata, state_dict_metadata=known))
+
+    return call
+
+
+def _is_whole(found: TensorStorageMetadata) -> bool:
+    return sum(math.prod(chunk.sizes) for chunk in found.chunks) >= found.size.numel()
+
+
+def _while_there_is_a_gpu(unpin: Callable[[int], None]) -> Callable[[int], None]:
+    """Unpin no memory that outlives the simulation: its finalizer runs at any time."""
+
+    def unpin_memory(data_ptr: int) -> None:
+        if torch.cuda.is_available():
+            unpin(data_ptr)
+
+    return unpin_memory
+
+
+def _refuse_process(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedOperatorError(
+        f"async_save at {user_line()} hands a checkpoint to another process, which is on no "
+        "simulated GPU: save with AsyncCheckpointerType.THREAD, which takes the same GPU memory"
+    )
