@@ -12,7 +12,7 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -188,8 +188,13 @@ class Collectives:
         """Works that nobody has waited for."""
 
     def plan(self, patches: Patches) -> None:
-        """Let collectives know how they reduce: their operators do not tell Python."""
+        """Let collectives know how they reduce: their operators do not tell Python.
+
+        Those between the beginning and the end of coalescing are one to who waits for them, like
+        NCCL's; fake groups have learned neither.
+        """
         reduce = ProcessGroup.allreduce
+        earlier: set[_Work] = set()
 
         def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
             before, self._operation = self._operation, _operation((*args, *kwargs.values()))
@@ -198,7 +203,24 @@ class Collectives:
             finally:
                 self._operation = before
 
+        def start_coalescing(group: Any, *_: Any) -> None:
+            earlier.update(self._pending)
+
+        def end_coalescing(group: Any, *_: Any) -> Work:
+            works = self._pending - earlier
+            earlier.clear()
+            return self._together(works)
+
         patches.plan(ProcessGroup, "allreduce", allreduce)
+        patches.plan(ProcessGroup, "_start_coalescing", start_coalescing)
+        patches.plan(ProcessGroup, "_end_coalescing", end_coalescing)
+
+    def _together(self, works: Collection[_Work]) -> _Work:
+        def waited(work: _Work) -> None:
+            for each in works:
+                each.wait()
+
+        return _Work((), (), Scratch(self._machine.current), waited)
 
     def bind(self) -> None:
         """Let the operators run here."""

@@ -90,7 +90,10 @@ def plan(world: World, patches: Patches) -> None:
         patches.plan(owner, "ProcessGroupNCCL", _SimulatedNccl)
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
     patches.plan(c10d, "default_pg_nccl_timeout", _TIMEOUT)
-    patches.plan(FakeProcessGroup, "_set_sequence_number_for_group", lambda group: None)
+    # What NCCL's groups are told, and fake ones do not know in each release.
+    for name in ("_set_sequence_number_for_group", "_shutdown", "shutdown", "abort"):
+        patches.plan(FakeProcessGroup, name, lambda group: None)
+    patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
     # Of a device that it does not know, DDP's logger complains.
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
@@ -222,7 +225,7 @@ def _forget_meshes() -> None:
     if tensor is None:
         return
     propagator = tensor.DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
+    propagator.propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:  # came with 2.10
         clear()

@@ -77,11 +77,18 @@ def test_what_is_under_way_is_kept_until_somebody_waits(gpu: SimulatedRun) -> No
     assert work.is_completed()
     del work
     assert gpu.allocated == 0
-    (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor(), 4)])[:1]
-    assert gpu.allocated == MIB
-    work.wait()
     dist.all_reduce(tensor())
-    del work
+    assert gpu.allocated == 0
+
+
+def test_those_that_are_put_together_are_waited_for_as_one(gpu: SimulatedRun) -> None:
+    earlier: Any = dist.all_reduce(tensor(), async_op=True)
+    (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor(), rank) for rank in (4, 5)])
+    assert gpu.allocated == 3 * MIB
+    work.wait()
+    assert gpu.allocated == MIB
+    earlier.wait()
+    del earlier
     assert gpu.allocated == 0
 
 

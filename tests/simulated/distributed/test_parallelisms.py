@@ -21,6 +21,7 @@ from pytest_gpumem import simulate
 
 MIB = 1 << 20
 WORKSPACES = 2 * 32 * MIB
+OLD = torch.__version__.startswith("2.6.")
 
 
 def layers() -> nn.Sequential:
@@ -51,6 +52,7 @@ def pipeline(rank: int, ranks: int, microbatches: int) -> int:
         return torch.cuda.max_memory_allocated() - before - WORKSPACES
 
 
+@pytest.mark.skipif(OLD, reason="every stage keeps its outputs until the next step")
 def test_stages_of_a_pipeline_differ() -> None:
     # 4 MiB for an activation. Buffers to receive eight of them are made before the first one, and
     # as many for gradients. The last stage returns its outputs, of each microbatch and as one.
