@@ -13,7 +13,6 @@ graphs allocated: `torch._inductor.memory.estimate_peak_memory` of the nodes in 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +35,6 @@ from training_step import Gpt2
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # a plan is only made where code is
 MIB = 2**20
 STEPS = 3
 
@@ -200,7 +198,11 @@ def planned() -> Iterator[dict[bool, int]]:
         expected[graph.is_backward] += peak - inside
         return made
 
-    with patch.object(GraphLowering, "codegen", codegen_and_note):
+    with (
+        patch.object(GraphLowering, "codegen", codegen_and_note),
+        # A plan is only made where code is.
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
         yield expected
 
 

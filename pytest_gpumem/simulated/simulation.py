@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -129,12 +130,18 @@ class Simulation(SimulatedMachine):
         self._stand_ins = stand_ins
         self._of_stand_ins: dict[str, Any] = {}
         """What libraries keep until their process ends."""
-        self.compilation = Compilation(self, compile, self._as_compilers_see, self._as_torch_is)
         self.world = world
         self.current_index = self.first_index
         self.execution = ShapeExecution(self)
         self._casts = CastCache(self.gpus[0].version)
         self.threads = Threads(self, self._joining)
+        self.compilation = Compilation(
+            self,
+            compile,
+            self._as_compilers_see,
+            self._as_torch_is,
+            self.threads.standstill.alone,
+        )
         self._patches = Patches()
         self._of_triton = Patches()
         """Of a library that is slow to import, and that few tests need."""
@@ -189,6 +196,7 @@ class Simulation(SimulatedMachine):
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(self.execution)
             self.is_active = self.here.joined = True
+            self.threads.first = get_ident()
             resources.callback(self._forget_entering)
             self._resources = resources.pop_all()
 
@@ -210,7 +218,7 @@ class Simulation(SimulatedMachine):
     @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
         """Let nothing be replaced inside, and no operator be seen, but where threads need it."""
-        if not self._patches.are_applied or self.execution.lock is not None:
+        if not (self._patches.are_applied and self.threads.standstill.is_mine):
             yield
             return
         try:

@@ -6,6 +6,7 @@ import copy
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -54,16 +55,13 @@ class Purpose(NamedTuple):
     """Filename, line and function of the user's code that it comes from, where frames do not."""
 
 
-class Running:
-    """What the process runs at the moment."""
+class Running(threading.local):
+    """What a thread runs at the moment."""
 
-    __slots__ = ("operator", "purpose")
-
-    def __init__(self) -> None:
-        self.operator: Any = None
-        """The overload that was dispatched last."""
-        self.purpose: Purpose | None = None
-        """What allocations are for, whatever operator makes them."""
+    operator: Any = None
+    """The overload that was dispatched last."""
+    purpose: Purpose | None = None
+    """What allocations are for, whatever operator makes them."""
 
     @contextmanager
     def doing(self, purpose: Purpose) -> Iterator[None]:

@@ -30,13 +30,16 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.late_imports import Alone
-    from pytest_gpumem.simulated.compiled.tracing import Bare, Tracing
+    from pytest_gpumem.simulated.compiled.tracing import Bare, Resting, Tracing
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
 
 FOLLOWED_SINCE = "2.11"
 """Releases before have other hooks; ``torch.__version__`` compares itself by releases."""
+
+_GOES_ON = "while another thread goes on that may use torch"
+"""Why nothing can be compiled; what is replaced meanwhile is replaced for all threads."""
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
@@ -55,16 +58,19 @@ class Compilation:
     """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
 
     ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()``
-    only what answers for the GPU.
+    only what answers for the GPU. Inside ``resting()`` other threads rest, if it says so.
     """
 
-    def __init__(self, machine: SimulatedMachine, how: str, bare: Bare, alone: Alone) -> None:
+    def __init__(
+        self, machine: SimulatedMachine, how: str, bare: Bare, alone: Alone, resting: Resting
+    ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
         self._machine = machine
         self._how = how
         self._bare = bare
         self._alone = alone
+        self._resting = resting
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
@@ -119,12 +125,12 @@ class Compilation:
 
     def _callback(self, callback: Any) -> Any:
         """What compiles in the place of ``callback``; ``None`` to run eagerly."""
-        if self._machine.execution.lock is not None:
-            # What is replaced while torch compiles is replaced for all threads.
-            self._say_eager("where threads have been started")
-            return None
         if callback not in self._callbacks:
-            self._callbacks[callback] = self._replaced(callback)
+            with self._resting() as rest:  # what torch needs to compile may have to be imported
+                if not rest:
+                    self._say_eager(_GOES_ON)
+                    return None
+                self._callbacks[callback] = self._replaced(callback)
         found = self._callbacks[callback]
         self._ran_eagerly |= found is None
         return found
@@ -172,7 +178,7 @@ class Compilation:
             with self._alone():
                 from pytest_gpumem.simulated.compiled.tracing import Tracing
 
-                self._tracing = Tracing(self._machine, self._bare)
+                self._tracing = Tracing(self._machine, self._bare, self._resting)
             self._begin(self._tracing)
         return self._tracing
 
@@ -187,11 +193,15 @@ class Compilation:
             from torch._dynamo.exc import InternalTorchDynamoError
             from torch._dynamo.types import ConvertFrameReturn
 
-            with self._tracer().entered():
-                try:
-                    return compile(code, *args, **kwargs)
-                except InternalTorchDynamoError as error:
-                    not_followed(self._machine, error, refuses=self._how == ALWAYS)
+            with self._resting() as rest:
+                if not rest:
+                    self._say_eager(_GOES_ON)
+                    return ConvertFrameReturn()
+                with self._tracer().entered():
+                    try:
+                        return compile(code, *args, **kwargs)
+                    except InternalTorchDynamoError as error:
+                        not_followed(self._machine, error, refuses=self._how == ALWAYS)
             return ConvertFrameReturn()
 
         return _compile

@@ -37,14 +37,18 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
+from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
+from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
 
 Bare = Callable[[], AbstractContextManager[object]]
 """Inside, torch is its own but for what answers for the GPU."""
+
+Resting = Callable[[], AbstractContextManager[bool]]
+"""Inside, all other threads rest, if it says so."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -72,9 +76,10 @@ _last: weakref.ref[Tracing] | None = None
 class Tracing:
     """Lets torch compile for the GPUs of ``machine``; can be entered anew inside."""
 
-    def __init__(self, machine: SimulatedMachine, bare: Bare) -> None:
+    def __init__(self, machine: SimulatedMachine, bare: Bare, resting: Resting) -> None:
         self._machine = machine
         self._bare = bare
+        self._resting = resting
         self._patches = Patches()
         fakes.plan(machine, self._patches)
         wrapper.plan(machine, self._patches)
@@ -141,7 +146,21 @@ class Tracing:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Compile inside."""
+        """Compile inside.
+
+        Raises :class:`CompiledCodeError` where another thread does not rest meanwhile.
+        """
+        with self._resting() as rest:
+            if not rest:
+                raise CompiledCodeError(
+                    f"torch.compile at {user_line()} compiles a backward pass, and another thread "
+                    "goes on that may use torch: let it end before, or use compile='eager'"
+                )
+            with self._entered():
+                yield
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
         if self._is_entered:
             yield
             return

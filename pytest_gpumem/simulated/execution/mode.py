@@ -40,6 +40,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         self._machine = machine
         self._runner = Runner(machine, self, self)
         self._shapes = self._runner.shapes
+        self.entries = (type(self).__torch_dispatch__.__code__,)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -66,6 +67,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         if lock is not None:
             lock.acquire()
             self._owner_thread = get_ident()
+            self.users.add(self._owner_thread)
         try:
             running.operator = func
             handler = self._handlers.get(func)

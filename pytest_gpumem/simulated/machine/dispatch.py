@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from threading import RLock, get_ident
+from types import CodeType
 from typing import Any
 
 from pytest_gpumem.simulated.machine.storages import Storages
@@ -25,6 +26,10 @@ class Dispatch:
         self.lock: RLock | None = None
         """Held while an operator runs, once the code under test has started a thread."""
         self._owner_thread = 0
+        self.users: set[int] = set()
+        """Threads that ran an operator since the code under test has started one."""
+        self.entries: tuple[CodeType, ...] = ()
+        """Of the functions that wait for the lock themselves."""
         self._was_forked = False
 
     def bind(self, func: Any, handler: Handler) -> None:

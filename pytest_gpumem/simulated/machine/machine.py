@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -249,6 +249,10 @@ class SimulatedMachine(Notes):
 
         In a capture it writes when its graph is replayed.
         """
+        with self.execution.lock or nullcontext():
+            self._wrote(values)
+
+    def _wrote(self, values: Any) -> None:
         found = ((each, self.storages.of(each)) for each in tensors_in(values))
         written = [(each, record) for each, record in found if record is not None]
         capture = self.streams.captures.get((self.current_index, self.current.stream))

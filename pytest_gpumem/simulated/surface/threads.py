@@ -21,6 +21,7 @@ import torch
 from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.simulated.machine.strangers import keep_apart
 from pytest_gpumem.simulated.surface import compilers
+from pytest_gpumem.simulated.surface.standstill import Standstill
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -58,12 +59,16 @@ class Threads:
         """Threads that do what an earlier test has started."""
         self._failures: dict[threading.Thread, SimulationError] = {}
         """By thread: what it could not run; raised again where somebody joins it."""
+        self.first = get_ident()
+        """The thread that has entered the simulation first."""
+        self.standstill = Standstill(machine.execution, lambda: (self.first, *self._tasks))
 
     def plan(self, patches: Patches) -> None:
         """Take along every thread that starts from here on, and every task of an executor."""
         patches.plan(threading.Thread, "start", self._start(threading.Thread.start))
         patches.plan(threading.Thread, "join", self._join(threading.Thread.join))
         patches.plan(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
+        patches.plan(Future, "result", self._waiting(Future.result))
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -74,6 +79,7 @@ class Threads:
             return
         with ExitStack() as resources:
             resources.callback(torch._C._set_only_lift_cpu_tensors, False)
+            resources.enter_context(self.standstill.watched())
             torch._C._set_only_lift_cpu_tensors(True)
             resources.enter_context(self._joining())
             resources.callback(setattr, state, "joined", False)
@@ -110,9 +116,18 @@ class Threads:
 
         return call
 
+    def _waiting(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(wait)
+        def call(*args: Any, **options: Any) -> Any:
+            with self.standstill.resting():
+                return wait(*args, **options)
+
+        return call
+
     def _join(self, join: Callable[..., None]) -> Callable[..., None]:
         def call(thread: threading.Thread, timeout: float | None = None) -> None:
-            join(thread, timeout)
+            with self.standstill.resting():
+                join(thread, timeout)
             failure = None if thread.is_alive() else self._failures.pop(thread, None)
             if failure is not None:
                 raise failure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,17 +245,6 @@ def test_another_backend_runs_eagerly_or_is_refused() -> None:
         x = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match=sentence):
             compiled(lambda x: x.sin(), backend=backend)(x)
-
-
-def test_threads_run_compiled_code_eagerly_and_it_is_said() -> None:
-    def run() -> None:
-        compiled(lambda x: x.sin().cos())(torch.ones(3, device="cuda"))
-
-    with simulate("A100-40GB") as gpu:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert any("where threads have been started" in note for note in gpu.notes)
 
 
 def broken_lowering(*_: Any, **__: Any) -> Any:

@@ -1,0 +1,277 @@
+"""Compiled code beside other threads: they rest while torch compiles, and see nothing of it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.surface import standstill
+
+MIB = 1024 * 1024
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wrappers_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return x.sigmoid() * x.tanh() * x.cos()
+
+
+def held_after_forward() -> int:
+    """MiB of ``x``, what is saved beside it, and the result: 2 where ``gated`` is compiled."""
+    torch._dynamo.reset()
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
+    y = torch.compile(gated)(x)
+    held = (torch.cuda.memory_allocated() - before) // MIB
+    y.sum().backward()
+    return held
+
+
+@contextmanager
+def beside(work: Callable[[Callable[[], bool]], None]) -> Iterator[None]:
+    """A thread works inside, until it is told to stop."""
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: work(over.is_set))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_batches_that_workers_load_and_a_thread_pins_go_through_a_compiled_model() -> None:
+    def peak(workers: int) -> int:
+        torch._dynamo.reset()
+        with simulate("A100-40GB", compile="always") as gpu:
+            model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
+            run: Any = torch.compile(model)
+            data = TensorDataset(torch.ones(96, 64))
+            for (batch,) in DataLoader(data, 32, num_workers=workers, pin_memory=True):
+                assert batch.is_pinned()
+                run(batch.cuda(non_blocking=True)).sum().backward()
+            assert gpu.notes == ()
+        return gpu.peak_allocated
+
+    assert peak(1) == peak(0)
+
+
+def test_a_thread_that_uses_torch_sees_nothing_of_what_compiling_replaces() -> None:
+    seen: list[tuple[bool, str, bool]] = []
+
+    def work(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            x = torch.zeros(16, device="cuda")
+            y = x.to("cpu").pin_memory().cuda()
+            seen.append((x.is_cuda, x.device.type, y.is_cuda))
+
+    with simulate("A100-40GB", compile="always") as gpu, beside(work):
+        while not seen:
+            time.sleep(0.01)
+        assert held_after_forward() == 2
+        assert gpu.notes == ()
+    assert set(seen) == {(True, "cuda", True)}
+
+
+def test_a_thread_that_waits_and_then_looks_at_a_tensor_sees_the_gpu() -> None:
+    seen: list[str] = []
+    batches: queue.Queue[torch.Tensor | None] = queue.Queue()
+
+    def work(_: Callable[[], bool]) -> None:
+        while (batch := batches.get()) is not None:
+            seen.append(batch.device.type)
+            batch.add_(1)
+
+    def handing(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin().cos()
+        batches.put(x)
+        torch._dynamo.graph_break()
+        return y.tan().exp()
+
+    with simulate("A100-40GB", compile="always") as gpu, beside(work):
+        x = torch.ones(256, 1024, device="cuda")
+        batches.put(x)
+        for _ in range(3):
+            torch._dynamo.reset()
+            torch.compile(handing)(x)
+        batches.put(None)
+        assert gpu.notes == ()
+    assert set(seen) == {"cuda"}
+
+
+def timer() -> Iterator[None]:
+    """As pytest-timeout's."""
+    waiting = threading.Timer(600, lambda: None)
+    waiting.start()
+    yield
+    waiting.cancel()
+    waiting.join()
+
+
+def monitor() -> Iterator[None]:
+    """As progress bars have: it wakes up now and then, and never uses torch."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.001):
+            sum(range(1000))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def server() -> Iterator[None]:
+    """As that of pytest-rerunfailures, which waits in C for whom it serves."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def work() -> None:
+            connection, _ = listening.accept()
+            connection.close()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        yield
+        socket.create_connection(listening.getsockname()).close()
+        thread.join()
+
+
+def endless() -> Iterator[None]:
+    """Which loops without a call, so that nothing stops it, and touches nothing."""
+    over: list[int] = []
+
+    def work() -> None:
+        torch.zeros(3)
+        while not over:
+            pass
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    over.append(1)
+    thread.join()
+
+
+@pytest.mark.parametrize("thread", [timer, monitor, server, endless])
+def test_threads_that_do_not_use_torch_go_on(thread: Callable[[], Iterator[None]]) -> None:
+    with simulate("A100-40GB", compile="always") as gpu, contextmanager(thread)():
+        assert held_after_forward() == 2
+        assert gpu.notes == ()
+
+
+def test_a_thread_compiles_while_the_one_that_began_waits_for_it() -> None:
+    found: list[int] = []
+    with simulate("A100-40GB", compile="always") as gpu:
+        thread = threading.Thread(target=lambda: found.append(held_after_forward()))
+        thread.start()
+        thread.join()
+        with ThreadPoolExecutor(1) as executor:
+            found.append(executor.submit(held_after_forward).result())
+        assert gpu.notes == ()
+    assert found == [2, 2]
+
+
+def test_threads_compile_one_after_the_other() -> None:
+    def run(factor: float) -> list[bool]:
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return (x * factor).sin()
+
+        double: Any = torch.compile(scaled, dynamic=False)
+        return [double(torch.ones(size, 8, device="cuda")).is_cuda for size in (2, 3, 4)]
+
+    with simulate("A100-40GB", compile="always") as gpu:
+        torch._dynamo.reset()
+        with ThreadPoolExecutor(3) as executor:
+            found = [executor.submit(run, factor) for factor in (1.0, 2.0, 3.0)]
+            assert [each.result() for each in found] == [[True] * 3] * 3
+        assert gpu.notes == ()
+
+
+def test_where_the_first_thread_goes_on_another_one_s_code_is_eager_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standstill.Standstill, "patience", 0.1)
+    found: list[int] = []
+    with simulate("A100-40GB") as gpu:
+        thread = threading.Thread(target=lambda: found.append(held_after_forward()))
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.01)
+        (note,) = gpu.notes
+    assert found == [6]
+    assert "runs eagerly on a simulated GPU, while another thread goes on" in note
+
+
+def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
+    def one(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x.tan().exp()
+
+    def again(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            second(y)
+
+    with simulate("A100-40GB", compile="always") as gpu:
+        torch._dynamo.reset()
+        first: Any = torch.compile(one)
+        second: Any = torch.compile(other)
+        x, y = torch.ones(512, device="cuda"), torch.ones(1024, device="cuda")  # 2 and 4 KiB
+        first(x), second(y)
+        before = len(gpu.trace)
+        with beside(again):
+            for _ in range(200):
+                first(x)
+        taken = {
+            (event.size, event.context.place[2])
+            for event in gpu.trace[before:]
+            if event.action == "alloc"
+        }
+    assert taken == {(2048, "one"), (4096, "other")}
+
+
+def test_threads_of_other_plugins_do_not_keep_a_test_from_being_followed(
+    pytester: pytest.Pytester,
+) -> None:
+    """pytest-timeout waits in a thread, and a loader pins in one. Input and result: 4 MiB each."""
+    pytester.makepyfile("""
+        import pytest, torch
+        from torch.utils.data import DataLoader
+
+        @pytest.mark.gpumem(max="8MiB")
+        def test_gate():
+            gate = torch.compile(lambda x: x.sigmoid() * x.tanh() * x.cos())
+            rows = torch.ones(1024, 1024)
+            for batch in DataLoader(rows, 1024, num_workers=1, pin_memory=True):
+                gate(batch.cuda())
+    """)
+    told = ("--gpumem-device=sim:A100-40GB", "--gpumem-sim-compile=always")
+    others = ("--timeout=300", "--timeout-method=thread", "--reruns=1")
+    pytester.runpytest_subprocess(*told, *others).assert_outcomes(passed=1)
