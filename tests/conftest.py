@@ -20,6 +20,14 @@ REPOSITORY = Path(__file__).parent.parent
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# argparse would look on the disk for a translation of each of its words, whenever it says one.
+os.environ["LANGUAGE"] = "C"
+
+MANY = 50
+"""Modules that are worth another look at the whole heap."""
+
+_frozen_modules = 0
+
 _OF_EVERY_RUN = """
     sqlite3 filelock pytest_gpumem.device.simulated
     pytest_gpumem.report.failures pytest_gpumem.report.header pytest_gpumem.report.remarks
@@ -35,10 +43,18 @@ def pytest_collection_finish() -> None:
     _freeze()
 
 
+def pytest_runtest_logfinish() -> None:
+    # What a test imported stays: libraries of models are a million objects.
+    if len(sys.modules) > _frozen_modules + MANY:
+        _freeze()
+
+
 def _freeze() -> None:
     """Keep the collector from thousands of tests and all of torch, each of many times."""
+    global _frozen_modules
     gc.collect()
     gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture
@@ -89,10 +105,11 @@ def forgotten_imports(
 ) -> Iterator[None]:
     """Let what a command imports of a test's folder go with the test, as with its process."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
+    before = set(sys.modules)
     yield
     folder = str(tmp_path_factory.getbasetemp())
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(folder):
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(folder):
             del sys.modules[name]
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import runpy
@@ -32,6 +34,10 @@ REWRITTEN = (
     *("pytest_gpumem.plugin", "pytest_gpumem.session.item", "pytest_gpumem.session.ahead"),
     *("pytest_gpumem.session.measuring", "pytest_gpumem.device.simulated"),
 )
+
+
+MOST_FILES = 250
+"""Open files that Linux hands over at once (SCM_MAX_FD), nearly."""
 
 
 def serve(number: int) -> None:
@@ -67,18 +73,23 @@ def _import_rewritten() -> None:
 def _keep(connection: socket.socket) -> None:
     """Fork, wait for the fork, and tell who connected how it ended; it goes when they go."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
     (length,) = struct.unpack("q", size)
-    request = connection.recv(length, socket.MSG_WAITALL)
+    request = json.loads(connection.recv(length, socket.MSG_WAITALL))
+    places = request.pop("files")
     fork = os.fork()
     if fork == 0:
         connection.close()
-        for place, stream in enumerate(streams):
-            os.dup2(stream, place)
-            os.close(stream)
-        _run(**json.loads(request))
-    for stream in (0, 1, 2, *streams):
-        os.close(stream)
+        # Out of each other's way first.
+        above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(places) + 1) for file in files]
+        for file in files:
+            os.close(file)
+        for file, place in zip(above, places, strict=True):
+            os.dup2(file, place)
+            os.close(file)
+        _run(**request)
+    for file in (0, 1, 2, *files):
+        os.close(file)
     ended = os.pidfd_open(fork)
     with contextlib.suppress(OSError):  # it was killed before
         connection.sendall(f"{fork}\n".encode())
@@ -100,6 +111,7 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     sys.executable = program
+    multiprocessing.set_executable(program)
     own = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     how, *rest = arguments
     first = {"-c": "", "-m": folder}.get(how, str(Path(how).resolve().parent))

@@ -3,12 +3,11 @@
 A new Python imports torch and this package for seconds of processor time; the tests here start
 hundreds. ``quick`` is a program that is called as Python is: with ``-c``, with ``-m`` or with a
 script. It asks a server of this test process for a fork, hands it its folder, environment,
-arguments and its standard streams, passes signals on, and ends as the fork did. Nothing ran in the
-server before: no pytest, no simulated device, no thread. What is called otherwise, or is to have
-other open files, is a new Python.
+arguments and its open files, passes signals on, and ends as the fork did. Nothing ran in the
+server before: no pytest, no simulated device, no thread. What is called otherwise is a new Python.
 
 The workers of pytest-xdist in runs that tests start are such processes, too, and so is what a fork
-starts as ``sys.executable``.
+starts as ``sys.executable`` or by ``multiprocessing``.
 """
 
 from __future__ import annotations
@@ -35,24 +34,31 @@ rest = sys.argv[1 + len(flags):]
 if rest and rest[0].startswith("-m") and rest[0] != "-m":
     rest[:1] = ["-m", rest[0][2:]]
 known = len(rest) > 1 if rest[:1] in (["-c"], ["-m"]) else rest and rest[0][0] != "-"
-files = [int(name) for name in os.listdir("/proc/self/fd")]
-if not known or len(files) != 4:  # three streams, and the folder that was listed
+if not known:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+folder = os.open("/proc/self/fd", os.O_RDONLY)
+files = sorted({{int(name) for name in os.listdir(folder)}} - {{folder}})
+files = [number for number in files if os.path.exists(f"/proc/self/fd/{{number}}")]
+os.close(folder)
 request = json.dumps(
     dict(
-        program=sys.argv[0], folder=os.getcwd(), environment=dict(os.environ), arguments=rest
+        program=sys.argv[0],
+        folder=os.getcwd(),
+        environment=dict(os.environ),
+        files=files,
+        arguments=rest,
     )
 ).encode()
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [struct.pack("q", len(request))], [0, 1, 2])
+socket.send_fds(server, [struct.pack("q", len(request))], files)
 server.sendall(request)
 answers = server.makefile()
 fork = int(answers.readline() or -1)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: os.kill(fork, number))
-for stream in (0, 1, 2):
-    os.close(stream)
+for number in files:
+    os.close(number)
 status = int(answers.readline() or 256)
 if os.WIFSIGNALED(status):
     if os.WTERMSIG(status) != signal.SIGKILL:  # which nobody handles

@@ -42,8 +42,8 @@ class Database:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY, isolation_level=None, check_same_thread=False
             )
-            # What a crash of the host would lose is void after it anyway.
-            for pragma in ("journal_mode = WAL", "synchronous = OFF", "foreign_keys = ON"):
+            # What a crash of the host would lose is void after it anyway: the first one, too.
+            for pragma in ("synchronous = OFF", "journal_mode = WAL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             self._connection.executescript(schema)
         except (OSError, sqlite3.Error) as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE
 from pytest_gpumem.sharing.ledger import Ledger
+from tests.forked import quick
 from tests.pytest_project import Project
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,7 +22,7 @@ def host(folder: Path, number: int, *more: str) -> str:
     here = folder / f"host{number}"
     here.mkdir(exist_ok=True)
     share = f"env:{FOLDER_VARIABLE}={folder / f'shared{number}'}"
-    return "//".join(["popen", f"python={sys.executable}", f"chdir={here}", share, *more])
+    return "//".join(["popen", f"python={quick()}", f"chdir={here}", share, *more])
 
 
 def granted(folder: Path) -> set[str]:
