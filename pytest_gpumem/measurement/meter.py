@@ -17,6 +17,7 @@ from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
+from pytest_gpumem.measurement.libraries import kept_by_libraries
 from pytest_gpumem.measurement.phases import (
     Bytes,
     Extent,
@@ -238,7 +239,7 @@ class Meter:
         self, before: frozenset[Block], after: frozenset[Block], roots: Iterable[Any]
     ) -> frozenset[Block]:
         """Return the new blocks that ``roots`` do not hold and that are no garbage either."""
-        left = leaked_blocks(before, after, roots)
+        left = leaked_blocks(before, after, [*roots, *kept_by_libraries()])
         if not left:
             return left
         collect_garbage()

@@ -137,20 +137,37 @@ LIBRARIES = {
                 for module in (
                     "RNN",
                     "amp",
-                    "contrib",
                     "fp16_utils",
                     "fused_dense",
                     "mlp",
                     "parallel",
                     "reparameterization",
                     "transformer",
-                    "optimizers.fused_adagrad",
-                    "optimizers.fused_lamb",
-                    "optimizers.fused_mixed_precision_lamb",
-                    "optimizers.fused_novograd",
+                    *(
+                        f"contrib.{name}"
+                        for name in (
+                            "bottleneck",
+                            "clip_grad",
+                            "conv_bias_relu",
+                            "cudnn_gbn",
+                            "focal_loss",
+                            "group_norm",
+                            "groupbn",
+                            "index_mul_2d",
+                            "layer_norm",
+                            "multihead_attn",
+                            "nccl_allocator",
+                            "openfold_triton",
+                            "optimizers",
+                            "peer_memory",
+                            "sparsity",
+                            "torchsched",
+                            "transducer",
+                        )
+                    ),
                 )
             ),
-            compiled=("fused_layer_norm_cuda", "amp_C"),
+            compiled=("fused_layer_norm_cuda", "amp_C", "xentropy_cuda"),
         ),
         Library(
             "xformers",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
 
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 
@@ -37,6 +39,32 @@ def tell(sentence: str) -> None:
     """Say something to whoever reads the numbers."""
     if _listeners:
         _listeners[-1][0](sentence)
+
+
+@runtime_checkable
+class Tidy(Protocol):
+    """What a library keeps, and does not need all of any more."""
+
+    def tidy(self) -> None:
+        """Drop what belongs to what is gone."""
+
+
+def forget_caches() -> None:
+    """Drop tensors that libraries keep and make anew: workspaces, masks, lengths of sequences.
+
+    So a test is charged for its own, as for the workspaces of cuBLAS, in whatever order they run.
+    """
+    kept = _listeners[-1][1] if _listeners else {}
+    for name, value in list(kept.items()):
+        if isinstance(value, torch.Tensor):
+            del kept[name]
+        elif isinstance(value, Tidy):
+            value.tidy()
+
+
+def kept_values() -> list[Any]:
+    """What libraries keep until their process ends: nobody leaks it."""
+    return list(_listeners[-1][1].values()) if _listeners else []
 
 
 def keeping(name: str, make: Callable[[], _T]) -> _T:

@@ -121,6 +121,37 @@ def test_one_query_splits_the_keys_of_a_cache(gpu: Any, flash: Any) -> None:
         flash.flash_attn_with_kvcache(q, *cache, q[:, :, :8], q[:, :, :8])
 
 
+def test_what_is_scheduled_before_is_not_scheduled_again(gpu: Any, flash: Any) -> None:
+    lengths = torch.full((6,), 3000, dtype=torch.int32, device="cuda")
+    sizes = 6, 1, 4096, 8, 8, 64
+    gpu.events()
+    # A counter, and of 6 sequences, in multiples of 4: splits, blocks and order.
+    assert gpu.of(lambda: flash.get_scheduler_metadata(*sizes, lengths)) == [(1 + 8 * 3) * 4]
+    sizes = 6, 2, 4096, 8, 8, 64
+    # What is causal has heads in the cache, too; in a window there is no order.
+    metadata = flash.get_scheduler_metadata(*sizes, lengths, causal=True)
+    gpu.events()
+    assert metadata.shape == (1 + 8 * 4,)
+    local = flash.get_scheduler_metadata(*sizes, lengths, window_size=(100, 100))
+    assert local.shape == (1 + 8 * 3,)
+    gpu.events()
+    query, cache = made(6, 2, 8, 64, grad=False), made(6, 4096, 8, 64, grad=False)
+    options: dict[str, Any] = {"cache_seqlens": lengths, "causal": True, "num_splits": 1}
+    gpu.events()
+    assert metadata.nbytes in gpu.of(
+        lambda: flash.flash_attn_with_kvcache(query, cache, cache, **options)
+    )
+    options["scheduler_metadata"] = metadata
+    gpu.events()
+    assert metadata.nbytes not in gpu.of(
+        lambda: flash.flash_attn_with_kvcache(query, cache, cache, **options)
+    )
+    with pytest.raises(RuntimeError, match="must divide number of heads in query"):
+        flash.get_scheduler_metadata(6, 1, 4096, 8, 3, 64, lengths)
+    with pytest.raises(RuntimeError, match="only supports fp16, bf16, and fp8_e4m3"):
+        flash.get_scheduler_metadata(*sizes, lengths, torch.float32)
+
+
 def test_paged_keys_are_counted_by_page(gpu: Any, flash: Any) -> None:
     pages = made(64, 64, 8, 128, grad=False)
     table = torch.zeros(1, 64, device="cuda", dtype=torch.int32)

@@ -167,6 +167,55 @@ def fp8(**options: Any) -> Any:
     return MODULES["transformer_engine.pytorch"]["fp8_autocast"](**options)
 
 
+def test_weights_in_parts_are_one_in_memory(gpu: Any) -> None:
+    linear = module("Linear", INNER, OUTER, parameters_split={"key": 192, "value": 320})
+    assert gpu.events() == [WEIGHT, BIAS], "one tensor each"
+    assert {name: len(each) for name, each in linear.named_parameters()} == {
+        "key_weight": 192,
+        "value_weight": 320,
+        "key_bias": 192,
+        "value_bias": 320,
+    }
+    x = made(4, 10, INNER).detach()
+    linear(x)
+    assert gpu.of(lambda: linear(x)) == [Y], "no copy joins them"
+    assert gradients(gpu, linear(x), *linear.parameters()) == [WEIGHT, BIAS], "nor splits gradients"
+    for name in ("key", "value"):
+        setattr(linear, f"{name}_weight", torch.nn.Parameter(getattr(linear, f"{name}_weight") * 1))
+    linear(x)
+    assert gpu.of(lambda: linear(x)) == [WEIGHT, Y], "elsewhere, they are joined"
+    with pytest.raises(ValueError, match="Trying to split weight buffer"):
+        module("Linear", INNER, OUTER, parameters_split={"key": 1})
+
+
+def test_a_norm_that_is_returned_outlives_the_weight(gpu: Any) -> None:
+    both = module("LayerNormLinear", INNER, OUTER, return_layernorm_output=True, bias=False)
+    x = made(4, 10, INNER)
+    both(x)
+    gpu.events()
+    out, normal = both(x)
+    assert gpu.events() == [SUMS, SUMS, X, Y]
+    assert normal.shape == x.shape
+    grads = torch.empty_like(out), torch.empty_like(normal)
+    assert gpu.of(lambda: torch.autograd.grad((out, normal), x, grads)) == [
+        *(X, WEIGHT),
+        *(X, X, GAMMA, GAMMA, 2 * PARTS, -2 * PARTS),
+        *(-X, -SUMS, -SUMS, -X, -GAMMA, -GAMMA, -WEIGHT),
+    ], "the gradient of the norm's output is added to the product's"
+
+
+def test_in_fp8_a_copy_of_the_bias_lives_as_long_as_the_graph(gpu: Any) -> None:
+    linear = module("Linear", INNER, OUTER, params_dtype=torch.float32)
+    x = made(4, 16, INNER, dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16), fp8():
+        linear(x)
+        gpu.events()
+        out = linear(x)
+        assert gpu.events() == [*NARROW, *NARROW_WEIGHT, BIAS, TOKENS * OUTER * 2, -NARROW[1]]
+        del out
+    assert -BIAS in gpu.events()
+
+
 def test_in_fp8_a_linear_layer_keeps_transposes(gpu: Any) -> None:
     linear, x = module("Linear", INNER, OUTER), made(4, 16, INNER)
     linear(x)
@@ -271,8 +320,8 @@ def test_fp8_needs_a_gpu_and_shapes_for_it(on: Any) -> None:
 def test_what_is_not_covered_is_refused_by_name(gpu: Any) -> None:
     with pytest.raises(UnsupportedOperatorError, match=r"Linear\(tp_size=2\) of transformer-eng"):
         module("Linear", INNER, OUTER, tp_size=2)
-    with pytest.raises(UnsupportedOperatorError, match=r"LayerNormLinear\(parameters_split="):
-        module("LayerNormLinear", INNER, OUTER, parameters_split=("q", "k"))
+    with pytest.raises(UnsupportedOperatorError, match=r"Linear\(sequence_parallel=True\)"):
+        module("LayerNormLinear", INNER, OUTER, sequence_parallel=True)
     with pytest.raises(UnsupportedOperatorError, match="Linear with fp8_output=True"):
         module("Linear", INNER, OUTER)(made(8, INNER), fp8_output=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
@@ -303,5 +352,5 @@ def test_it_is_there_where_it_is_named() -> None:
         assert recipes.DelayedScaling().amax_history_len == 1024
         with pytest.raises(UnsupportedOperatorError, match=r"recipe\.MXFP8BlockScaling at"):
             _ = recipes.MXFP8BlockScaling
-        with pytest.raises(UnsupportedOperatorError, match=r"pytorch\.attention"):
-            importlib.import_module("transformer_engine.pytorch.attention")
+        with pytest.raises(UnsupportedOperatorError, match=r"pytorch\.distributed"):
+            importlib.import_module("transformer_engine.pytorch.distributed")

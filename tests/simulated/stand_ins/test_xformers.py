@@ -158,6 +158,57 @@ def test_masks_can_be_looked_at(biases: Any) -> None:
     assert blocks.materialize((2, 3)).exp().tolist() == [[1, 1, 0], [0, 0, 1]]
 
 
+def _padded(biases: Any, name: str) -> Any:
+    """Queries of 40 and 60 tokens; keys of 50 and 70 in room for 100 each."""
+    lengths = [40, 60], [50, 70]
+    if name.endswith("Local"):
+        mask = biases.BlockDiagonalCausalLocalAttentionPaddedKeysMask
+        return mask.from_seqlens_local(lengths[0], 100, lengths[1], 7)
+    mask = getattr(biases, f"BlockDiagonal{name}KeysMask")
+    room: Any = [0, 60, 200] if "Gappy" in name else 100
+    return mask.from_seqlens(lengths[0], room, lengths[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        # Of queries 40 and 60, keys 50 and 70; causal from the last key, 11 to 50 and 11 to 70.
+        ("Padded", 40 * 50 + 60 * 70),
+        ("CausalWithOffsetPadded", sum(range(11, 51)) + sum(range(11, 71))),
+        ("Local", 7 * 100),
+        ("Gappy", 40 * 50 + 60 * 70),
+        ("CausalWithOffsetGappy", sum(range(11, 51)) + sum(range(11, 71))),
+    ],
+)
+def test_keys_that_lie_apart_are_taken_without_gradients(
+    gpu: Any, ops: Any, biases: Any, name: str, seen: int
+) -> None:
+    gpu.events()
+    mask = _padded(biases, name)
+    assert gpu.events() == [3 * 4, 2 * 4, 3 * 4], "beginnings of queries, lengths, and of keys"
+    assert mask.to("cpu").materialize((100, 200)).exp().sum() == seen
+    query = torch.empty(1, 100, HEADS, SIZE, device="cuda", dtype=torch.half)
+    key = torch.empty(1, 200, HEADS, SIZE, device="cuda", dtype=torch.half)
+    out, sums, state = 100 * HEADS * SIZE * 2, HEADS * 100 * 4, 2 * 8
+    gpu.events()
+    made = ops.memory_efficient_attention(query, key, key, mask)
+    assert gpu.events()[:3] == [out, sums, state]
+    assert made.shape == query.shape
+    with pytest.raises(NotImplementedError, match="attn_bias type is"):
+        ops.memory_efficient_attention(query.requires_grad_(), key, key, mask)
+
+
+def test_torchs_kernels_take_no_pages(gpu: Any, ops: Any, biases: Any) -> None:
+    tables = torch.zeros(2, 4, device="cuda", dtype=torch.int32)
+    mask = _padded(biases, "Padded").make_paged(tables, 16, biases.PagedBlockDiagonalPaddedKeysMask)
+    assert mask.k_seqinfo.padding == 4 * 16
+    query = torch.empty(1, 100, HEADS, SIZE, device="cuda", dtype=torch.half)
+    with pytest.raises(NotImplementedError, match="PagedBlockDiagonalPaddedKeysMask"):
+        ops.memory_efficient_attention(query, query, query, mask)
+    with pytest.raises(ValueError, match="k shapes wrong"):
+        _padded(biases, "Padded").materialize((100, 199))
+
+
 def test_the_kernel_can_be_asked_for(gpu: Any, ops: Any) -> None:
     given = heads()
     asked = ops.MemoryEfficientAttentionCutlassOp

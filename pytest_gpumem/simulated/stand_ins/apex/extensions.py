@@ -181,10 +181,31 @@ def _l2norm(
     return norm, of_each
 
 
+def _lamb(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *_: Any) -> None:
+    """multi_tensor_lamb_cuda and _lamb_mp_cuda: norms of parameters and of their updates."""
+    _in_place(chunk_size, noop_flag, tensor_lists)
+    of_params = _l2norm(chunk_size, noop_flag, tensor_lists[1:2], True)
+    of_updates = _l2norm(chunk_size, noop_flag, tensor_lists[:1], True)
+    del of_updates, of_params
+
+
+def _novograd(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *_: Any) -> None:
+    """multi_tensor_novograd_cuda: a norm of each gradient, into the tensor of them."""
+    _in_place(chunk_size, noop_flag, tensor_lists)
+    tensors = tensor_lists[0]
+    like = tensors[0]
+    output = like.new_empty(_BLOCKS, dtype=torch.float32)
+    chunks = max(-(-tensor.numel() // chunk_size) for tensor in tensors)
+    parts = like.new_zeros(len(tensors) * chunks, dtype=torch.float32)
+    norm = like.new_empty(1, dtype=torch.float32)
+    del norm, parts, output
+
+
 AMP: Mapping[str, Any] = {
     **{
         name: compiled(_in_place)
         for name in (
+            "multi_tensor_adagrad",
             "multi_tensor_adam",
             "multi_tensor_adam_capturable",
             "multi_tensor_adam_capturable_master",
@@ -194,5 +215,9 @@ AMP: Mapping[str, Any] = {
         )
     },
     "multi_tensor_l2norm": compiled(_l2norm),
+    "multi_tensor_l2norm_mp": compiled(_l2norm),
+    "multi_tensor_lamb": compiled(_lamb),
+    "multi_tensor_lamb_mp": compiled(_lamb),
+    "multi_tensor_novograd": compiled(_novograd),
 }
 """``amp_C``, by the names of its functions."""

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpumem.simulated.stand_ins.flash_attn_interface import functions
-from pytest_gpumem.simulated.stand_ins.flash_attn_interface.kernels import OPERATORS
+from pytest_gpumem.simulated.stand_ins.flash_attn_interface.kernels import (
+    OPERATORS,
+    get_scheduler_metadata,
+)
 from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 
 _FUNCTIONS = {
-    name: function for name, function in vars(functions).items() if name.startswith("flash_attn_")
+    **{name: each for name, each in vars(functions).items() if name.startswith("flash_attn_")},
+    "get_scheduler_metadata": get_scheduler_metadata,
 }
 
 MODULES: Mapping[str, Mapping[str, Any]] = {

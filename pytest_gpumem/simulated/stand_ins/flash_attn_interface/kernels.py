@@ -6,7 +6,7 @@ hopper/flash_attn_interface.py registers for them, of flash-attn 3.0.0 (hopper/,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.flash_attn_interface import values
 from pytest_gpumem.simulated.stand_ins.flash_attn_interface.tiles import Call, rounded
-from pytest_gpumem.simulated.stand_ins.registering import register
+from pytest_gpumem.simulated.stand_ins.registering import compiled, register
 from pytest_gpumem.simulated.stand_ins.usage import used
 
 _EIGHT_BITS = torch.float8_e4m3fn
@@ -125,16 +125,10 @@ def forward(
             max_seqlen_k is not None, "max_seqlen_k must be provided if cu_seqlens_k is provided"
         )
         keys = int(max_seqlen_k or 0)
-    left, right = window_size_left, window_size_right
-    left = -1 if left >= keys - 1 else left
-    right = -1 if right >= length - 1 else right
-    one = length == 1 and left == right == -1 and not attention_chunk
-    # Of one query, causal means nothing.
-    if one and (not 64 < size <= 128 or not page):
-        causal = False
-    right = 0 if causal else right
-    is_causal = left < 0 and right == 0 and not attention_chunk
-    is_local = (left >= 0 or right >= 0 or attention_chunk >= 1) and not is_causal
+    masking = _masking(
+        *(length, keys, size, page > 0, causal),
+        *(window_size_left, window_size_right, attention_chunk),
+    )
     is_varlen = any(
         each is not None for each in (starts, cu_seqlens_k, seqused_q, seqused_k, leftpad_k)
     )
@@ -145,20 +139,14 @@ def forward(
     arch = _arch(q)
     if num_splits <= 0:
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count - sm_margin
-        window = keys - 1 if left < 0 else left, length - 1 if right < 0 else right
-        if attention_chunk:
-            window = min(window[0], attention_chunk - 1), min(window[1], attention_chunk - 1)
         num_splits = Call(
             *(arch, processors, batch, length, keys, heads, k.shape[-2], size, value_size),
-            *(q.element_size(), is_causal, is_local, window, softcap > 0, is_varlen),
+            *(q.element_size(), *masking, softcap > 0, is_varlen),
             *(k_new is not None, page, leftpad_k is not None),
         ).splits()
     semaphore = None
     if scheduler_metadata is None:
-        semaphore = _semaphore(
-            q, batch, arch, num_splits, masked=is_causal or is_local, causal=is_causal,
-            local=is_local, varlen=is_varlen,
-        )  # fmt: skip
+        semaphore = _semaphore(q, batch, arch, num_splits, masking, varlen=is_varlen)
     parts = [q.new_empty(0, dtype=torch.float32) for _ in range(2)]
     if num_splits > 1:
         _require(num_splits <= _MOST_SPLITS, "num_splits > 256 not supported")
@@ -169,26 +157,116 @@ def forward(
     return out, lse, parts[0], parts[1]
 
 
+class _Masking(NamedTuple):
+    is_causal: bool
+    is_local: bool
+    window: tuple[int, int]
+
+
+def _masking(
+    length: int, keys: int, size: int, paged: bool, causal: bool, left: int, right: int, chunk: int
+) -> _Masking:
+    """What is left of masks that hide nothing."""
+    left = -1 if left >= keys - 1 else left
+    right = -1 if right >= length - 1 else right
+    # Of one query, causal means nothing.
+    if length == 1 and left == right == -1 and not chunk and (not 64 < size <= 128 or not paged):
+        causal = False
+    right = 0 if causal else right
+    is_causal = left < 0 and right == 0 and not chunk
+    is_local = (left >= 0 or right >= 0 or chunk >= 1) and not is_causal
+    window = keys - 1 if left < 0 else left, length - 1 if right < 0 else right
+    if chunk:
+        window = min(window[0], chunk - 1), min(window[1], chunk - 1)
+    return _Masking(is_causal, is_local, window)
+
+
 def _semaphore(
-    q: Tensor,
-    batch: int,
-    arch: int,
-    splits: int,
-    *,
-    masked: bool,
-    causal: bool,
-    local: bool,
-    varlen: bool,
+    like: Tensor, batch: int, arch: int, splits: int, masking: _Masking, *, varlen: bool
 ) -> Tensor | None:
     """tile_count_semaphore: a counter, and vectors with a number for each sequence."""
+    masked = masking.is_causal or masking.is_local
     if arch >= 90:
         counts = (masked and splits == 1) or varlen
     else:
-        counts = (causal and not varlen) or (varlen and splits > 1)
+        counts = (masking.is_causal and not varlen) or (varlen and splits > 1)
     if not counts and not varlen:
         return None
-    vectors = 2 * varlen + (not local) + masked
-    return q.new_empty(counts + -(-batch // 4) * 4 * vectors, dtype=torch.int32)
+    vectors = 2 * varlen + (not masking.is_local) + masked
+    return like.new_empty(counts + -(-batch // 4) * 4 * vectors, dtype=torch.int32)
+
+
+def _metadata(
+    cache_seqlens: Tensor,
+    dtype: torch.dtype,
+    batch: int,
+    sizes: tuple[int, int, int, int, int, int],
+    masking: _Masking,
+    num_splits: int,
+    sm_margin: int,
+    **options: Any,
+) -> Tensor | None:
+    used("flash-attn-3")
+    _require(
+        dtype in (*HALVES, _EIGHT_BITS),
+        "FlashAttention only supports fp16, bf16, and fp8_e4m3 data type",
+    )
+    _require(
+        sizes[2] % sizes[3] == 0,
+        "Number of heads in key/value must divide number of heads in query",
+    )
+    arch = _arch(cache_seqlens)
+    if num_splits <= 0:
+        properties = torch.cuda.get_device_properties(cache_seqlens.device)
+        processors = properties.multi_processor_count - sm_margin
+        num_splits = Call(
+            arch, processors, batch, *sizes, dtype.itemsize, *masking, is_varlen=True, **options
+        ).splits()
+    return _semaphore(cache_seqlens, batch, arch, num_splits, masking, varlen=True)
+
+
+_scheduled = compiled(_metadata)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor | None:
+    """mha_fwd_get_scheduler_metadata: a counter and numbers of sequences, (n,) in int32."""
+    masking = _masking(
+        *(max_seqlen_q, max_seqlen_k, headdim, page_size is not None, causal),
+        *(*window_size, attention_chunk),
+    )
+    sizes = max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v or headdim
+    made: Tensor | None = _scheduled(
+        *(*_contiguous(cache_seqlens), qkv_dtype, batch_size, sizes, masking),
+        num_splits,
+        sm_margin,
+        has_softcap=has_softcap,
+        appends=max_seqlen_k_new > 0,
+        page=page_size or 0,
+        has_leftpad=cache_leftpad is not None,
+    )
+    return made
 
 
 def backward(

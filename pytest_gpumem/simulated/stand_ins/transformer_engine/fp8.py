@@ -8,11 +8,12 @@ csrc/extensions/bias.cpp (``bgrad_quantize``) of 2.8.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,13 @@ class DelayedScaling:
             raise AssertionError("Pure E5M2 training is not supported.")
 
 
+class _Newest(NamedTuple):
+    """Newest maxima of one module."""
+
+    module: weakref.ref[ModuleState]
+    maxima: Tensor
+
+
 @dataclass
 class _Manager:
     """FP8GlobalStateManager."""
@@ -63,8 +71,8 @@ class _Manager:
     """Of the innermost region, if fp8 is on there."""
     depth: int = 0
     is_first: bool = False
-    maxima: dict[tuple[bool, str], list[Tensor]] = field(default_factory=dict)
-    """Newest maxima of every module that ever ran, by direction and recipe: nobody drops them."""
+    maxima: dict[tuple[bool, str], list[_Newest]] = field(default_factory=dict)
+    """Of every module that ever ran, by direction and recipe: the library drops none."""
 
     def take_first(self) -> bool:
         """Whether this is the first module of a region: its backward pass ends the step."""
@@ -74,10 +82,15 @@ class _Manager:
     def update(self, *, forward: bool) -> None:
         """reduce_and_update_fp8_tensors()."""
         for (direction, _), maxima in self.maxima.items():
-            if direction is forward:
-                joined = torch.cat(maxima)
+            if direction is forward and maxima:
+                joined = torch.cat([each.maxima for each in maxima])
                 if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
                     torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX)
+
+    def tidy(self) -> None:
+        """Drop the maxima of modules that are gone."""
+        for maxima in self.maxima.values():
+            maxima[:] = [each for each in maxima if each.module() is not None]
 
 
 def manager() -> _Manager:
@@ -258,7 +271,8 @@ class ModuleState:
             self._scales.append(torch.ones(count, dtype=torch.float32, device="cuda"))
             size = recipe.amax_history_len, count
             history = torch.zeros(size, dtype=torch.float32, device="cuda")
-            state.maxima.setdefault((forward, repr(recipe)), []).append(history[0])
+            newest = _Newest(weakref.ref(self), history[0])
+            state.maxima.setdefault((forward, repr(recipe)), []).append(newest)
         return True
 
     def weight(

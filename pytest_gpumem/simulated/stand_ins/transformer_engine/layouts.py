@@ -73,7 +73,8 @@ class _Splitting(torch.autograd.Function):
     def forward(ctx: Any, mixed: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Return views."""
         ctx.dim, ctx.sizes = dim, sizes
-        return mixed.split(list(sizes), dim)
+        parts: tuple[Tensor, ...] = mixed.split(list(sizes), dim)
+        return parts
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

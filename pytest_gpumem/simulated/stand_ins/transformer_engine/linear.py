@@ -154,7 +154,7 @@ class _LayerNormLinear(torch.autograd.Function):
             between = normal if needed else None
             ctx.save_for_backward(x, wide, bias, gamma, between, mean, deviation)
         shaped = out.view(-1, *input.shape[1:-1], weight.shape[0])
-        return (shaped, normal.view(input.shape)) if returned else shaped
+        return shaped if normal is None or not returned else (shaped, normal.view(input.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -75,7 +75,7 @@ class _LayerNormMLP(torch.autograd.Function):
         out, normal = run(ctx, flat, gamma, beta, fc1_weight, fc1_bias, fc2_weight, fc2_bias, call)
         ctx.ends_step = ctx.is_fp8 and call.ends_step(*given)
         shaped = out.view(-1, *input.shape[1:-1], out.shape[-1])
-        return (shaped, normal.view(input.shape)) if returned else shaped
+        return shaped if normal is None or not returned else (shaped, normal.view(input.shape))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -277,8 +277,8 @@ def _backward_in_fp8(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Any, ...]
     found = _norm_backward(ctx, inner, others, x, [mean, deviation], gamma)
     if ctx.ends_step:
         manager().update(forward=False)
-    of_first_bias = of_first_bias if ctx.has_bias[0] else None
-    return *found, of_first, of_first_bias, of_second, of_second_bias
+    kept = of_first_bias if ctx.has_bias[0] else None
+    return *found, of_first, kept, of_second, of_second_bias
 
 
 _apply: Callable[..., Any] = _LayerNormMLP.apply

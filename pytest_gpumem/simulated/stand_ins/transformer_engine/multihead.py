@@ -236,12 +236,13 @@ class MultiheadAttention(nn.Module):
     ) -> Any:
         """Attend: (length, batch, hidden), or as ``qkv_format`` says."""
         if self.attention_type == "self":
-            project = self.layernorm_qkv if self.input_layernorm else self.qkv
+            project = self.get_submodule("layernorm_qkv" if self.input_layernorm else "qkv")
             mixed, *normal = _several(project(hidden_states, is_first_microbatch))
             query, key, value = self._split(mixed)
         else:
             key, value = self._split_pair(self.key_value(encoder_output, is_first_microbatch))
-            project = self.layernorm_query if self.input_layernorm else self.query_layer
+            name = "layernorm_query" if self.input_layernorm else "query_layer"
+            project = self.get_submodule(name)
             made, *normal = _several(project(hidden_states, is_first_microbatch))
             query = made.view(*made.shape[:-1], self.num_attention_heads, self.head_size)
             del made

@@ -119,6 +119,12 @@ def _full_mask(
     return "arbitrary" if limited else kind, whole, lengths
 
 
+def _given(bias: Tensor | None) -> Tensor:
+    if bias is None:
+        raise AssertionError("core_attention_bias should not be None!")
+    return bias
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -156,14 +162,14 @@ def attend(
     shape = batch, heads, rows, columns
     if bias_type == "pre_scale_bias":
         scores = torch.bmm(*turned)
-        scores = scores.view(shape) + bias
+        scores = scores.view(shape) + _given(bias)
         scores *= scale
     else:
         scores = torch.baddbmm(scores, *turned, beta=0.0, alpha=scale)
         if bias_type == "no_bias":
             scores = scores.view(shape)
         else:
-            scores = (scores.view(shape) + bias).to(dtype=q.dtype)
+            scores = (scores.view(shape) + _given(bias)).to(dtype=q.dtype)
     if _is_fused(scores, whole, kind):
         probabilities = _apply(scores)
     else:

@@ -9,6 +9,8 @@ from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
 from pytest_gpumem.simulated.stand_ins.xformers import functions
 from pytest_gpumem.simulated.stand_ins.xformers.attention import Cutlass, Flash
 from pytest_gpumem.simulated.stand_ins.xformers.biases import SeqLenInfo
+from pytest_gpumem.simulated.stand_ins.xformers.inputs import VARLEN
+from pytest_gpumem.simulated.stand_ins.xformers.padded import GappySeqInfo, PaddedSeqLenInfo
 
 _FUNCTIONS = {
     name: function
@@ -38,7 +40,13 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
         **_ATTENTION,
         "BlockDiagonalMask": functions.BIASES["BlockDiagonalMask"],
     },
-    "xformers.ops.fmha.attn_bias": {**functions.BIASES, "_SeqLenInfo": SeqLenInfo},
+    "xformers.ops.fmha.attn_bias": {
+        **functions.BIASES,
+        "VARLEN_BIASES": VARLEN,
+        "_GappySeqInfo": GappySeqInfo,
+        "_PaddedSeqLenInfo": PaddedSeqLenInfo,
+        "_SeqLenInfo": SeqLenInfo,
+    },
     "xformers.ops.fmha.cutlass": _CUTLASS,
     "xformers.ops.fmha.flash": _FLASH,
 }

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.stand_ins.usage import used
-from pytest_gpumem.simulated.stand_ins.xformers import biases
+from pytest_gpumem.simulated.stand_ins.xformers import biases, padded
 from pytest_gpumem.simulated.stand_ins.xformers.inputs import Inputs
 
 _aten = torch.ops.aten
@@ -37,7 +37,17 @@ _BLOCKS = (
     biases.BlockDiagonalCausalMask,
     biases.BlockDiagonalCausalFromBottomRightMask,
     biases.BlockDiagonalCausalLocalAttentionMask,
+    biases.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
 )
+_PADDED = padded.BlockDiagonalCausalWithOffsetPaddedKeysMask
+_PARTLY_USED = (
+    _PADDED,
+    padded.BlockDiagonalCausalLocalAttentionPaddedKeysMask,
+    padded.BlockDiagonalCausalWithOffsetGappyKeysMask,
+    padded.BlockDiagonalGappyKeysMask,
+    padded.BlockDiagonalPaddedKeysMask,
+)
+"""Taken forward alone."""
 _FROM_TOP_LEFT = (
     biases.LowerTriangularMask,
     biases.LowerTriangularMaskWithTensorBias,
@@ -48,6 +58,8 @@ _FROM_BOTTOM_RIGHT = (
     biases.LowerTriangularFromBottomRightMask,
     biases.LowerTriangularFromBottomRightLocalAttentionMask,
     biases.BlockDiagonalCausalFromBottomRightMask,
+    biases.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+    *_PARTLY_USED[:3],
 )
 _PLAIN = (
     type(None),
@@ -135,8 +147,8 @@ class Flash(Kernel):
 
     NAME = "fa2F@2.5.7-pt"
     dtypes = HALVES
-    biases = (*_PLAIN, biases.LocalAttentionFromBottomRightMask)
-    biases_backward = biases
+    biases_backward = (*_PLAIN, biases.LocalAttentionFromBottomRightMask)
+    biases = (*biases_backward, *_PARTLY_USED)
     capability = (8, 0), (99, 0)
     largest = 256
 
@@ -193,7 +205,13 @@ class Flash(Kernel):
         tensors, lengths, options = cls._call(inp)
         causal = isinstance(inp.attn_bias, (*_FROM_TOP_LEFT, *_FROM_BOTTOM_RIGHT))
         out, lse, random = _without_offset(
-            *tensors, *lengths, inp.p, causal, return_debug_mask=False, **options
+            *tensors,
+            *lengths,
+            inp.p,
+            causal,
+            return_debug_mask=False,
+            seqused_k=inp.used,
+            **options,
         )
         out = out.reshape(*inp.query.shape[:-1], inp.value.shape[-1])
         if not trains:
@@ -245,12 +263,16 @@ class Cutlass(Kernel):
 
     NAME = "cutlassF-pt"
     dtypes = (torch.float32, *HALVES)
-    biases = (*_PLAIN, Tensor, biases.LowerTriangularMaskWithTensorBias)
     biases_backward = tuple(
         each
         for each in (*_PLAIN, Tensor)
-        if each is not biases.LowerTriangularFromBottomRightLocalAttentionMask
+        if each
+        not in (
+            biases.LowerTriangularFromBottomRightLocalAttentionMask,
+            biases.BlockDiagonalCausalLocalAttentionFromBottomRightMask,
+        )
     )
+    biases = (*_PLAIN, Tensor, biases.LowerTriangularMaskWithTensorBias, _PADDED)
     capability = (5, 0), (9, 0)
 
     @classmethod
@@ -297,6 +319,7 @@ class Cutlass(Kernel):
             mask,
             trains,
             scale=inp.scale,
+            seqlen_k=inp.used,
             window_size=getattr(inp.attn_bias, "_window_size", None),
         )
         return out, Kept(lse, (seed, offset) if inp.p else None) if trains else None
@@ -367,14 +390,17 @@ def _padded(lse: Tensor, out: Tensor) -> Tensor:
     return lse
 
 
-def chosen(inp: Inputs, wanted: type[Kernel] | None, *, backward: bool = False) -> type[Kernel]:
+def chosen(
+    inp: Inputs, wanted: type[Kernel] | None, *, backward: bool = False, asked: bool = True
+) -> type[Kernel]:
     """The kernel for ``inp``; raises ``NotImplementedError`` with all reasons where there is none.
 
+    ``ValueError`` where ``wanted`` was ``asked`` for, or is the one that numbers were drawn for.
     Where sequences lie one behind the other, the two kernels keep different sums: a backward has
     to be of its forward's kind, which ``wanted`` says.
     """
     used(LIBRARY)
-    asked = "memory_efficient_attention_" + ("backward" if backward else "forward")
+    function = "memory_efficient_attention_" + ("backward" if backward else "forward")
     reasons = {}
     for kernel in (Flash, Cutlass) if wanted is None else (wanted,):
         found = kernel.not_supported_reasons(inp, backward=backward)
@@ -389,6 +415,6 @@ def chosen(inp: Inputs, wanted: type[Kernel] | None, *, backward: bool = False) 
         f"`{name}` is not supported because:\n    " + "\n    ".join(found)
         for name, found in reasons.items()
     )
-    raise (NotImplementedError if wanted is None else ValueError)(
-        f"No operator found for `{asked}` with inputs:\n{described}\n{told}"
+    raise (ValueError if wanted is not None and asked else NotImplementedError)(
+        f"No operator found for `{function}` with inputs:\n{described}\n{told}"
     )

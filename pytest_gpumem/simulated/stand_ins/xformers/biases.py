@@ -31,9 +31,10 @@ class AttentionBias:
         raise NotImplementedError
 
 
-def _triangle(
+def triangle(
     shape: Shape, dtype: torch.dtype, device: Any, shift: int, window: int | None = None
 ) -> Tensor:
+    """_materialize_causal_mask()."""
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     ones = torch.full(shape, dtype=wide, fill_value=1, device=device)
     mask = torch.tril(ones, diagonal=shift).to(dtype)
@@ -51,7 +52,7 @@ class LowerTriangularMask(AttentionBias):
         self, shape: Shape, dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> Tensor:
         """The matrix."""
-        return _triangle(shape, dtype, device, 0)
+        return triangle(shape, dtype, device, 0)
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
         """Add a matrix to the mask."""
@@ -78,7 +79,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
         self, shape: Shape, dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> Tensor:
         """The matrix."""
-        return _triangle(shape, dtype, device, shape[-1] - shape[-2])
+        return triangle(shape, dtype, device, shape[-1] - shape[-2])
 
     def make_local_attention(
         self, window_size: int
@@ -101,7 +102,7 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
         self, shape: Shape, dtype: torch.dtype = torch.float32, device: Any = "cpu"
     ) -> Tensor:
         """The matrix."""
-        return _triangle(shape, dtype, device, shape[-1] - shape[-2], self._window_size)
+        return triangle(shape, dtype, device, shape[-1] - shape[-2], self._window_size)
 
 
 @dataclass
@@ -131,7 +132,8 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
         return torch.log(torch.tril(mask, diagonal=shift + self.window_right)).to(dtype)
 
 
-def _default(device: Any) -> torch.device:
+def default_device(device: Any) -> torch.device:
+    """_get_default_bias_device()."""
     if device is not None:
         return torch.device(device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,7 +153,7 @@ class SeqLenInfo:
         """Make it of their lengths."""
         lengths = list(seqlens)
         starts = [0, *accumulate(lengths)]
-        on = _default(device)
+        on = default_device(device)
         if on.type == "cpu":
             seqstart = torch.tensor(starts, dtype=torch.int32)
         else:
@@ -286,13 +288,22 @@ class BlockDiagonalMask(AttentionBias):
         )
         return made
 
+    def make_local_attention_from_bottomright(
+        self, window_size: int
+    ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
+        """Make each block causal from its last key, with a window."""
+        made: BlockDiagonalCausalLocalAttentionFromBottomRightMask = self._as(
+            BlockDiagonalCausalLocalAttentionFromBottomRightMask, window_size
+        )
+        return made
+
 
 @dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Each block is causal from its first key."""
 
     def _block(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensor:
-        return _triangle(shape, dtype, device, 0)
+        return triangle(shape, dtype, device, 0)
 
 
 @dataclass
@@ -309,7 +320,7 @@ class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
                 )
 
     def _block(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensor:
-        return _triangle(shape, dtype, device, shape[-1] - shape[-2])
+        return triangle(shape, dtype, device, shape[-1] - shape[-2])
 
 
 @dataclass
@@ -323,4 +334,19 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
             raise ValueError(f"Expected `window_size > 0`, but window_size={self._window_size}")
 
     def _block(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensor:
-        return _triangle(shape, dtype, device, 0, self._window_size)
+        return triangle(shape, dtype, device, 0, self._window_size)
+
+
+@dataclass
+class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
+    """Each block of all keys is causal from its last key, with a window."""
+
+    _window_size: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self._window_size <= 0:
+            raise ValueError(f"Expected `window_size > 0`, but window_size={self._window_size}")
+
+    def _block(self, shape: Shape, dtype: torch.dtype, device: Any) -> Tensor:
+        return triangle(shape, dtype, device, shape[-1] - shape[-2], self._window_size)

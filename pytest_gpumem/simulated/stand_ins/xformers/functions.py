@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pytest_gpumem.simulated.stand_ins.xformers import biases
+from pytest_gpumem.simulated.stand_ins.xformers import biases, padded
 from pytest_gpumem.simulated.stand_ins.xformers.attention import Kept, Kernel, chosen
 from pytest_gpumem.simulated.stand_ins.xformers.inputs import Inputs
 
@@ -24,7 +24,7 @@ def _backward_of(inp: Inputs, forward: type[Kernel], wanted: type[Kernel] | None
         # What is dropped, and packed or padded sums, only its own backward reads.
         if wanted not in (None, forward):
             raise ValueError(f"op_bw cannot go with op_fw={forward.NAME}. Please set op_bw=None.")
-        return chosen(inp, forward, backward=True)
+        return chosen(inp, forward, backward=True, asked=bool(inp.p) or wanted is not None)
     return chosen(inp, wanted, backward=True)
 
 
@@ -177,7 +177,9 @@ def _check_dropout(p: float) -> None:
 
 BIASES = {
     name: value
-    for name, value in vars(biases).items()
-    if isinstance(value, type) and issubclass(value, biases.AttentionBias)
+    for name, value in {**vars(biases), **vars(padded)}.items()
+    if isinstance(value, type)
+    and issubclass(value, biases.AttentionBias)
+    and value not in (padded.PagedBlockDiagonalMask, padded.PartlyUsedKeysMask)
 }
 """The masks, by their names."""

@@ -10,7 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from pytest_gpumem.simulated.stand_ins.xformers import biases
+from pytest_gpumem.simulated.stand_ins.xformers import biases, padded
+
+VARLEN = (biases.BlockDiagonalMask, padded.PartlyUsedKeysMask, padded.PagedBlockDiagonalMask)
+"""Masks of sequences that lie one behind the other."""
 
 
 @dataclass
@@ -28,10 +31,16 @@ class Inputs:
     def lengths(self) -> tuple[Tensor, Tensor, int, int] | None:
         """Where sequences of queries and keys begin, and the longest of each."""
         bias = self.attn_bias
-        if not isinstance(bias, biases.BlockDiagonalMask):
+        if not isinstance(bias, VARLEN):
             return None
         queries, keys = bias.q_seqinfo, bias.k_seqinfo
         return queries.seqstart, keys.seqstart, queries.max_seqlen, keys.max_seqlen
+
+    @property
+    def used(self) -> Tensor | None:
+        """How many keys of each sequence are in use, where not all are."""
+        bias = self.attn_bias
+        return bias.k_seqinfo.seqlen if isinstance(bias, padded.PartlyUsedKeysMask) else None
 
     @property
     def bias(self) -> Tensor | None:
@@ -59,7 +68,7 @@ class Inputs:
         middle = slice(2, -1)
         if k != (q[0], k[1], *q[middle], q[-1]) or v != (q[0], k[1], *q[middle], v[-1]):
             raise ValueError(f"Incompatible shapes for attention inputs:\n{shapes}")
-        if isinstance(self.attn_bias, biases.BlockDiagonalMask) and q[0] != 1:
+        if isinstance(self.attn_bias, VARLEN) and q[0] != 1:
             raise ValueError(f"Expected batch_size=1 when using block-diagonal bias\n{shapes}")
         if self.query.ndim != 3:
             self._check_bias()
