@@ -59,11 +59,11 @@ def _freeze() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Let the collector know what there was before the first test, too: it goes by how much."""
+    """Let what there was before the first test be found among the collector's objects, too."""
     gc.unfreeze()
-    gc.collect()
     yield
-    _freeze()
+    gc.collect(1)  # of what the test made; all would be all of torch
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
