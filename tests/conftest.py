@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import distributions
 from tests.forked import quick
 from tests.pytest_project import Project
 
@@ -79,8 +80,17 @@ def _loaded_torch() -> None:
 
 
 @pytest.fixture
+def remembered_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pytest in this process read the metadata of what is installed once for all runs."""
+    monkeypatch.setattr("importlib.metadata.distributions", distributions.remembering)
+
+
+@pytest.fixture
 def project(
-    _loaded_torch: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    _loaded_torch: None,
+    remembered_distributions: None,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
     """A user's project, on which pytest runs with this plugin."""
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
