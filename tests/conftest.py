@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import distributions
 from tests.forked import quick
 from tests.pytest_project import Project
 
@@ -59,11 +60,11 @@ def _freeze() -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Let the collector know what there was before the first test, too: it goes by how much."""
+    """Let what there was before the first test be found among the collector's objects, too."""
     gc.unfreeze()
-    gc.collect()
     yield
-    _freeze()
+    gc.collect(1)  # of what the test made; all would be all of torch
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -79,8 +80,17 @@ def _loaded_torch() -> None:
 
 
 @pytest.fixture
+def remembered_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pytest in this process read the metadata of what is installed once for all runs."""
+    monkeypatch.setattr("importlib.metadata.distributions", distributions.remembering)
+
+
+@pytest.fixture
 def project(
-    _loaded_torch: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    _loaded_torch: None,
+    remembered_distributions: None,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
     """A user's project, on which pytest runs with this plugin."""
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):

@@ -26,7 +26,11 @@ class OptionsOnly:
 
 
 @pytest.fixture
-def configure(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Configure:
+def configure(
+    pytester: pytest.Pytester,
+    remembered_distributions: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Configure:
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
         monkeypatch.delenv(name, raising=False)
 

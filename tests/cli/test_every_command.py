@@ -16,6 +16,7 @@ import pytest
 
 from pytest_gpumem.cli import COMMANDS, INTERRUPTED, main
 from pytest_gpumem.report.json_report import write_report
+from tests.forked import quick
 from tests.report.example_run import MIB, measured, record
 
 PROGRAM = (sys.executable, "-m", "pytest_gpumem.cli")
@@ -250,7 +251,7 @@ def test_ctrl_c_is_one_word(tmp_path: Path, command: tuple[str, str]) -> None:
     )
     begun = tmp_path / "begun"
     program = subprocess.Popen(
-        [*PROGRAM, *command],
+        [quick(), *PROGRAM[1:], *command],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE,

@@ -9,6 +9,8 @@ import pytest
 
 from pytest_gpumem.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 MODULE = dedent(
     """
     import torch

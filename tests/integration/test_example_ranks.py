@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.forked import REPOSITORY, quick
+
 README = (REPOSITORY / "examples/ranks/README.md").read_text(encoding="utf-8")
 
 
@@ -19,7 +18,7 @@ README = (REPOSITORY / "examples/ranks/README.md").read_text(encoding="utf-8")
 def test_a_wrong_wrapping_policy_fails_as_shown() -> None:
     ran = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=sim"),
+            *(quick(), "-m", "pytest", "-p", "no:cacheprovider", "--gpumem-device=sim"),
             "examples/ranks/test_ranks.py::test_step",
         ],
         cwd=REPOSITORY,

@@ -12,6 +12,7 @@ import torch
 
 from examples.cnn_memory.models import train_alexnet
 from pytest_gpumem import fit_batch, simulate
+from pytest_gpumem.prediction.unfilled import unfilled
 from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
 Step = Callable[[int], None]
@@ -46,7 +47,7 @@ def gpt2_step() -> Step:
 
 def runs(step: Step, gpu: str, *batches: int) -> bool:
     """Run ``batches`` on a GPU of their own, each with what the ones before it have left."""
-    with simulate(gpu):
+    with simulate(gpu), unfilled():
         for batch in batches:
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()

@@ -173,7 +173,7 @@ class _Api:
 
     def _cuda_memoryStats(self, device: Any) -> dict[str, Any]:
         stats = self._gpu(device).allocator.stats()
-        if torch.__version__ < FLATTENS_POOL_IDS and _PRIVATE in stats:
+        if _PRIVATE in stats and torch.__version__ < FLATTENS_POOL_IDS:
             stats[_PRIVATE] = {f"{a}_{b}": value for (a, b), value in stats[_PRIVATE].items()}
         return stats
 

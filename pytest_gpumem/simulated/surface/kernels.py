@@ -59,8 +59,9 @@ class Extensions:
             _replace(found, self._open)
 
     def _look(self) -> None:
-        for name in [name for name in sys.modules if name not in self._seen]:
-            self._seen.add(name)
+        new = sys.modules.keys() - self._seen
+        self._seen |= new
+        for name in new:
             module = sys.modules[name]
             loader = getattr(getattr(module, "__spec__", None), "loader", None)
             if not isinstance(loader, ExtensionFileLoader) or name.startswith("torch."):

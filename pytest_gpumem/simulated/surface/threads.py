@@ -98,10 +98,12 @@ class Threads:
         return call
 
     def _share(self) -> None:
-        if self._machine.execution.lock is None:
-            # Later, what is replaced would be missing on other threads while it is imported.
+        execution = self._machine.execution
+        # Later, what is replaced would be missing on other threads while it is imported. A worker
+        # of a DataLoader, whose queue has a thread, has no GPU to miss.
+        if execution.lock is None and not execution.in_child:
             compilers.load()
-        self._machine.execution.share()
+        execution.share()
 
     def _in_thread(self, run: Callable[[], None], task: Task) -> Callable[[], None]:
         def call() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnknownValueError
+from tests.pytest_project import Project
 
 MIB = 1024 * 1024
 
@@ -297,15 +298,14 @@ def test_convolutions_of_other_sizes_than_before(format: torch.memory_format) ->
 
 
 def test_modules_of_users_are_followed_where_phases_are_measured(
-    pytester: pytest.Pytester,
+    project: Project,
 ) -> None:
     """What finds the phase ``forward`` stands around ``Module.__call__``, that Dynamo starts from.
 
     Input and result are 4 MiB each, and fused there is nothing between them.
     """
-    pytester.makepyfile("""
-        import pytest, torch
-
+    project.write(
+        test_it="""
         class Gate(torch.nn.Module):
             def forward(self, x):
                 return x.sigmoid() * x.tanh() * x.cos()
@@ -313,6 +313,7 @@ def test_modules_of_users_are_followed_where_phases_are_measured(
         @pytest.mark.gpumem(max="8MiB")
         def test_gate():
             torch.compile(Gate())(torch.ones(1024, 1024, device="cuda"))
-    """)
-    told = ("--gpumem-device=sim:A100-40GB", "--gpumem-sim-compile=always")
-    pytester.runpytest_subprocess(*told).assert_outcomes(passed=1)
+        """
+    )
+    ran = project.run_apart("--gpumem-sim-compile=always", device="--gpumem-device=sim:A100-40GB")
+    ran.assert_outcomes(passed=1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pytest_gpumem import simulate
+from tests.forked import REPOSITORY, quick
 
 IN_CHILD = r"Cannot re-initialize CUDA in forked subprocess\. To use CUDA with multiprocessing, you"
 
@@ -80,3 +84,36 @@ def test_a_default_device_of_cuda_reaches_workers(default_device: None) -> None:
         assert [batch.is_cuda for batch in DataLoader(Made(), batch_size=2)] == [True, True]
         with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator"):
             list(DataLoader(Made(), batch_size=2, shuffle=True))
+
+
+HAS_COMPILERS = """
+import sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+from pytest_gpumem import simulate
+
+class HasCompilers(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return "torch._dynamo.eval_frame" in sys.modules
+
+with simulate("T4"):
+    torch.ones(3, device="cuda")
+    print([bool(one) for one in DataLoader(HasCompilers(), num_workers=1)])
+"""
+
+
+def test_the_thread_of_a_workers_queue_imports_no_compilers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HAS_COMPILERS)
+    ran = subprocess.run(
+        [quick(), script],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # The first item is on its way by then: a worker takes seconds to import them.
+    assert ran.stdout == "[False, False, False]\n", ran.stderr

@@ -1,0 +1,33 @@
+"""What is installed, read once: pytest asks all of it in each of the many runs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+_usual = metadata.distributions
+
+
+def remembering(**options: Any) -> Iterator[metadata.Distribution]:
+    """Do as ``importlib.metadata.distributions()``, which finds each anew."""
+    for one in _usual(**options):
+        yield _remembered(one._path) if type(one) is metadata.PathDistribution else one
+
+
+@cache
+def _remembered(path: Any) -> Any:
+    return _Remembered(metadata.PathDistribution(path))
+
+
+class _Remembered:
+    """A distribution whose metadata, entry points and files are parsed once."""
+
+    def __init__(self, distribution: metadata.Distribution) -> None:
+        self._distribution = distribution
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._distribution, name)
+        setattr(self, name, value)
+        return value
