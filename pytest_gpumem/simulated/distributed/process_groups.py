@@ -38,6 +38,9 @@ _TIMEOUT = timedelta(minutes=10)
 """kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
+_TOLD = (
+    *("_set_sequence_number_for_group", "_set_default_timeout", "_shutdown", "shutdown", "abort"),
+)
 _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 
 
@@ -91,8 +94,8 @@ def plan(world: World, patches: Patches) -> None:
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
     patches.plan(c10d, "default_pg_nccl_timeout", _TIMEOUT)
     # What NCCL's groups are told, and fake ones do not know in each release.
-    for name in ("_set_sequence_number_for_group", "_shutdown", "shutdown", "abort"):
-        patches.plan(FakeProcessGroup, name, lambda group: None)
+    for name in _TOLD:
+        patches.plan(FakeProcessGroup, name, lambda group, *_: None)
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
     # Of a device that it does not know, DDP's logger complains.
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)

@@ -27,7 +27,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(storage, "is_cuda", property(surface.is_cuda))
     patches.plan(storage, "resize_", lambda this, size: surface.resize(this, size))
     copy = storage.copy_
-    patches.plan(storage, "copy_", lambda this, *args, **how: surface.copy(copy, this, *args, **how))
+    patches.plan(
+        storage, "copy_", lambda this, *args, **how: surface.copy(copy, this, *args, **how)
+    )
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
         patches.plan(storage, name, _guarded(machine, name, getattr(storage, name)))
 
