@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp, Work
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
@@ -75,6 +74,7 @@ def _gathered(sent: _Sent) -> None:
         tensor.view(-1, *source.shape).copy_(source)
 
 
+_group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
 _create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_future"]
 
 
@@ -139,7 +139,7 @@ def _all_gathered(
 ) -> list[torch.Tensor]:
     given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
     made = [one.new_empty((one.shape[0] * group_size, *one.shape[1:])) for one in given]
-    work = _resolve_process_group(group_name).allgather_into_tensor_coalesced(made, given)
+    work = _group_named(group_name).allgather_into_tensor_coalesced(made, given)
     return _registered(made, work, inputs)
 
 
@@ -148,7 +148,7 @@ def _all_reduced_parts(
 ) -> list[torch.Tensor]:
     given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
     made = [one.new_empty((one.shape[0] // group_size, *one.shape[1:])) for one in given]
-    work = _resolve_process_group(group_name).reduce_scatter_tensor_coalesced(made, given)
+    work = _group_named(group_name).reduce_scatter_tensor_coalesced(made, given)
     return _registered(made, work, inputs)
 
 
