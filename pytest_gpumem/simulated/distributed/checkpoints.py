@@ -32,7 +32,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Let every rank be the coordinator of the checkpoints that it has a part of."""
     init = _DistWrapper.__init__
 
-    def __init__(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(wrapper: Any, *args: Any, **kwargs: Any) -> None:
         init(wrapper, *args, **kwargs)
         wrapper.is_coordinator = True
 
@@ -44,7 +44,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             )
         return [object]
 
-    patches.plan(_DistWrapper, "__init__", __init__)
+    patches.plan(_DistWrapper, "__init__", initialize)
     patches.plan(_DistWrapper, "gather_object", gather_object)
     patches.plan(_DistWrapper, "scatter_object", lambda wrapper, object_list: object_list[0])
     patches.plan(_DistWrapper, "broadcast_object", lambda wrapper, object: object)

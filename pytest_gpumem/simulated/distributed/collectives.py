@@ -6,13 +6,14 @@ the current stream and keeps nothing; what an asynchronous one reads and writes 
 ``wait()`` (``stashed_for_allocator_safety_``).
 
 Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allgather``,
-``reduce_scatter``, ``barrier``, ``newLikeFlat``), Ops.cpp, torch 2.8 to 2.14.
+``reduce_scatter``, ``barrier``, ``newLikeFlat``), Ops.cpp, Functional.cpp, torch 2.8 to 2.14.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +46,8 @@ class _Sent(NamedTuple):
     size: int
     operation: str
     """How values are reduced: ``SUM``, ``MAX``; empty where nobody knows."""
+    splits: Sequence[int]
+    """How much goes to each rank, where these are not equal parts."""
 
 
 def _unchanged(sent: _Sent) -> None:
@@ -60,7 +63,7 @@ def _reduced(sent: _Sent) -> None:
 def _exchanged(sent: _Sent) -> None:
     """Every rank sends this one what it sends itself."""
     for source, target in zip(sent.read, sent.written, strict=True):
-        own = source.chunk(sent.size)[sent.rank]
+        own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
         target.view(sent.size, *own.shape).copy_(own)
 
 
@@ -71,6 +74,7 @@ def _gathered(sent: _Sent) -> None:
         tensor.view(-1, *source.shape).copy_(source)
 
 
+_group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
 _create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_future"]
 
 
@@ -102,7 +106,7 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "_allgather_base_": _Collective(
         ("output_tensor",), ("input_tensor",), returned="output_tensor", alike=_gathered
     ),
-    "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",)),
+    "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",), alike=_gathered),
     "allgather_coalesced_": _Collective(("output_lists",), ("input_list",)),
     "reduce_scatter_": _Collective(
         ("output_tensors",), ("input_tensors",), "input_tensors", returned="output_tensors"
@@ -120,6 +124,50 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "recv_": _Collective(written=("tensors",)),
     "recv_any_source_": _Collective(written=("tensors",)),
 }
+
+_FUNCTIONAL = (
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("all_gather_into_tensor_out", "all_to_all_single", "broadcast", "broadcast_", "wait_tensor"),
+)
+"""Operators that are made of those above, and of tensors like those they are given."""
+_IN_CPP = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+"""Where their one kernel for all devices is found."""
+
+
+def _all_gathered(
+    inputs: Sequence[torch.Tensor], group_size: int, group_name: str
+) -> list[torch.Tensor]:
+    given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
+    made = [one.new_empty((one.shape[0] * group_size, *one.shape[1:])) for one in given]
+    work = _group_named(group_name).allgather_into_tensor_coalesced(made, given)
+    return _registered(made, work, inputs)
+
+
+def _all_reduced_parts(
+    inputs: Sequence[torch.Tensor], reduce_op: str, group_size: int, group_name: str
+) -> list[torch.Tensor]:
+    given = [torch.view_as_real(one) if one.is_complex() else one for one in inputs]
+    made = [one.new_empty((one.shape[0] // group_size, *one.shape[1:])) for one in given]
+    work = _group_named(group_name).reduce_scatter_tensor_coalesced(made, given)
+    return _registered(made, work, inputs)
+
+
+def _registered(
+    made: Sequence[torch.Tensor], work: Work, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    for one in made:
+        c10d._register_work(one, work)
+    pairs = zip(made, inputs, strict=True)
+    return [torch.view_as_complex(one) if like.is_complex() else one for one, like in pairs]
+
+
+_ALLOCATING: Mapping[str, Callable[..., Any]] = {
+    "all_gather_into_tensor": lambda input, *rest: _all_gathered([input], *rest)[0],
+    "all_gather_into_tensor_coalesced": _all_gathered,
+    "reduce_scatter_tensor": lambda input, *rest: _all_reduced_parts([input], *rest)[0],
+    "reduce_scatter_tensor_coalesced": _all_reduced_parts,
+}
+"""Those that C++ allocates results for by a device, which it takes to be ``meta``."""
 
 
 class _Work(Work):
@@ -197,11 +245,8 @@ class Collectives:
         earlier: set[_Work] = set()
 
         def allreduce(group: Any, *args: Any, **kwargs: Any) -> Any:
-            before, self._operation = self._operation, _operation((*args, *kwargs.values()))
-            try:
+            with self._reducing(_operation((*args, *kwargs.values()))):
                 return reduce(group, *args, **kwargs)
-            finally:
-                self._operation = before
 
         def start_coalescing(group: Any, *_: Any) -> None:
             earlier.update(self._pending)
@@ -227,8 +272,33 @@ class Collectives:
         for name, collective in _COLLECTIVES.items():
             func = getattr(torch.ops.c10d, name).default
             self._execution.bind(func, self._handler(func, collective))
-        # Its kernel for meta makes another tensor.
-        self._execution.bind(torch.ops._c10d_functional.wait_tensor.default, _itself)
+        for name in _FUNCTIONAL:
+            func = getattr(torch.ops._c10d_functional, name).default
+            self._execution.bind(func, self._functional(func, func.redispatch, (_IN_CPP,)))
+        for name, composite in _ALLOCATING.items():
+            func = getattr(torch.ops._c10d_functional, name).default
+            self._execution.bind(func, self._functional(func, composite))
+
+    def _functional(
+        self, func: Any, kernel: Callable[..., Any], first: tuple[Any, ...] = ()
+    ) -> Handler:
+        """``func`` as its kernel in C++ runs it: the one for ``meta`` only makes a result."""
+        names = [argument.name for argument in func._schema.arguments]
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            with self._reducing(given.get("reduce_op", "").upper()), self._execution:
+                return kernel(*first, *args, **kwargs)
+
+        return handle
+
+    @contextmanager
+    def _reducing(self, operation: str) -> Iterator[None]:
+        before, self._operation = self._operation, operation
+        try:
+            yield
+        finally:
+            self._operation = before
 
     def _handler(self, func: Any, collective: _Collective) -> Handler:
         names = [argument.name for argument in func._schema.arguments]
@@ -298,8 +368,11 @@ class Collectives:
             self._machine.kernel_wrote(*written)
             return
         group = ProcessGroup.unbox(given["process_group"])
-        known_as = _Sent(written, read, group.rank(), group.size(), self._operation)
-        uneven = given.get("output_split_sizes") or given.get("input_split_sizes")
+        splits = given.get("input_split_sizes") or ()
+        received = given.get("output_split_sizes") or ()
+        known_as = _Sent(written, read, group.rank(), group.size(), self._operation, splits)
+        # What it would send each of them is what it is to get from each.
+        uneven = set(received) != {splits[group.rank()]} if splits and received else received
         if uneven or (alike is _reduced and self._operation not in _KNOWN_REDUCTIONS):
             self._machine.kernel_wrote(*written)
             return
@@ -328,10 +401,6 @@ class Collectives:
 
 _KNOWN_REDUCTIONS = ("SUM", "AVG", "MAX", "MIN", "BAND", "BOR")
 """What becomes of equal values is known: all but the first leave them as they are."""
-
-
-def _itself(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs["tensor"]
 
 
 _FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py")

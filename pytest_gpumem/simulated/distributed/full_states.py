@@ -22,10 +22,10 @@ from torch.distributed.fsdp import _optim_utils
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.distributed.objects import Objects
+    from pytest_gpumem.simulated.distributed.objects import Told
 
 
-def plan(objects: Objects, patches: Patches) -> None:
+def plan(told_by_root: Told, patches: Patches) -> None:
     """Let a rank know of the others' states what follows from its own."""
     states = _OptimizerStates()
     patches.plan(_optim_utils, "_map_param_key_to_optim_keys", states.keys)
@@ -41,7 +41,7 @@ def plan(objects: Objects, patches: Patches) -> None:
     ) -> None:
         sent = full_state_dict or local_state_dict
         told = {name: _told(value) for name, value in sent.items()} if dist.get_rank() else None
-        with objects.told_by_root(told):
+        with told_by_root(told):
             broadcast(dict(full_state_dict), local_state_dict, *args, **kwargs)
 
     for owner in (_state_dict_utils, state_dict):

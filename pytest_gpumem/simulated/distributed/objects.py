@@ -7,8 +7,8 @@ Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,22 +23,24 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
+Told = Callable[[Any], AbstractContextManager[None]]
+"""Inside, the root broadcasts this object, unless it is ``None``."""
 _FUNCTIONS = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 )
 
 
-def plan(machine: SimulatedMachine, patches: Patches) -> Objects:
+def plan(machine: SimulatedMachine, patches: Patches) -> Told:
     """Replace the functions, wherever torch names them."""
-    objects = Objects(machine)
+    objects = _Objects(machine)
     for name in _FUNCTIONS:
         for owner in (dist, c10d):
             patches.plan(owner, name, getattr(objects, name))
-    return objects
+    return objects.told_by_root
 
 
-class Objects:
+class _Objects:
     """The functions of ``torch.distributed``, with their own arguments."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
@@ -47,7 +49,6 @@ class Objects:
 
     @contextmanager
     def told_by_root(self, value: Any) -> Iterator[None]:
-        """Inside, let the root broadcast ``value``, unless that is ``None``."""
         self._told = value
         try:
             yield

@@ -1,9 +1,11 @@
-"""Pipeline schedules: whether shapes are known beforehand is this rank's own word.
+"""Pipeline schedules: what stages tell each other beforehand is this rank's own word.
 
-Stages vote on that by numbers that they send each other. What a stage receives has the shapes that
-it was told; without them it would need what only another rank knows, and that is refused.
+Whether shapes are known they vote by numbers that they send each other. What a stage receives has
+the shapes that it was told. Without them gradients are like the outputs that they are of, and what
+comes from a stage on another rank is like what an earlier stage on this rank has sent; where there
+is none, only another rank knows, and that is refused.
 
-Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``), torch 2.13.
+Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv_meta``), torch 2.13.
 """
 
 from __future__ import annotations
@@ -13,15 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.pipelining import stage as stages
 
+from pytest_gpumem.simulated.common.callsite import user_line
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
-def plan(patches: Patches) -> None:
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Let a stage be alone in its vote."""
     if hasattr(stages.PipelineStage, "_warmup_forward_vote"):
         patches.plan(stages.PipelineStage, "_warmup_forward_vote", _vote)
         patches.plan(stages.PipelineStage, "_warmup_backward_result", _result)
+    if hasattr(stages, "_StageBackwardMeta"):
+        shapes = _Shapes(machine)
+        patches.plan(stages.PipelineStage, "_recv_meta", shapes.receiving())
+        patches.plan(stages.PipelineStage, "_send_meta", shapes.sending())
 
 
 def _vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
@@ -31,3 +42,43 @@ def _vote(stage: Any, has_backward: bool, received_acc: Any = None) -> torch.Ten
 
 def _result(stage: Any, received_result: Any = None) -> Any:
     return received_result
+
+
+class _Shapes:
+    """What the stages of one rank have sent, and would receive."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self._machine = machine
+        self._sent: Any = None
+        """Shapes of the outputs of the last stage that sent them to another rank."""
+
+    def sending(self) -> Callable[..., None]:
+        """``_send_meta``."""
+
+        def send(stage: Any, meta: Any, dst_stage: int) -> None:
+            if dst_stage > stage.stage_index:
+                self._sent = meta
+
+        return send
+
+    def receiving(self) -> Callable[..., Any]:
+        """``_recv_meta``."""
+        receive = vars(stages.PipelineStage)["_recv_meta"]
+
+        def received(stage: Any, src_stage: int) -> Any:
+            if src_stage > stage.stage_index:
+                outputs = stage._stage_meta.outputs
+                return vars(stages)["_StageBackwardMeta"](_gradients(outputs))
+            if self._sent is None:
+                return receive(stage, src_stage)
+            self._machine.note(
+                f"a pipeline's stage at {user_line()} takes what it receives for the shapes that "
+                "an earlier stage of this rank sends"
+            )
+            return self._sent
+
+        return received
+
+
+def _gradients(outputs: Any) -> Any:
+    return vars(stages)["_derive_grad_metas"](outputs)

@@ -39,7 +39,7 @@ def plan(
     propagation.plan(patches)
     purposes.plan(patches)
     full_states.plan(objects.plan(machine, patches), patches)
-    pipelines.plan(patches)
+    pipelines.plan(machine, patches)
     checkpoints.plan(machine, patches)
     sharded.plan(patches)
     sharded.bind(execution)

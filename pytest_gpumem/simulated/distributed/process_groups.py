@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
     _register_process_group,
     _unregister_process_group,
 )
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ _TIMEOUT = timedelta(minutes=10)
 """kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
+_TOLD = (
+    *("_set_sequence_number_for_group", "_set_default_timeout", "_shutdown", "shutdown", "abort"),
+)
 _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 
 
@@ -87,12 +91,16 @@ def plan(world: World, patches: Patches) -> None:
         patches.plan(owner, "init_process_group", init)
         for name in ("is_nccl_available", "is_gloo_available"):
             patches.plan(owner, name, _yes)
+        patches.plan(owner, "monitored_barrier", lambda *_, **__: None)
         patches.plan(owner, "ProcessGroupNCCL", _SimulatedNccl)
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
+    for owner in (dist, c10d, device_mesh):
+        if hasattr(owner, "split_group"):
+            patches.plan(owner, "split_group", _split_group)
     patches.plan(c10d, "default_pg_nccl_timeout", _TIMEOUT)
     # What NCCL's groups are told, and fake ones do not know in each release.
-    for name in ("_set_sequence_number_for_group", "_shutdown", "shutdown", "abort"):
-        patches.plan(FakeProcessGroup, name, lambda group: None)
+    for name in _TOLD:
+        patches.plan(FakeProcessGroup, name, lambda group, *_: None)
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
     # Of a device that it does not know, DDP's logger complains.
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
@@ -102,6 +110,31 @@ def plan(world: World, patches: Patches) -> None:
 
 def _yes(*_: Any) -> bool:
     return True
+
+
+def _split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Any = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: Any = None,
+) -> Any:
+    """What meshes are made by where ``init_process_group`` is told a ``device_id``."""
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    parents = dist.get_process_group_ranks(parent_pg)
+    own = dist.get_rank(parent_pg)
+    ranks = next((part for part in split_ranks if own in part), None)
+    if ranks is None:
+        return None
+    return dist.new_group(
+        [parents[rank] for rank in ranks],
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=group_desc,
+    )
 
 
 def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:

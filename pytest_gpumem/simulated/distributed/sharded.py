@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from pytest_gpumem.simulated.common.errors import UnknownValueError

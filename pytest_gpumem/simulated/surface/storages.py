@@ -26,8 +26,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(storage, "device", property(surface.device))
     patches.plan(storage, "is_cuda", property(surface.is_cuda))
     patches.plan(storage, "resize_", lambda this, size: surface.resize(this, size))
-    copy = storage.copy_
-    patches.plan(storage, "copy_", lambda this, *args, **how: surface.copy(copy, this, *args, **how))
+    patches.plan(storage, "copy_", surface.copying(storage.copy_))
     for name in ("_share_cuda_", "share_memory_", "is_shared", "__getitem__", "tolist"):
         patches.plan(storage, name, _guarded(machine, name, getattr(storage, name)))
 
@@ -67,26 +66,25 @@ class _Surface:
             self._storages.reallocate(record, size)
         return storage
 
-    def copy(
-        self,
-        copy: Callable[..., Any],
-        storage: torch.UntypedStorage,
-        source: torch.UntypedStorage,
-        *args: Any,
-        **options: Any,
-    ) -> torch.UntypedStorage:
+    def copying(self, copy: Callable[..., Any]) -> Callable[..., torch.UntypedStorage]:
         """``copy_``: where nobody knows what is copied to the host, bytes that say so.
 
         Source: aten/src/ATen/StorageUtils.cpp (storage_copy), torch 2.6 to 2.15.
         """
-        if storage._cdata in self._storages.by_key or not self._is_unknown(source):
-            copy(storage, source, *args, **options)
+
+        def copy_(
+            storage: torch.UntypedStorage, source: torch.UntypedStorage, *args: Any, **options: Any
+        ) -> torch.UntypedStorage:
+            if storage._cdata in self._storages.by_key or not self._is_unknown(source):
+                copy(storage, source, *args, **options)
+                return storage
+            size = storage.nbytes()
+            dtype = next(kind for kind in _NUMBERS if size % kind.itemsize == 0)
+            with torch.no_grad():
+                _whole(storage, dtype).copy_(_whole(source, dtype), *args, **options)
             return storage
-        size = storage.nbytes()
-        dtype = next(kind for kind in _NUMBERS if size % kind.itemsize == 0)
-        with torch.no_grad():
-            _whole(storage, dtype).copy_(_whole(source, dtype), *args, **options)
-        return storage
+
+        return copy_
 
     def _is_unknown(self, storage: torch.UntypedStorage) -> bool:
         if storage._cdata in self._storages.on_host:

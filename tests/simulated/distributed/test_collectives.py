@@ -158,3 +158,17 @@ def test_tensors_of_the_host_have_values(gpu: SimulatedRun) -> None:
     dist.broadcast(one, 0, group=group)
     dist.barrier(group=group)
     assert one.tolist() == [1, 1, 1]
+
+
+def test_functional_collectives_know_what_the_others_do(gpu: SimulatedRun) -> None:
+    group: Any = dist.group.WORLD
+    count = torch.tensor([5, 7], device="cuda")
+    assert functional.all_reduce(count, "sum", group).tolist() == [40, 56]
+    assert functional.all_reduce(count, "avg", group).tolist() == [5, 7]
+    assert functional.all_gather_tensor(count, 0, group).tolist() == [5, 7] * 8
+    sent = torch.arange(8, device="cuda")
+    assert functional.all_to_all_single(sent, None, None, group).tolist() == [3] * 8
+    # Two go to the fourth rank, this one, and one to any other: so it gets two from each.
+    splits = [1 + (rank == 3) for rank in range(RANKS)]
+    received = functional.all_to_all_single(torch.arange(9, device="cuda"), [2] * 8, splits, group)
+    assert received.tolist() == [3, 4] * 8
