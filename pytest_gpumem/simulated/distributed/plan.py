@@ -30,6 +30,7 @@ def plan(
         propagation,
         purposes,
         sharded,
+        spawned,
     )
     from pytest_gpumem.simulated.distributed.collectives import Collectives
 
@@ -39,6 +40,7 @@ def plan(
     objects.plan(machine, patches)
     pipelines.plan(patches)
     sharded.plan(patches)
+    spawned.plan(world, patches)
     sharded.bind(execution)
     collectives = Collectives(machine, execution)
     collectives.plan(patches)
