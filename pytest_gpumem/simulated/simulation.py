@@ -28,7 +28,7 @@ from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
-from pytest_gpumem.simulated.surface import compilers, pinned, plan
+from pytest_gpumem.simulated.surface import compilers, in_place, pinned, plan
 from pytest_gpumem.simulated.surface.checkpoints import loading_on
 from pytest_gpumem.simulated.surface.cpp_extensions import Compiling
 from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
@@ -194,6 +194,7 @@ class Simulation(SimulatedMachine):
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
             resources.enter_context(served(self._stand_ins, self.note, self._of_stand_ins))
             resources.enter_context(installed(self, self._casts))
+            resources.enter_context(in_place.answering(self.execution))
             resources.enter_context(self.execution)
             self.is_active = self.here.joined = True
             self.threads.first = get_ident()

@@ -94,11 +94,14 @@ class LateImports(MetaPathFinder):
     """Imports the modules of ``package`` alone, lest they keep what they find replaced.
 
     With ``itself`` it is the package, with all that it imports, and no module of it that is
-    imported later.
+    imported later. ``but`` is a part of it that is imported in sight of what is replaced.
     """
 
-    def __init__(self, package: str, alone: Alone, *, itself: bool = False) -> None:
+    def __init__(
+        self, package: str, alone: Alone, *, itself: bool = False, but: str | None = None
+    ) -> None:
         self._package = package
+        self._but = but
         self._itself = itself
         self._alone = alone
 
@@ -124,7 +127,10 @@ class LateImports(MetaPathFinder):
         return spec
 
     def _is_of(self, name: str) -> bool:
-        return name == self._package if self._itself else name.startswith(f"{self._package}.")
+        if self._itself:
+            return name == self._package
+        seen = self._but is not None and f"{name}.".startswith(f"{self._but}.")
+        return name.startswith(f"{self._package}.") and not seen
 
 
 class _AloneLoader(Loader):

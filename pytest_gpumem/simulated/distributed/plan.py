@@ -32,6 +32,7 @@ def plan(
         propagation,
         purposes,
         sharded,
+        spawned,
     )
     from pytest_gpumem.simulated.distributed.collectives import Collectives
 
@@ -42,6 +43,7 @@ def plan(
     pipelines.plan(machine, patches)
     checkpoints.plan(machine, patches)
     sharded.plan(patches)
+    spawned.plan(world, patches)
     sharded.bind(execution)
     collectives = Collectives(machine, execution)
     collectives.plan(patches)

@@ -29,6 +29,8 @@ import torch.fx.experimental._config  # kernels find it imported with what is ke
 
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
 
+_OF_TESTS = "torch.testing._internal"
+"""What torch's own tests are built on: as it is imported it asks whether there is a GPU."""
 _DYNAMO = "torch._dynamo"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _FUNCTIONS = "torch.utils._sympy.functions"
@@ -60,7 +62,7 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
         if _DYNAMO in sys.modules:
             inside.enter_context(present())
         inside.callback(left_alone.forget)
-        inside.enter_context(LateImports("torch", alone).watched())
+        inside.enter_context(LateImports("torch", alone, but=_OF_TESTS).watched())
         stand_in(_SYMPY, _of_sympy, alone)
         stand_in(_FUNCTIONS, _of_functions, alone)
         stand_in(_SHAPES, _of_symbolic_shapes, alone, _there())

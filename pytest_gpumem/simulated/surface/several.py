@@ -34,14 +34,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     _plan_refusals(machine, patches)
     if machine.placement is None:
         return
-    patches.plan(torch.Tensor, "type_as", _type_as)
     patches.plan(torch.Tensor, "copy_", _copying(machine))
     for owner, name in _BEGIN_WITH_A_FACTORY:
         patches.plan(owner, name, _followed(machine, getattr(owner, name)))
-
-
-def _type_as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return tensor.to(other)
 
 
 def _copying(machine: SimulatedMachine) -> Callable[..., torch.Tensor]:

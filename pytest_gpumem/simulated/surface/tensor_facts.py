@@ -43,14 +43,15 @@ class TensorFacts:
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
             return True
-        # A wrapper: it has no storage.
-        return tensor.__class__ not in raw.PLAIN and self.device(tensor).type == "cuda"
+        # A wrapper: it has no storage, and what is faked says itself where it is.
+        return tensor.__class__ not in raw.PLAIN and tensor.device.type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> bool:
         return self.device(tensor).type == "cpu"
 
     def is_meta(self, tensor: torch.Tensor) -> bool:
-        return self.device(tensor).type == "meta"
+        device = self.device(tensor) if tensor.__class__ in raw.PLAIN else tensor.device
+        return device.type == "meta"
 
     def get_device(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)

@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
+from pytest_gpumem.simulated.surface import in_place
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.tensor_facts import TensorFacts
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper
@@ -132,6 +133,10 @@ class TensorMoves(TensorFacts):
                 return self.to(tensor, "cuda", kind)
         return _type(tensor, dtype, non_blocking, **kwargs)
 
+    def type_as(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        # In C++ the other tensor would only say meta, of which GPU nobody knows.
+        return tensor.to(other)
+
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Whether one tensor may take the other's place: CPU and CUDA may, meta may not.
 
@@ -143,7 +148,7 @@ class TensorMoves(TensorFacts):
             return bool(handle_torch_function(asked, pair, *pair))
         types = {self.device(one).type, self.device(other).type}
         if types == {"cpu", "cuda"}:
-            return True
+            return one.layout is other.layout is torch.strided
         return len(types) == 1 and bool(self._shallow_copies(one, other))
 
     def get_data(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,24 +165,7 @@ class TensorMoves(TensorFacts):
         if not moves or self._block(tensor if raw.is_meta(tensor) else new) is None:
             raw.data.__set__(tensor, new)
             return
-        # CPU <-> CUDA in place: the Python object stays, so optimizers and tied weights keep
-        # seeing it. torch refuses this between CPU and meta, hence the swap one level lower.
-        gradient = tensor.grad
-        with torch.no_grad():
-            replacement = new.detach()
-            replacement.requires_grad_(tensor.requires_grad)
-            if gradient is not None:
-                tensor.grad = None
-                self.set_data(gradient, gradient.to(new.device))
-        try:
-            torch._C._swap_tensor_impl(tensor, replacement)
-        except RuntimeError as error:  # a profiler that records shapes or memory looks at it
-            raise UnsupportedOperatorError(
-                f"a tensor was moved at {user_line()} while a profiler watched it, which a "
-                f"simulated GPU cannot do: move the model before the profiler starts"
-            ) from error
-        if gradient is not None:
-            tensor.grad = gradient
+        in_place.put(tensor, new)
 
     def deepcopy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
         unknown = self._storages.is_on_host(tensor)

@@ -34,6 +34,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "get_device": surface.get_device,
         "data_ptr": surface.data_ptr,
         "type": surface.type,
+        "type_as": surface.type_as,
         "numpy": surface.numpy,
         "tolist": surface.tolist,
         "item": surface.item,

@@ -31,7 +31,10 @@ MOST_LOOKED_AT = 8
 _FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
 _NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"
 _NEEDS_MEMORY = "hands over memory that a simulated GPU does not have"
-_NEEDS_PROCESS = "starts processes, which have no simulated GPU"
+_NEEDS_PROCESS = (
+    "starts processes, which have no simulated GPU: mark the test with "
+    "@pytest.mark.gpumem(ranks=8), and it is one of them"
+)
 
 
 _OF_DRIVER = ("_cuda_", "_nccl_", "_construct_CUDA_Tensor", "_construct_storage_from_data_pointer")

@@ -96,6 +96,14 @@ def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> N
 
 
 @pytest.mark.usefixtures("project")
+def test_a_part_may_see_what_is_replaced() -> None:
+    with LateImports("slow", alone, but="slow.other").watched():
+        other: Any = importlib.import_module("slow.other")
+        part: Any = importlib.import_module("slow.part")
+    assert (other.state, part.state) == (True, False)
+
+
+@pytest.mark.usefixtures("project")
 def test_a_submodule_that_comes_with_its_package_runs_once() -> None:
     with slow_kept_out():
         part = importlib.import_module("slow.part")

@@ -106,8 +106,13 @@ def test_offloaded_parameters_are_on_the_host() -> None:
     with simulate("H100", world_size=8) as gpu:
         offload = CPUOffload(offload_params=True)
         parallel = FullyShardedDataParallel(layers().cuda(), cpu_offload=offload)
+        assert gpu.allocated == 0
         step(parallel)
-        assert {parameter.device.type for parameter in parallel.parameters()} == {"cpu"}
+        (flat,) = parallel.parameters()
+        assert flat.grad is not None
+        assert (flat.device.type, flat.grad.device.type) == ("cpu", "cpu")
+        assert flat.nbytes == flat.grad.nbytes == 4 * 4 * MIB // 8
+        assert gpu.allocated == WORKSPACES
         # Unsharded parameters and gradients, one weight each at least.
         assert gpu.peak_allocated > 2 * 4 * MIB + WORKSPACES
 

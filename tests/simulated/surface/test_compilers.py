@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import textwrap
+from importlib.util import find_spec
+
+import pytest
 
 from tests.forked import quick
 
@@ -126,4 +129,13 @@ def test_what_a_test_has_replaced_itself_outlives_an_import() -> None:
             assert torch.cuda.utilization() == 7
             assert torch.cuda.is_available()
         assert not torch.cuda.is_available()
+    """)
+
+
+@pytest.mark.skipif(find_spec("expecttest") is None, reason="expecttest is not installed")
+def test_what_tests_of_torch_are_built_on_finds_the_gpu() -> None:
+    run("""
+        with pytest_gpumem.simulate("T4"):
+            from torch.testing._internal.common_utils import TEST_CUDA
+        assert TEST_CUDA
     """)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,43 @@ def test_pinned_memory_is_remembered() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_model_moved_under_a_profiler_that_watches_shapes_is_refused_in_one_sentence() -> None:
+def test_a_model_moves_under_a_profiler_that_watches_shapes() -> None:
     with (
-        simulate("T4"),
-        pytest.raises(UnsupportedOperatorError, match="move the model before the profiler starts"),
+        simulate("T4") as gpu,
         torch.profiler.profile(record_shapes=True, profile_memory=True),
     ):
-        layer = nn.Linear(3, 3)
-        layer(torch.ones(2, 3))
+        layer = nn.Linear(256, 256, bias=False)
+        layer(torch.ones(2, 256))
         layer.cuda()
+        assert gpu.allocated == 256 * 256 * 4
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_a_parameter_stays_itself_on_another_device(mode: Any) -> None:
+    # torch/csrc/autograd/variable.cpp, VariableHooks::set_data: gradient and graph are left alone.
+    with simulate("T4") as gpu:
+        weight = nn.Parameter(torch.ones(256, device="cuda"))
+        loss = (weight * 2).sum()
+        with mode():
+            weight.data = torch.ones(128)
+            assert (weight.device.type, weight.shape) == ("cpu", (128,))
+            weight.data = torch.ones(256, device="cuda")
+        loss.backward()
+        gradient = weight.grad
+        assert gradient is not None
+        with mode():
+            weight.data = torch.ones(256)
+            del loss
+        # FSDP with offloaded parameters takes the gradient up there and reduces it.
+        assert weight.grad is gradient
+        assert (gradient.device.type, gpu.allocated) == ("cuda", 1024)
+
+
+def test_an_inference_tensor_moves_in_place() -> None:
+    with simulate("T4") as gpu, torch.inference_mode():
+        layer = nn.Linear(256, 256, bias=False)
+        weight = layer.weight
+        assert layer.cuda().weight is weight
+        assert gpu.allocated == 256 * 256 * 4
+        layer.cpu()
+        assert (weight.is_cuda, gpu.allocated) == (False, 0)

@@ -258,6 +258,10 @@ def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
             assert layer.weight.grad is not None
             assert {str(t.device) for t in (x, loss, layer.weight.grad)} == {"cuda:0"}
             assert loss.cpu().device.type == "cpu"
+            assert (x.is_cuda, x.is_meta, x.cpu().is_cuda) == (True, False, False)
+            assert torch.ones(4).type_as(x).is_cuda
+            assert x.new_tensor([1.0]).is_cuda
+            nn.functional.dropout(layer(x)).sum().backward()
         assert gpu.allocated == 0
         assert FakeTensorMode().from_tensor(torch.ones(3, device="cuda")).device.type == "cuda"
 
