@@ -40,7 +40,6 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
         self._machine = machine
         self._runner = Runner(machine, self, self)
         self._shapes = self._runner.shapes
-        self.entries = (type(self).__torch_dispatch__.__code__,)
 
     @classmethod
     def is_infra_mode(cls) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from threading import RLock, get_ident
-from types import CodeType
 from typing import Any
 
 from pytest_gpumem.simulated.machine.storages import Storages
@@ -28,8 +27,6 @@ class Dispatch:
         self._owner_thread = 0
         self.users: set[int] = set()
         """Threads that ran an operator since the code under test has started one."""
-        self.entries: tuple[CodeType, ...] = ()
-        """Of the functions that wait for the lock themselves."""
         self._was_forked = False
 
     def bind(self, func: Any, handler: Handler) -> None:

@@ -203,8 +203,8 @@ class Standstill:
         """Whether ``thread`` is where it will be stopped before it meets torch again."""
         if not is_still:
             return thread in self._watched and not self._uses_torch(thread, frame)
-        if frame.f_code in self._execution.entries:
-            return True  # it waits for the lock
+        if _simulates(frame.f_code):
+            return True  # it waits for the lock of operators, which this thread holds
         return thread in self._watched and not any(map(_simulates, _codes(frame)))
 
 
