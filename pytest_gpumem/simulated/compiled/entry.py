@@ -38,6 +38,17 @@ AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 FOLLOWED_SINCE = "2.11"
 """Releases before have other hooks; ``torch.__version__`` compares itself by releases."""
 
+_OF_OTHERS = (
+    "aotinductor",
+    "onnxrt",
+    "openxla",
+    "openxla_eval",
+    "tensorrt",
+    "torch_tensorrt",
+    "tvm",
+)
+"""Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
+
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
 
@@ -137,9 +148,9 @@ class Compilation:
         if reason is not None:
             self._say_eager(reason)
             return None
-        from pytest_gpumem.simulated.compiled.backend import Inductor
+        from pytest_gpumem.simulated.compiled.backend import Backend
 
-        own = Inductor(self._machine, self._tracer(), backend.config, refuses=self._how == ALWAYS)
+        own = Backend(self._machine, self._tracer(), backend, refuses=self._how == ALWAYS)
         hooks = dataclasses.replace(
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
@@ -158,9 +169,9 @@ class Compilation:
             return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
             return "as it was asked to"
-        if self._machine.values.everything:
+        if self._machine.values.everything and backend == "inductor":
             return "where values are computed"
-        if backend != "inductor":
+        if backend in _OF_OTHERS:
             return f"where backend {backend!r} is not followed"
         return None
 
