@@ -35,7 +35,7 @@ from pytest_gpumem.simulated.surface.cuda import answers_for_gpu
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
-from pytest_gpumem.simulated.surface.triton import launches
+from pytest_gpumem.simulated.surface.triton import driver, launches
 
 _stack: list[Simulation] = []
 """Active simulations, innermost last: what is patched is the process, so the stack is its."""
@@ -189,6 +189,8 @@ class Simulation(SimulatedMachine):
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
             resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.going))
+            helpers = LateImports("torch.testing", self._importing_helpers)
+            resources.enter_context(helpers.watched())
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
@@ -217,6 +219,18 @@ class Simulation(SimulatedMachine):
         self._follow_imports()
 
     @contextmanager
+    def _importing_helpers(self) -> Iterator[None]:
+        # They ask once, while they are imported, whether there is a GPU to test.
+        if not self._patches.are_applied or self.execution.lock is not None:
+            yield
+            return
+        try:
+            with self._as_compilers_see(), _disable_current_modes(), _without_function_modes():
+                yield
+        finally:
+            self._follow_imports()
+
+    @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
         """Let nothing be replaced inside, and no operator be seen, but where threads need it."""
         if not (self._patches.are_applied and self.threads.standstill.is_mine):
@@ -236,7 +250,10 @@ class Simulation(SimulatedMachine):
     @contextmanager
     def _as_compilers_see(self) -> Iterator[None]:
         """Let nothing be replaced inside but what answers for the GPU."""
-        with self._patches.paused(but=answers_for_gpu), self._of_triton.paused():
+        with (
+            self._patches.paused(but=answers_for_gpu),
+            self._of_triton.paused(but=driver.answers_for_gpu),
+        ):
             yield
 
     def _forget_entering(self) -> None:

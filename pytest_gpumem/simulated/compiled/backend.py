@@ -1,90 +1,75 @@
-"""A graph of Dynamo's, led through AOTAutograd and Inductor.
+"""Backends of ``torch.compile``, led to a simulated GPU: Inductor, and those made of Python.
 
-C++ knows the fake tensors of a GPU as ``meta`` (see ``fakes``): what AOTAutograd takes from C++
-says so, and says ``cuda`` again before Inductor gets it.
+A backend gets Dynamo's graph and what it makes of it runs, as on a GPU: Inductor's wrapper, or the
+graphs that AOTAutograd has cut, operator by operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from pytest_gpumem.simulated.compiled.fakes import indexed, place
-from pytest_gpumem.simulated.compiled.refusals import not_followed, note_at_line
-from pytest_gpumem.simulated.compiled.tracing import TUNING, Tracing
+from pytest_gpumem.simulated.compiled.fakes import indexed, name_gpu
+from pytest_gpumem.simulated.compiled.refusals import not_followed
+from pytest_gpumem.simulated.compiled.tracing import Tracing
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 Compiled = Callable[..., Any]
 
+_DYNAMOS_OWN = (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback)
+"""What Dynamo answers by a break in the graph, or by beginning anew."""
 
-class Inductor:
-    """The backend of one ``torch.compile``; ``settings`` are Inductor's, by name.
 
-    What it cannot follow runs eagerly, with a note, or raises
+class Backend:
+    """The backend of one ``torch.compile``: ``given``, for a graph that is on a simulated GPU.
+
+    What it cannot compile runs eagerly, with a note, or raises
     :class:`~pytest_gpumem.simulated.compiled.refusals.CompiledCodeError` where that ``refuses``.
     """
 
     def __init__(
-        self,
-        machine: SimulatedMachine,
-        tracing: Tracing,
-        settings: Mapping[str, Any],
-        *,
-        refuses: bool,
+        self, machine: SimulatedMachine, tracing: Tracing, given: Any, *, refuses: bool
     ) -> None:
         self._machine = machine
         self._tracing = tracing
-        self._settings = {name: value for name, value in settings.items() if name not in TUNING}
+        self._given = given
+        self._settings: dict[str, Any] | None = getattr(given, "config", None)
+        """Inductor's, by name; ``None`` for another backend."""
         self._refuses = refuses
-        self._tunes = any(settings.get(name) for name in TUNING)
 
     def __eq__(self, other: object) -> bool:
         """Whether Dynamo may take for this one what it has compiled for ``other``."""
-        if not isinstance(other, Inductor):
+        if not isinstance(other, Backend):
             return NotImplemented
-        return self._machine is other._machine and self._settings == other._settings
+        return self._machine is other._machine and bool(self._given == other._given)
 
     def __hash__(self) -> int:
         return hash(self._machine)
 
-    def __call__(self, graph: GraphModule, inputs: Sequence[Any], **_: Any) -> Compiled:
+    def __call__(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return what runs in the place of ``graph``."""
-        if not _is_of_gpu(graph, inputs):
-            return graph.forward  # the CPU computes what it is told
-        _name_gpu(graph, lambda value: indexed(self._machine, value))
-        if self._tunes:
-            note_at_line(
-                self._machine,
-                "chooses kernels by their speed: it got its first choices, without what measuring "
-                "them allocates",
-            )
+        if self._settings is not None:
+            if not _is_of_gpu(graph, inputs):
+                return graph.forward  # the CPU computes what it is told
+            self._tracing.say_tuned(self._settings)
+        elif not _is_of_torch(self._given):
+            inputs = _as_placed(graph, inputs)
+        name_gpu(graph, lambda value: indexed(self._machine, value))
         try:
             with standing_in():
-                compiled: Any = compile_fx(
-                    graph,
-                    inputs,
-                    inner_compile=self._inner,
-                    config_patches=self._settings,
-                )
+                return cast(Compiled, self._given(graph, inputs, **options))
+        except _DYNAMOS_OWN:
+            raise
         except Exception as error:
             not_followed(self._machine, error, refuses=self._refuses)
             return graph.forward
-        return cast(Compiled, compiled)
-
-    def _inner(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        _name_gpu(graph, self._as_python_says)
-        # The backward of a graph may be compiled when it is first needed.
-        with self._tracing.entered(), standing_in():
-            return compile_fx_inner(graph, inputs, **options)
-
-    def _as_python_says(self, value: Any) -> Any:
-        return place(self._machine, value) if isinstance(value, torch.device) else value
 
 
 def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -96,17 +81,16 @@ def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
     )
 
 
-def _name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:
-    """Replace the devices that operators of ``graph`` and its subgraphs get."""
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                if node.op == "call_method":
-                    node.args = tree_map(named, node.args)
-                node.args = tuple(
-                    named(value) if isinstance(value, torch.device) else value
-                    for value in node.args
-                )
-                if "device" in node.kwargs:
-                    node.kwargs = {**node.kwargs, "device": named(node.kwargs["device"])}
-            module.recompile()
+def _is_of_torch(backend: Any) -> bool:
+    called = getattr(backend, "compiler_fn", backend)
+    module: str = getattr(called, "__module__", None) or type(called).__module__
+    return module.partition(".")[0] == "torch"
+
+
+def _as_placed(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """``inputs`` as somebody may look at them while torch compiles: fake tensors are on a GPU."""
+    placed = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
+    return [
+        fake if isinstance(fake, FakeTensor) else value
+        for value, fake in zip(inputs, placed, strict=True)
+    ]

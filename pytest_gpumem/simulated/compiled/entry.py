@@ -41,6 +41,17 @@ FOLLOWED_SINCE = "2.11"
 _GOES_ON = "while another thread goes on that may use torch"
 """Why nothing can be compiled; what is replaced meanwhile is replaced for all threads."""
 
+_OF_OTHERS = (
+    "aotinductor",
+    "onnxrt",
+    "openxla",
+    "openxla_eval",
+    "tensorrt",
+    "torch_tensorrt",
+    "tvm",
+)
+"""Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
+
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
 
@@ -146,9 +157,9 @@ class Compilation:
         if reason is not None:
             self._say_eager(reason)
             return None
-        from pytest_gpumem.simulated.compiled.backend import Inductor
+        from pytest_gpumem.simulated.compiled.backend import Backend
 
-        own = Inductor(self._machine, self._tracer(), backend.config, refuses=self._how == ALWAYS)
+        own = Backend(self._machine, self._tracer(), backend, refuses=self._how == ALWAYS)
         hooks = dataclasses.replace(
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
@@ -167,9 +178,9 @@ class Compilation:
             return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
             return "as it was asked to"
-        if self._machine.values.everything:
+        if self._machine.values.everything and backend == "inductor":
             return "where values are computed"
-        if backend != "inductor":
+        if backend in _OF_OTHERS:
             return f"where backend {backend!r} is not followed"
         return None
 

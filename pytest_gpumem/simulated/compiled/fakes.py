@@ -19,6 +19,9 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor, meta_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
+from torch.utils._pytree import tree_map
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
@@ -51,6 +54,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))
     patches.plan(torch._C, "_conv_determine_backend_memory_format", _convolution_format)
     patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
+    patches.plan(proxy_tensor, "dispatch_trace", _named(machine, proxy_tensor.dispatch_trace))
     describer = meta_utils.MetaTensorDescriber
     patches.plan(describer, "describe_tensor", _described(machine, describer.describe_tensor))
 
@@ -120,3 +124,35 @@ def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> to
         return torch.contiguous_format
     found: torch.memory_format = suggest_memory_format(input)
     return found if found is not torch.contiguous_format else suggest_memory_format(weight)
+
+
+def name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:
+    """Replace the devices that operators of ``graph`` and its subgraphs get."""
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_method":
+                    node.args = tree_map(named, node.args)
+                node.args = tuple(
+                    named(value) if isinstance(value, torch.device) else value
+                    for value in node.args
+                )
+                if "device" in node.kwargs:
+                    node.kwargs = {**node.kwargs, "device": named(node.kwargs["device"])}
+            module.recompile()
+
+
+def _named(
+    machine: SimulatedMachine, trace: Callable[..., GraphModule]
+) -> Callable[..., GraphModule]:
+    """``dispatch_trace``, whose graphs say ``cuda`` where C++ has said ``meta``."""
+
+    def as_python_says(value: Any) -> Any:
+        return place(machine, value) if isinstance(value, torch.device) else value
+
+    def dispatch_trace(*args: Any, **options: Any) -> GraphModule:
+        graph = trace(*args, **options)
+        name_gpu(graph, as_python_says)
+        return graph
+
+    return dispatch_trace

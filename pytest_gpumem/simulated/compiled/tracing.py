@@ -9,24 +9,25 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
 import torch._inductor.codegen.cuda_combined_scheduling  # with what it imports of Triton, or not
 import torch._inductor.codegen.triton
 import torch._inductor.codegen.triton_combo_kernel
-import torch._inductor.config
 import torch._inductor.cudagraph_trees  # for resets: it looks for what only builds with CUDA have
 import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
 from torch._dynamo import device_interface, trace_rules
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch import partitioners
+from torch._inductor import compile_fx, config, scheduler
 from torch._inductor.codecache import CacheBase
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
@@ -40,7 +41,8 @@ from torch.utils._pytree import tree_map_only
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
-from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
+from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
+from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
 
@@ -62,11 +64,8 @@ TUNING = (
 )
 """Settings of Inductor that let it choose kernels by their speed."""
 
-SETTINGS: dict[str, Any] = {
-    "compile_threads": 1,  # nothing is compiled
-    **dict.fromkeys(TUNING, False),  # nor measured
-}
-"""Of Inductor."""
+UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
+"""Settings of Inductor where it writes a wrapper: nothing is measured."""
 
 
 _last: weakref.ref[Tracing] | None = None
@@ -84,21 +83,48 @@ class Tracing:
         fakes.plan(machine, self._patches)
         wrapper.plan(machine, self._patches)
         self._plan_gpu()
+        self._lasting = Patches()
+        """Of what is also compiled while compiled code runs: the backward of a graph."""
+        self._lasting.plan(
+            compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
+        )
         self._is_entered = False
 
     def _plan_gpu(self) -> None:
         plan = self._patches.plan
         triton = torch.utils._triton
         plan(triton, "triton_hash_with_backend", lambda: "simulated")
+        for asks in (torch._inductor.utils, scheduler):
+            plan(asks, "get_gpu_dram_gbps", _no_clock)
         unset = "unset_fake_temporarily"
         plan(proxy_tensor, unset, _unfaked(getattr(proxy_tensor, unset)))
         plan(ConstantFolder, "run", _on_host(ConstantFolder.run))
         plan(pad_mm, "_should_pad", self._pads(pad_mm._should_pad))
+        plan(partitioners, "estimate_runtime", self._estimating(partitioners.estimate_runtime))
         for guard in (torch.cuda.device, torch.cuda._DeviceGuard):
             plan(guard, "__enter__", lambda guard: None)
             plan(guard, "__exit__", lambda guard, *_: False)
         for owner, name in _measured():
             plan(owner, name, _innermost(getattr(owner, name)))
+
+    def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def compile_fx_inner(*args: Any, **options: Any) -> Any:
+            if self._machine.values.everything:
+                raise CompiledCodeError("values are computed, which Inductor's kernels do not")
+            self.say_tuned({})
+            with self.entered(), standing_in(), config.patch(UNTUNED):
+                return write(*args, **options)
+
+        return compile_fx_inner
+
+    def say_tuned(self, settings: Mapping[str, Any]) -> None:
+        """Note that Inductor, with these settings of its own, would measure what it chooses."""
+        if any(settings.get(name, getattr(config, name)) for name in TUNING):
+            note_at_line(
+                self._machine,
+                "chooses kernels by their speed: it got its first choices, without what measuring "
+                "them allocates",
+            )
 
     def _pads(self, decide: Any) -> Callable[..., bool]:
         """Whether a product is padded: Inductor measures it, where it is not clear before.
@@ -121,6 +147,22 @@ class Tracing:
 
         return should_pad
 
+    def _estimating(self, estimate: Callable[..., float]) -> Callable[..., float]:
+        """What computing a node again costs: one way of telling is to measure it."""
+        settings: Any = torch._functorch.config
+
+        def estimate_runtime(node: torch.fx.Node) -> float:
+            if settings.activation_memory_budget_runtime_estimator != "profile":
+                return estimate(node)
+            self._machine.note(
+                "activation_memory_budget_runtime_estimator='profile' measures what computing "
+                "activations again costs: it was taken for their FLOPs, as by 'flops'"
+            )
+            with settings.patch(activation_memory_budget_runtime_estimator="flops"):
+                return estimate(node)
+
+        return estimate_runtime
+
     def _decompositions(self) -> dict[Any, Callable[..., Any]]:
         copy = select_decomp_table()[_TO_COPY]
 
@@ -131,14 +173,19 @@ class Tracing:
 
         return {_TO_COPY: to_copy}
 
-    def keeping(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
         """Keep wrappers apart from those for real GPUs, and by model.
 
         A graph's backward may be kept when it is first run, long after it was traced.
         """
         model = self._machine.gpus[0].model.name
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
-        return mock.patch.dict(os.environ, {_FOLDER: str(folder)})
+        with ExitStack() as inside:
+            inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: str(folder)}))
+            self._lasting.apply()
+            inside.callback(self._lasting.undo)
+            yield
 
     def forget_graphs(self) -> None:
         """Drop the CUDA graphs of compiled code."""
@@ -176,7 +223,7 @@ class Tracing:
                 inside.enter_context(gradients.kept())
                 self._patches.apply()
                 inside.callback(self._patches.undo)
-                inside.enter_context(torch._inductor.config.patch(SETTINGS))
+                inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
@@ -221,6 +268,11 @@ def _version() -> str:
     """Of what is written into wrappers, and decided for Inductor: by this room's own code."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
+
+
+def _no_clock() -> NoReturn:
+    # An ordinary error: who asks for it takes products for as slow as they can be.
+    raise RuntimeError("a simulated GPU has no memory clock")
 
 
 def _measured() -> Iterator[tuple[Any, str]]:

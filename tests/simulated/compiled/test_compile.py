@@ -234,18 +234,15 @@ def test_an_unknown_way_is_refused() -> None:
         pass
 
 
-def test_another_backend_runs_eagerly_or_is_refused() -> None:
-    def backend(graph: Any, inputs: Any) -> Any:
-        raise AssertionError("never asked")
-
-    sentence = "runs eagerly on a simulated GPU, where backend 'backend' is not followed"
+def test_a_backend_with_a_runtime_of_its_own_runs_eagerly_or_is_refused() -> None:
+    sentence = "runs eagerly on a simulated GPU, where backend 'tvm' is not followed"
     with simulate("A100-40GB") as gpu:
-        compiled(lambda x: x.sin(), backend=backend)(torch.ones(3, device="cuda"))
+        compiled(lambda x: x.sin(), backend="tvm")(torch.ones(3, device="cuda"))
         assert sentence in gpu.notes[0]
     with simulate("A100-40GB", compile="always"):
         x = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match=sentence):
-            compiled(lambda x: x.sin(), backend=backend)(x)
+            compiled(lambda x: x.sin(), backend="tvm")(x)
 
 
 def broken_lowering(*_: Any, **__: Any) -> Any:
@@ -253,9 +250,9 @@ def broken_lowering(*_: Any, **__: Any) -> Any:
 
 
 def test_what_inductor_cannot_do_runs_eagerly_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pytest_gpumem.simulated.compiled import backend
+    from torch._inductor import compile_fx
 
-    monkeypatch.setattr(backend, "compile_fx_inner", broken_lowering)
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", broken_lowering)
     with simulate("A100-40GB") as gpu:
         x = torch.ones(256, 1024, device="cuda")
         before = len(gpu.trace)
@@ -268,9 +265,9 @@ def test_what_inductor_cannot_do_runs_eagerly_and_says_why(monkeypatch: pytest.M
 def test_what_inductor_cannot_do_is_refused_where_all_is_to_be_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pytest_gpumem.simulated.compiled import backend
+    from torch._inductor import compile_fx
 
-    monkeypatch.setattr(backend, "compile_fx_inner", broken_lowering)
+    monkeypatch.setattr(compile_fx, "_compile_fx_inner", broken_lowering)
     with simulate("A100-40GB", compile="always"):
         x = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match=r"not be followed .*: no such kernel"):

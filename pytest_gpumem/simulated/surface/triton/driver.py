@@ -29,6 +29,15 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(driver, name, _driver(backends["nvidia"].driver, machine))
 
 
+def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
+    """Whether a replacement is the driver: Inductor reads kernels for the GPU that it names."""
+    return isinstance(value, _Simulated)
+
+
+class _Simulated:
+    """What tells the driver of a simulated GPU from Triton's own."""
+
+
 def _driver(kind: type, machine: SimulatedMachine) -> Any:
     """Triton's own driver for CUDA, but for what it asks the device."""
 
@@ -40,7 +49,9 @@ def _driver(kind: type, machine: SimulatedMachine) -> Any:
         self.get_current_device = lambda: torch.cuda.current_device()
         self.set_current_device = lambda index: torch.cuda.set_device(index)
 
-    made = type("SimulatedDriver", (kind,), {"__init__": __init__, "launcher_cls": _no_launcher})
+    made = type(
+        "SimulatedDriver", (_Simulated, kind), {"__init__": __init__, "launcher_cls": _no_launcher}
+    )
     return made()
 
 
