@@ -11,6 +11,7 @@ Where nothing is measured, each process is as it would be without the plugin.
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import threading
@@ -23,13 +24,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 from _pytest.config import create_terminal_writer
 
+from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.session.rerun import collected_error
+from pytest_gpumem.simulated.distributed.world import address_of_process
 from pytest_gpumem.simulated.distributed.worst import imbalance, worst_of
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.session.own_group import OwnGroup
+    from pytest_gpumem.session.rerun import Measured
     from pytest_gpumem.session.results import Results
     from pytest_gpumem.simulated.distributed.meeting import Meeting
     from pytest_gpumem.simulated.distributed.world import World
@@ -42,13 +50,18 @@ _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.Ex
 class Launched:
     """One rank's part in a run of all of them."""
 
-    def __init__(self, config: pytest.Config, world: World) -> None:
+    def __init__(self, config: pytest.Config, world: World, selector: DeviceSelector) -> None:
         self._config = config
+        self._selector = selector
         self.world = world
+        self._address = address_of_process(os.environ)
         self._meeting: Meeting | None = None
+        self._met = False
+        self._group: OwnGroup | None = None
+        self._status: int = pytest.ExitCode.OK
         self._kept: io.StringIO | None = None
         self._failures: dict[str, str] = {}
-        """By node id, as pytest shows it: of tests and of what could not be collected."""
+        """By node id, the first line of each: of tests and of what could not be collected."""
         if world.rank:
             # One process writes what is written once.
             if hasattr(config.option, "xmlpath"):
@@ -70,35 +83,75 @@ class Launched:
             reporter._tw.write(self._kept.getvalue(), flush=True)
             self._kept = None
 
-    def meet(self, nodeids: Sequence[str], *, measured: bool) -> None:
-        """Meet the other ranks, if anything is ``measured``: all have to run the same tests."""
-        if not measured:
+    @property
+    def speaks(self) -> bool:
+        """Whether this process writes what a run writes."""
+        return self.world.rank == 0 or not self._met
+
+    def meet(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
+        """Meet the other ranks, if any of ``items`` is measured: all have to run the same."""
+        if not any(map(expectations.is_measured, items)):
             self._speak()
             return
         # Nothing else of a run has to import torch before a test needs it.
         from pytest_gpumem.simulated.distributed.meeting import meeting_of
 
+        self._met = True
         with self._in_company():
-            self._meeting = meeting = meeting_of(self.world)
+            self._meeting = meeting = meeting_of(self.world, self._address)
             if self.world.rank == 0 and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._terminated)
-            own = sha256("\n".join(nodeids).encode()).hexdigest()
+            own = sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
             told = meeting.gather("its tests", own)
             odd = next((rank for rank, one in enumerate(told) if one != own), None)
             problem = meeting.hear("its tests", None if odd is None else _other_tests(odd))
         if problem:
             self._leave(problem, pytest.ExitCode.USAGE_ERROR)
 
-    def settle(
+    @contextmanager
+    def settling(
+        self,
+        item: pytest.Item,
+        session: Measured,
+        expectation: Expectation | None,
+        *,
+        called: bool,
+    ) -> Iterator[None]:
+        """Let ``item`` be set up or ``called`` inside, and end alike on all ranks."""
+        try:
+            if not called:
+                self._ensure_group()
+            yield
+        except BaseException as error:
+            self._settle(item, session.current, expectation, error)
+            raise
+        if called:
+            self._settle(item, session.current, expectation, collected_error(item))
+
+    def _ensure_group(self) -> None:
+        """Let ``torch.distributed`` be initialised, as a simulated rank has it by itself."""
+        try:
+            if self._meeting is None or self._selector.real() is None:
+                return
+        except DeviceError:
+            return  # said when the test begins
+        if self._group is None:
+            # Of a run on GPUs alone.
+            from pytest_gpumem.session.own_group import OwnGroup
+
+            self._group = OwnGroup(self._meeting.store, self.world)
+        self._group.ensure()
+
+    def _settle(
         self,
         item: pytest.Item,
         current: MeasuredItem | None,
         expectation: Expectation | None,
         error: BaseException | None,
     ) -> None:
-        """Let ``item``, which ended with ``error`` or none here, end alike on all ranks.
+        """Tell the others how ``item`` ended here, and let rank 0 judge what the worst one took.
 
-        Rank 0 judges what the worst one took. Raises what the test fails with.
+        Raises what the test fails with, where that is not ``error``.
         """
         if self._meeting is None or isinstance(error, _ENDING):
             return
@@ -145,11 +198,13 @@ class Launched:
         notes = [imbalance(peaks)] if len(peaks) > 1 else []
         notes += [f"{', '.join(skipped)} skipped the test"] if skipped else []
         own = replace(measured[judged], notes=(*measured[judged].notes, *notes))
+        if judged == named:  # then limits are for it alone
+            current.judge(own, (), ranks=f"rank {judged} of {self.world.size}")
+            return
         others = [
             replace(one, device=f"rank {rank}") for rank, one in measured.items() if rank != judged
         ]
-        label = f"rank {judged}" if judged == named else "worst rank"
-        current.judge(own, others, ranks=f"{label} of {self.world.size}")
+        current.judge(own, others, ranks=f"worst rank of {self.world.size}")
 
     def finish(self, session: pytest.Session, results: Results) -> None:
         """Let all ranks end with one exit status: rank 0 has written what there is to write."""
@@ -161,34 +216,42 @@ class Launched:
             for rank, one in enumerate(told):
                 for nodeid, text in one["failures"].items():
                     if nodeid not in self._failures:
-                        results.note(f"rank {rank}: {nodeid} failed, but not on rank 0: {text}")
+                        results.note(f"{nodeid} failed on rank {rank}, and not on rank 0: {text}")
             if session.exitstatus in _HARMLESS:
                 statuses = [one["status"] for one in told]
                 bad = (status for status in statuses if status not in _HARMLESS)
                 session.exitstatus = next(bad, session.exitstatus)
-            session.exitstatus = self._meeting.hear("its exit status", int(session.exitstatus))
+            self._status = self._meeting.hear("its exit status", int(session.exitstatus))
+        session.exitstatus = self._status
 
     def end(self) -> None:
         """Leave, when rank 0 has written to the terminal: a process that leaves ends the others."""
         meeting, self._meeting = self._meeting, None
         if meeting is None:
             return
+        if self._group is not None:
+            self._group.close()
         sys.stdout.flush()
         if threading.current_thread() is threading.main_thread():
-            # What is left is the interpreter's end, and that it has all the same status.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # Of a failed run torchrun ends what has not left yet, and would be told that instead.
+            failed = self._status not in _HARMLESS
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if failed else signal.SIG_DFL)
         with _lost_no_more():
             meeting.hear("the end", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a failure, which another rank may not have."""
-        if report.failed:
-            self._failures.setdefault(report.nodeid, report.longreprtext)
+        self._note(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note what could not be collected, which another rank may have."""
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
-            self._failures.setdefault(report.nodeid, report.longreprtext)
+            crash = getattr(report.longrepr, "reprcrash", None)
+            lines = (crash.message if crash else report.longreprtext).splitlines()
+            self._failures.setdefault(report.nodeid, lines[0] if lines else "")
 
     @contextmanager
     def _in_company(self) -> Iterator[None]:
@@ -241,7 +304,10 @@ def _text(item: pytest.Item, error: BaseException | None) -> str | None:
     """What pytest would show of ``error``, ``None`` where it is none or a skip."""
     if error is None or isinstance(error, _skipping()):
         return None
-    return str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
+    found = pytest.ExceptionInfo.from_exception(error)
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        return str(error)
+    return f"{found.exconly(tryshort=True).splitlines()[0]}\n\n{item.repr_failure(found)}"
 
 
 def _skipping() -> tuple[type[BaseException], ...]:

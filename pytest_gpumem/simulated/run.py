@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.world import (
     World,
     WorldError,
+    address_of_process,
     world_of,
     world_of_process,
 )
@@ -159,9 +160,8 @@ class SimulatedRun:
         # What only a process of torchrun's has to import.
         from pytest_gpumem.simulated.distributed.meeting import meeting_of
 
-        told = meeting_of(world).gather(
-            "what it took", [self.peak_allocated, self.peak_reserved]
-        )
+        meeting = meeting_of(world, address_of_process(os.environ))
+        told = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
         self._of_ranks = tuple(RankPeaks(*peaks) for peaks in told)
         if world.rank == 0:
             peaks = {rank: one.peak_allocated for rank, one in enumerate(self._of_ranks)}

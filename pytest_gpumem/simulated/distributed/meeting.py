@@ -15,16 +15,16 @@ import os
 import socket
 import time
 import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pytest_gpumem.sharing.processes import Process, is_alive, this_process
-from pytest_gpumem.simulated.distributed.world import World
+from pytest_gpumem.simulated.distributed.world import Address, World
 
 JOINING = timedelta(minutes=5)
 """How long a rank may take to start."""
@@ -46,6 +46,8 @@ class Meeting:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = PrefixStore("pytest-gpumem", store)
+        self.store = PrefixStore("more", self._store)
+        """For what else the ranks have in common."""
         self.rank, self.size = rank, size
         self._count = 0
         self._members: dict[int, tuple[str, Process]] = {}
@@ -87,7 +89,7 @@ class Meeting:
 
     def _heard(self, key: str, rank: int, topic: str) -> Any:
         data: bytes = self._waited(key, rank, topic)
-        theirs, value = json.loads(zlib.decompress(data))
+        theirs, value = _unpacked(data)
         if theirs != topic:
             raise MeetingError(
                 f"rank {rank} is at {theirs} where rank {self.rank} is at {topic}: all ranks have "
@@ -110,7 +112,7 @@ class Meeting:
                 if self._is_gone(rank) and not self._store.check([key]):
                     raise MeetingError(gone(rank, topic))
                 self._limit(rank, topic, now - began)
-            return bytes(self._store.get(key))
+            return self._store.get(key)
         except MeetingError:
             raise
         except RuntimeError as error:
@@ -129,8 +131,7 @@ class Meeting:
 
     def _member(self, rank: int) -> tuple[str, Process] | None:
         if rank not in self._members and self._store.check([f"member/{rank}"]):
-            data = zlib.decompress(bytes(self._store.get(f"member/{rank}")))
-            host, pid, started = json.loads(data)
+            host, pid, started = _unpacked(self._store.get(f"member/{rank}"))
             self._members[rank] = host, Process(pid, started)
         return self._members.get(rank)
 
@@ -146,25 +147,38 @@ def gone(rank: int, topic: str) -> str:
     return f"rank {rank} has ended, and had said nothing of {topic}"
 
 
-def meeting_of(world: World) -> Meeting:
+def meeting_of(world: World, address: Address) -> Meeting:
     """Return this process's meeting with the other ranks of ``world``; raises MeetingError."""
-    return _meeting(world, os.getpid())
+    return _meeting(world, address, os.getpid())
 
 
 @lru_cache(maxsize=1)
-def _meeting(world: World, pid: int) -> Meeting:
+def _meeting(world: World, address: Address, pid: int) -> Meeting:
     try:
-        store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=JOINING))
+        # As _create_c10d_store does; what the code under test asks for may be the same server.
+        store = TCPStore(
+            address.host,
+            address.port,
+            world_size=world.size,
+            is_master=world.rank == 0 and not address.is_served,
+            timeout=JOINING,
+            wait_for_workers=False,
+            multi_tenant=not address.is_served,
+        )
     except (RuntimeError, ValueError) as error:
-        raise MeetingError(_cut_off(world.rank, error)) from None
+        place = f"{address.host}:{address.port}"
+        raise MeetingError(f"{_cut_off(world.rank, error)}, at {place}") from None
     return Meeting(store, world.rank, world.size)
 
 
 def _cut_off(rank: int, error: Exception) -> str:
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     first = str(error).partition("\n")[0]
-    return f"rank {rank} cannot reach the others by the store at {place}: {first}"
+    return f"rank {rank} cannot reach the store of all ranks: {first}"
 
 
-def _packed(value: Any) -> bytes:
-    return zlib.compress(json.dumps(value).encode())
+def _packed(value: Any) -> str:
+    return b64encode(zlib.compress(json.dumps(value).encode())).decode()
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zlib.decompress(b64decode(data)))

@@ -76,6 +76,8 @@ class Seat(NamedTuple):
     rank: int
     is_worst: bool = False
     """Whether it is one of several, of which the one that takes most is judged."""
+    per_machine: int | None = None
+    """How many ranks share a machine, where torchrun says so."""
 
     @property
     def name(self) -> str:
@@ -100,6 +102,25 @@ def world_of_process(variables: Mapping[str, str]) -> World | None:
     local = _number("LOCAL_WORLD_SIZE", variables.get("LOCAL_WORLD_SIZE", "0"))
     # Where machines have unequal numbers of ranks, what each has says nothing of the others.
     return world_of(size, rank, per_machine=local if local and size % local == 0 else None)
+
+
+class Address(NamedTuple):
+    """Where the ranks of a run meet."""
+
+    host: str
+    port: int
+    is_served: bool
+    """Whether torchrun serves a store there; else rank 0 has to."""
+
+
+def address_of_process(variables: Mapping[str, str]) -> Address:
+    """Return where this process, which :func:`world_of_process` calls one of several, meets them.
+
+    Raises :class:`WorldError`.
+    """
+    served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = _number("MASTER_PORT", variables["MASTER_PORT"])
+    return Address(variables["MASTER_ADDR"], port, served)
 
 
 def _number(name: str, text: str) -> int:
