@@ -126,13 +126,14 @@ class Isolation:
         if hasattr(config, "workerinput"):
             told: Mapping[str, Any] = config.workerinput
             return told
-        node = SimpleNamespace(config=config, workerinput={"workerid": "master", "workercount": 1})
+        alone: dict[str, Any] = {"workerid": "master", "workercount": 1}
+        node = SimpleNamespace(config=config, workerinput=alone)
         hook = getattr(config.hook, "pytest_configure_node", None)
         for implementation in hook.get_hookimpls() if hook is not None else ():
             # Of all plugins this one alone asks in a worker's pytest_configure for what it said.
             if type(implementation.plugin).__module__ == "pytest_rerunfailures":
                 implementation.function(node)
-        return node.workerinput
+        return alone
 
     def _job(self, item: pytest.Item, environment: Mapping[str, str], rank: int) -> Job:
         config = self._config

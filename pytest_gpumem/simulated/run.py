@@ -16,6 +16,7 @@ from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.compiled.entry import AUTO
+from pytest_gpumem.simulated.distributed.nccl import sentence
 from pytest_gpumem.simulated.distributed.world import (
     World,
     WorldError,
@@ -115,6 +116,11 @@ class SimulatedRun:
     def notes(self) -> tuple[str, ...]:
         """Sentences that readers of the numbers have to know."""
         return self._gpu.notes
+
+    @property
+    def nccl(self) -> str:
+        """The sentence that estimates what NCCL takes beside all these numbers; may be empty."""
+        return sentence(self._gpu.simulation.communicators.values())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

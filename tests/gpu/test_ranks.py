@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from pytest_gpumem.simulated.run import simulate
 from tests.gpu.conftest import CudaProject
 from tests.gpu.device import stands_in
 
@@ -43,12 +43,9 @@ TESTS = """
 
 
 @pytest.fixture
-def _two_gpus(device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _two_gpus(device: None) -> Iterator[None]:
     model = stands_in()
     if model is not None:
-        from pytest_gpumem.simulated.run import simulate
-
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.environ["PYTHONPATH"]]))
         with simulate(f"{model}*2"):
             yield
         return
@@ -69,7 +66,7 @@ def test_the_worst_of_the_processes_is_judged(cuda: CudaProject) -> None:
     result.assert_outcomes(failed=2, skipped=1)
     result.stdout.fnmatch_lines(
         [
-            "the test peaked at 8.0 KiB (8,192 B), 2.0 KiB over its limit of 6.0 KiB*",
+            "the test peaked at 8.0 KiB (8,192 B), 2.0 KiB over its limit of 6KiB*",
             "rank 1 takes most of 2 ranks, which all ran: 8.0 KiB, 33.3% over their mean; *",
             "*rank 1 of 2: it ended by SIGKILL in the middle of the test (exit code -9)*",
             "*is for 64 ranks, each with a GPU, and this machine has *: simulate them with *",
