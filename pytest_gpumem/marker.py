@@ -72,8 +72,9 @@ class Expectation:
     """The test runs in a process of its own."""
     ranks: tuple[int, ...] = ()
     """How many ranks there are, of which the test is one when simulated; one test id for each."""
-    rank: int | str = 0
-    """Which rank the test is, or ``"worst"``: the one that takes most."""
+    rank: int | str | None = None
+    """Which rank the test is, or ``"worst"``: the one that takes most. ``None``: the first one of
+    those that are simulated, and where all of them run the worst."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -98,7 +99,7 @@ class Expectation:
             "qos": self.qos,
             "priority": self.priority,
             "isolate": self.isolate,
-            **({"ranks": list(self.ranks), "rank": self.rank} if self.ranks else {}),
+            **({"ranks": list(self.ranks), "rank": self.rank or 0} if self.ranks else {}),
         }
 
 
@@ -126,7 +127,7 @@ def expectation_of(
 
 def _check_rank(expectation: Expectation) -> None:
     rank, ranks = expectation.rank, expectation.ranks
-    if rank != 0 and not ranks:
+    if rank and not ranks:
         raise MarkerError(f"gpumem marker: rank={rank!r} is one of how many? give ranks=, too")
     if isinstance(rank, int) and ranks and rank >= min(ranks):
         raise MarkerError(

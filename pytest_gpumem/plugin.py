@@ -61,6 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     session = config.stash[SESSION] = GpumemSession(config)
     config.pluginmanager.register(ReportHooks(session.results), "gpumem-reports")
     config.pluginmanager.register(IsolationHooks(), "gpumem-isolation")
+    if session.launched is not None:
+        config.pluginmanager.register(session.launched, "gpumem-ranks")
     if session.sharding is not None:
         config.pluginmanager.register(session.sharding, "gpumem-shard")
     config.pluginmanager.register(Summaries(), "gpumem-summaries")
@@ -143,14 +145,15 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     Innermost, because it may skip: an outer wrapper's set-up has to have happened by then.
     """
     session = item.config.stash[SESSION]
-    session.begin(item, first=True)
-    try:
-        return (yield)
-    except BaseException as error:
-        again = session.again(item, error)
-        if again is None:
-            raise
-    session.repeat(item, again, lambda again: again.set_up())
+    with session.settling(item, called=False):
+        session.begin(item, first=True)
+        try:
+            return (yield)
+        except BaseException as error:
+            again = session.again(item, error)
+            if again is None:
+                raise
+        session.repeat(item, again, lambda again: again.set_up())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -173,16 +176,17 @@ def pytest_fixture_post_finalizer(
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Measure and judge the body."""
     session = item.config.stash[SESSION]
-    try:
-        with session.calling():
-            yield
-        again = session.again(item)
-    except BaseException as error:
-        again = session.again(item, error)
-        if again is None:
-            raise
-    if again is not None:
-        session.repeat(item, again, lambda again: again.call())
+    with session.settling(item, called=True):
+        try:
+            with session.calling():
+                yield
+            again = session.again(item)
+        except BaseException as error:
+            again = session.again(item, error)
+            if again is None:
+                raise
+        if again is not None:
+            session.repeat(item, again, lambda again: again.call())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -27,11 +27,13 @@ from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 
 
-def find_device(index: int | None, *, required: bool) -> CudaDevice | None:
+def find_device(
+    index: int | None, *, required: bool, of_rank: int | None = None
+) -> CudaDevice | None:
     """Return the CUDA device ``index``, ``None`` where torch sees no device at all.
 
     Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
-    not initialised.
+    not initialised. ``of_rank`` says that nobody named it: it is that of one of several processes.
     """
     if not torch.cuda.is_available():
         if not required:
@@ -41,12 +43,23 @@ def find_device(index: int | None, *, required: bool) -> CudaDevice | None:
             "write --gpumem-device=auto or sim to run on a simulated one"
         )
     count = torch.cuda.device_count()
+    if of_rank is not None and index is not None and index >= count:
+        raise DeviceError(
+            f"rank {of_rank} is to run on cuda:{index}, its LOCAL_RANK, but torch sees {count} "
+            f"CUDA device{'s' if count != 1 else ''}: start as many ranks as there are, or "
+            "simulate them with --gpumem-device=sim"
+        )
     if index is not None and index >= count:
         raise DeviceError(
             f"--gpumem-device={_name(index)}, but torch sees {count} CUDA device"
             f"{'s' if count != 1 else ''}; the last one is cuda:{count - 1}"
         )
     return CudaDevice(index)
+
+
+def device_count() -> int:
+    """Return how many CUDA devices torch sees; does not initialise CUDA."""
+    return torch.cuda.device_count()
 
 
 class CudaDevice:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
-    from pytest_gpumem.simulated.distributed.world import Seat
+    from pytest_gpumem.simulated.distributed.world import Seat, World
 
 
 class DeviceSelector:
@@ -24,12 +24,23 @@ class DeviceSelector:
         """Libraries that simulated tests may import although they are not installed; ``None``:
         those that are there without being named."""
         self.compile = "auto"
+        self.world: World | None = None
+        """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, Seat | None], Device] = {}
         self._real: Device | None = None
         self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """What other plugins add to the environment of a device."""
         self._extended: set[Device] = set()
+
+    @property
+    def seat(self) -> Seat | None:
+        """The rank that torchrun has started this process as, ``None`` where it is no such."""
+        if self.world is None:
+            return None
+        from pytest_gpumem.simulated.distributed.world import Seat
+
+        return Seat(self.world.size, self.world.rank, per_machine=self.world.local_size)
 
     @property
     def off(self) -> bool:
@@ -64,12 +75,11 @@ class DeviceSelector:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
         One with ``real_values`` is another device: it computes on the CPU what it simulates. So is
-        that of a rank, which is always simulated.
+        that of a rank; the real one is the rank's own, as torchrun has started it.
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        real = self.real() if seat is None else None
-        device = real or self._simulate(model or self._choice.models[0], real_values, seat)
+        device = self.real() or self._simulate(model or self._choice.models[0], real_values, seat)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
             self._extended.add(device)
@@ -105,7 +115,10 @@ class DeviceSelector:
             return None
         from pytest_gpumem.device.cuda import find_device
 
-        return find_device(self._choice.index, required=self._choice.kind == "cuda")
+        required = self._choice.kind == "cuda"
+        if self.world is not None and self._choice.index is None:
+            return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
+        return find_device(self._choice.index, required=required)
 
     def _simulate(self, model: str, real_values: bool, seat: Seat | None) -> Device:
         key = model, real_values, seat

@@ -60,7 +60,8 @@ class SimulatedDevice:
             # torch.distributed takes a while to import.
             from pytest_gpumem.simulated.distributed.process_groups import Membership
 
-            world = world_of(seat.size, seat.rank, per_machine=machine.per_machine)
+            per_machine = machine.per_machine or seat.per_machine
+            world = world_of(seat.size, seat.rank, per_machine=per_machine)
             self._membership = Membership(world)
         self._name = machine.name
         self._gpus = SimulatedGPU.machine(

@@ -67,7 +67,7 @@ def _predicted(
         peak_allocated=run.peak_allocated,
         peak_reserved=run.peak_reserved,
         phases={name: phase.peak_allocated for name, phase in run.phases.items() if name != CALL},
-        notes=run.notes,
+        notes=(*run.notes, *filter(None, [run.nccl])),
     )
     if mode is None:
         return prediction

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.options import Settings
+    from pytest_gpumem.simulated.distributed.world import World
 
 _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
 """How variables begin that a device reads when it is made."""
@@ -67,6 +68,8 @@ def begin_early(config: pytest.Config) -> None:
     selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
     selector.stand_ins = settings.stand_ins
     selector.compile = settings.sim_compile
+    with suppress(pytest.UsageError):  # said when pytest configures itself
+        selector.world = world_of_run(config)
     with suppress(DeviceError):
         # A real device is there anyway: that it is the current one can wait for the conftests.
         if selector.real() is None:
@@ -78,12 +81,29 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
 
     Raises ``DeviceError`` where it cannot be had.
     """
-    device = selector.select(None, real_values=settings.sim_values == "always")
+    values = settings.sim_values == "always"
+    device = selector.select(None, real_values=values, seat=selector.seat)
     ambient = Ambient(selector, device, ExitStack(), _variables())
     config.stash[AMBIENT] = ambient
     config.add_cleanup(ambient.resources.close)
     ambient.resources.enter_context(device.active())
     return ambient
+
+
+def world_of_run(config: pytest.Config) -> World | None:
+    """Return the rank that torchrun has started this process as, ``None`` for any other.
+
+    One that is there to make predictions asks as a process of its own. Raises
+    ``pytest.UsageError``.
+    """
+    if "WORLD_SIZE" not in os.environ or SELECTOR in config.stash:
+        return None
+    from pytest_gpumem.simulated.distributed.world import WorldError, world_of_process
+
+    try:
+        return world_of_process(os.environ)
+    except WorldError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _variables() -> dict[str, str]:

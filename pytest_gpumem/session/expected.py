@@ -40,6 +40,8 @@ class Expectations:
     def __init__(self, settings: Settings, selector: Callable[[], DeviceSelector]) -> None:
         self._settings = settings
         self._selector = selector
+        self.usual_rank: int | str = 0
+        """The rank of a test that names none."""
 
     def of(self, item: pytest.Item) -> Expectation | None:
         """Return what the markers of ``item`` expect, ``None`` where it has none."""
@@ -79,16 +81,46 @@ class Expectations:
 
         Of one that several ranks run, it is ``rank``, the first one to begin with.
         """
-        expectation = self.of(item)
-        if expectation is None or not expectation.ranks:
-            return None
+        expectation, size = self.of(item), self.ranks(item)
+        if expectation is None or size is None or self._selector().world is not None:
+            return self._selector().seat
         from pytest_gpumem.marker import WORST
         from pytest_gpumem.simulated.distributed.world import Seat
 
-        size = _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
-        if expectation.rank == WORST:
+        asked = self.usual_rank if expectation.rank is None else expectation.rank
+        if asked == WORST:
             return Seat(size, rank, is_worst=True)
-        return Seat(size, int(expectation.rank))
+        return Seat(size, int(asked))
+
+    def processes(self, item: pytest.Item) -> int | None:
+        """Return how many processes of its own ``item`` runs in, ``None`` where in this one.
+
+        Several where there is a GPU for each of its ranks.
+        """
+        expectation = self.of(item)
+        if expectation is None or self._selector().off or item.get_closest_marker("skip"):
+            return None
+        alone = 1 if expectation.isolate else None
+        size = self.ranks(item)
+        if size is None or self._settings.share:
+            return alone
+        from pytest_gpumem.device.errors import DeviceError
+
+        try:
+            if self._selector().real() is None:
+                return alone
+        except DeviceError:
+            return alone  # said where the test begins
+        from pytest_gpumem.device.cuda import device_count
+
+        return size if device_count() >= size else alone
+
+    def ranks(self, item: pytest.Item) -> int | None:
+        """Return of how many ranks ``item`` asks to be one; ``None`` where it does not."""
+        expectation = self.of(item)
+        if expectation is None or not expectation.ranks:
+            return None
+        return _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
 
     def worst(self, item: pytest.Item) -> WorstOfTest | None:
         """Return what finds the worst rank of ``item``, ``None`` where nobody asks for it."""

@@ -1,5 +1,8 @@
 """``isolate=True``: a test runs in a process of its own, which has been made ready in advance.
 
+So does each rank of a test that says ``ranks=``, where there is a GPU for each: as if torchrun had
+started them, with one store for all; see ``session.launched``.
+
 Python's fork server has imported torch and pytest by then and has never touched CUDA, so what it
 forks may; where a system cannot fork, a new process is started instead. Fixtures that tests share
 are set up anew in there. Options, environment and folder are those of the process that asks, and
@@ -12,16 +15,23 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pytest_gpumem.simulated.distributed.world import World
+
 PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.ahead")
+
+_GRACE = 10.0
+"""Seconds that a process has to end when another has ended in the middle of the test."""
 
 _ALONE: Mapping[str, Any] = {
     "collectonly": False,
@@ -74,40 +84,61 @@ class Isolation:
             self._context.set_forkserver_preload([*PRELOADED])
             ensure_running()
 
-    def run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Run ``item`` elsewhere, and report of it as pytest would."""
+    def run(self, item: pytest.Item, nextitem: pytest.Item | None, processes: int) -> None:
+        """Run ``item`` elsewhere, in ``processes``, and report of it as pytest would."""
+        self.prepare()
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item):
+        with _served(processes) as environments:
+            reports = self._reports(item, environments)
+        for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.session._setupstate.teardown_exact(nextitem)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _reports(self, item: pytest.Item) -> list[pytest.TestReport]:
-        here, there = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_serve, args=(there, self._job(item)))
-        process.start()
-        there.close()
-        data: Sequence[Mapping[str, Any]] = ()
-        problem = ""
+    def _reports(
+        self, item: pytest.Item, environments: Sequence[Mapping[str, str]]
+    ) -> list[pytest.TestReport]:
+        """Return what the first of the processes, one for each environment, reports of all."""
+        started = _Started()
         try:
-            data, problem = here.recv()
-        except EOFError:
-            process.join()
-            problem = _ended(process.exitcode)
+            for rank, environment in enumerate(environments):
+                here, there = self._context.Pipe(duplex=False)
+                arguments = there, self._job(item, environment, rank)
+                process = self._context.Process(target=_serve, args=arguments)
+                process.start()
+                there.close()
+                started.add(here, process)
+            data, problem = started.answers()
         finally:
-            here.close()
-            process.join()
+            started.end()
         read = self._config.hook.pytest_report_from_serializable
         reports = [read(config=self._config, data=one) for one in data]
         if not reports or problem:
             text = problem or "it has no such test: what is collected there differs"
-            reports = [*reports[:1], _failed(item, f"the process of its own: {text}")]
+            name = "" if len(environments) > 1 else "the process of its own: "
+            reports = [*reports[:1], _failed(item, f"{name}{text}")]
         return reports
 
-    def _job(self, item: pytest.Item) -> Job:
+    @property
+    def _worker(self) -> Mapping[str, Any]:
+        """What a worker of pytest-xdist would be told."""
+        config = self._config
+        if hasattr(config, "workerinput"):
+            told: Mapping[str, Any] = config.workerinput
+            return told
+        alone: dict[str, Any] = {"workerid": "master", "workercount": 1}
+        node = SimpleNamespace(config=config, workerinput=alone)
+        hook = getattr(config.hook, "pytest_configure_node", None)
+        for implementation in hook.get_hookimpls() if hook is not None else ():
+            # Of all plugins this one alone asks in a worker's pytest_configure for what it said.
+            if type(implementation.plugin).__module__ == "pytest_rerunfailures":
+                implementation.function(node)
+        return alone
+
+    def _job(self, item: pytest.Item, environment: Mapping[str, str], rank: int) -> Job:
         config = self._config
         path, separator, name = item.nodeid.partition("::")
-        self._count += 1
+        self._count += rank == 0
         options = {
             name: value
             for name, value in vars(config.option).items()
@@ -119,15 +150,76 @@ class Isolation:
             options={
                 **options,
                 **_ALONE,
-                "basetemp": str(base / f"isolated-{self._count}"),
+                "basetemp": str(base / f"isolated-{self._count}-{rank}"),
                 "inifilename": str(config.inipath) if config.inipath else None,
                 "plugins": [*options.get("plugins", ()), "no:terminal"],
                 "rootdir": str(config.rootpath),
             },
-            environment=dict(os.environ),
+            environment={**os.environ, **environment},
             folder=str(Path.cwd()),
-            worker=getattr(config, "workerinput", {"workerid": "master", "workercount": 1}),
+            worker=self._worker,
         )
+
+
+class _Started:
+    """The processes of one test, by rank."""
+
+    def __init__(self) -> None:
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def add(self, connection: Connection, process: Any) -> None:
+        self._connections.append(connection)
+        self._processes.append(process)
+
+    def answers(self) -> tuple[Sequence[Mapping[str, Any]], str]:
+        """Return what the first one tells, and what is wrong with any.
+
+        Where one has ended in the middle the others, which may wait for it for ever, have some
+        time to say what they know.
+        """
+        data: Sequence[Mapping[str, Any]] = ()
+        ended: dict[int, str] = {}
+        problem = ""
+        pending = list(self._connections)
+        until: float | None = None
+        while pending:
+            rest = None if until is None else max(until - time.monotonic(), 0.0)
+            ready = wait(pending, rest)
+            if not ready:
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = self._connections.index(connection)
+                pending.remove(connection)
+                try:
+                    told, wrong = connection.recv()
+                except EOFError:
+                    process = self._processes[rank]
+                    process.join()
+                    ended[rank] = _ended(process.exitcode)
+                    until = until or time.monotonic() + _GRACE
+                    continue
+                data = told if rank == 0 else data
+                problem = problem or wrong
+        return data, self._said(ended) or problem
+
+    def _said(self, ended: Mapping[int, str]) -> str:
+        if len(self._processes) == 1:
+            return ended.get(0, "")
+        return "; ".join(
+            f"rank {rank} of {len(self._processes)}: {text}" for rank, text in ended.items()
+        )
+
+    def end(self) -> None:
+        """Let no process be left."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(_GRACE)
+            if process.is_alive():
+                process.kill()
+                process.join()
 
 
 class _Collected:
@@ -141,6 +233,10 @@ class _Collected:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         write = self._config.hook.pytest_report_to_serializable
         self.data.append(write(config=self._config, report=report))
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        if isinstance(excinfo.value, pytest.exit.Exception):
+            self.problem = str(excinfo.value)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -164,6 +260,21 @@ def _serve(connection: Connection, job: Job) -> None:
         collected.problem = str(error)
     connection.send((collected.data, collected.problem))
     connection.close()
+
+
+@contextmanager
+def _served(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
+    """Yield what each of ``processes`` has in its environment, and serve the store of several."""
+    if processes == 1:
+        yield [{}]
+        return
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    served = {"MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "pytest-gpumem"}
+    worlds = [World(processes, rank, local_size=processes) for rank in range(processes)]
+    yield [{**world.environment, **served} for world in worlds]
+    del store
 
 
 def _failed(item: pytest.Item, text: str) -> pytest.TestReport:

@@ -23,9 +23,8 @@ from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.measurement.unmeasured import pausable
 from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
-from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE
+from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
 from pytest_gpumem.session.used_fixtures import active_fixtures, fixtures_of, shared_before
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measurement.recorder import Recorder
     from pytest_gpumem.options import Settings
     from pytest_gpumem.prediction.predicted import PredictedTest
+    from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.judge import Judge
 
@@ -58,7 +58,8 @@ class MeasuredItem:
     ``expectation`` is ``None`` for a test that is measured without being judged, ``quota`` the
     bytes that the process may reserve meanwhile. ``runs_again`` says of a test that ran out
     of memory whether it is run once more, so that this failure need not be explained: given what
-    could not be served, the quota and the error.
+    could not be served, the quota and the error. ``among_ranks`` it is judged when all of them
+    have run, by :meth:`judge`.
     """
 
     def __init__(
@@ -74,9 +75,11 @@ class MeasuredItem:
         runs_again: Callable[[Refusal | None, int | None, Exception], bool] | None = None,
         *,
         hooks: Hooks,
+        among_ranks: bool = False,
     ) -> None:
         self._predicted = predicted
         self._hooks = hooks
+        self._among_ranks = among_ranks
         self._runs_again = runs_again
         self._item = item
         self._settings = settings
@@ -103,7 +106,9 @@ class MeasuredItem:
             statistics = CudaStatistics(device.workspaces)
             starting.enter_context(statistics.screened())
             recorder = device.recorder
-            if recorder is None and (settings.history or settings.explain == "always"):
+            # Of several ranks none can run once more without the others.
+            always = ("always", "failed") if among_ranks else ("always",)
+            if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
                 starting.enter_context(recorder.during(settings.history or EXPLAINED_BY))
             self._explained = recorder is not None
@@ -128,12 +133,6 @@ class MeasuredItem:
     def nodeid(self) -> str:
         """The test's node id."""
         return self._item.nodeid
-
-    @property
-    def peak_allocated(self) -> int | None:
-        """What it allocated at most, in bytes; ``None`` before it is known."""
-        measurement = self._record and self._record.measurement
-        return measurement.peak_allocated if measurement else None
 
     def close(self) -> None:
         """Give the process back as it was."""
@@ -182,7 +181,7 @@ class MeasuredItem:
                 sections = [*self._sections, *measurement.notes]
                 if sections:
                     report.sections.append(("gpumem", "\n".join(sections)))
-            record = _with_outcome(self._record, report)
+            record = with_outcome(self._record, report)
             if record is not None:
                 setattr(report, ATTRIBUTE, record.to_dict())
                 self._hooks.tell(self._item, record)
@@ -215,6 +214,9 @@ class MeasuredItem:
             self._finish(passed=not self.body_raised)
         except BaselineError as error:
             self._sentence = str(error)
+        self._fail_if_broken()
+
+    def _fail_if_broken(self) -> None:
         if self._sentence:  # out here, where no other exception stands behind it
             pytest.fail(self._sentence, pytrace=False)
         if self._record is not None and self._record.broken:
@@ -223,6 +225,22 @@ class MeasuredItem:
             else:
                 self._write_snapshot()
             pytest.fail(self._judge.failure_text(self._record), pytrace=False)
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """What the test's own device measured; ``None`` before it is known."""
+        return self._record.measurement if self._record else None
+
+    def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
+        """Judge what one of several ranks took, and by limits what the ``others`` did.
+
+        ``ranks`` says which one that is. Raises pytest's ``Failed`` where a verdict does not pass.
+        """
+        try:
+            self._take(measured, others, passed=True, ranks=ranks)
+        except BaselineError as error:
+            self._sentence = str(error)
+        self._fail_if_broken()
 
     def _will_run_again(self, error: Exception) -> bool:
         return self._runs_again is not None and self._runs_again(self.shortage, self.quota, error)
@@ -372,6 +390,13 @@ class MeasuredItem:
         measured = self._measured(passed=passed)
         own = measured.pop(f"cuda:{self.device.index}")
         others = tuple(other for other in measured.values() if other.peak_allocated > 0)
+        self._take(own, others, passed=passed and not self._among_ranks)
+        if not passed:
+            self._write_snapshot()
+
+    def _take(
+        self, own: Measurement, others: Sequence[Measurement], *, passed: bool, ranks: str = ""
+    ) -> None:
         self._record = self._judge.record(
             self._item.nodeid,
             self._expectation,
@@ -380,11 +405,10 @@ class MeasuredItem:
             others,
             passed=passed,
             predicted=self._predicted,
+            ranks=ranks,
         )
         if self._record is not None:
             set_user_properties(self._item.user_properties, self._record)
-        if not passed:
-            self._write_snapshot()
 
     def _measured(self, *, passed: bool) -> dict[str, Measurement]:
         """Return what the last run came to, by device."""
@@ -420,12 +444,3 @@ def _account(recorder: Recorder, item: pytest.Item, settings: Settings, hooks: H
         classify=hooks.classify_for(item),
         locate=hooks.locate_for(item),
     )
-
-
-def _with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:
-    """Return ``record`` with pytest's outcome, ``None`` where the test was skipped."""
-    expected_failure = hasattr(report, "wasxfail")
-    if report.skipped and not expected_failure:
-        return None
-    words = {"passed": "xpassed", "skipped": "xfailed"} if expected_failure else {}
-    return replace(record, outcome=words.get(report.outcome, report.outcome))

@@ -47,21 +47,23 @@ class Judge:
         *,
         passed: bool,
         predicted: PredictedTest | None = None,
+        ranks: str = "",
     ) -> TestRecord | None:
         """Return the record of a test whose body ``passed`` or not.
 
         ``predicted`` is what a test that says ``predict=`` is compared with; none on a simulated
-        device. ``None`` where an unmarked test used no device. Raises :class:`BaselineError` where
-        the stored baseline cannot be read.
+        device. ``ranks`` says which of several ``measurement`` is of. ``None`` where an unmarked
+        test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
         """
         if expectation is None and measurement.peak_allocated <= 0 and not others:
             return None
         if expectation and expectation.predict and measurement.simulated and not self._predicts:
             measurement = replace(measurement, notes=(*measurement.notes, CHECKED_ON_A_GPU))
+        environment = device.environment
         record = TestRecord(
             nodeid=nodeid,
             outcome="passed" if passed else "failed",
-            environment=device.environment,
+            environment=replace(environment, ranks=ranks) if ranks else environment,
             measurement=measurement,
             other_devices=tuple(others),
             expectation=expectation.to_dict() if expectation else {},

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
-from pytest_gpumem.device.cuda import CudaDevice
+from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.quota import QuotaError
 from pytest_gpumem.measurement.fixtures import FixtureLedger
@@ -77,14 +77,10 @@ class Measuring:
         that several ranks run it is that of the one whose turn it is.
         """
         model, models = self._expectations.models(item)
+        if (asked := self._expectations.ranks(item)) is not None:
+            self._check_ranks(asked)
         seat = self._expectations.seat(item, worst.rank if worst else 0)
         device = self._reported(model, real_values, seat)
-        if seat is not None and self._selector.real():
-            pytest.fail(
-                f"ranks={seat.size} is for one rank of several on a simulated GPU, and this run "
-                "measures on a real one: run the test with --gpumem-device=sim",
-                pytrace=False,
-            )
         if self._selector.real() and model not in (*models[:1], None):
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
@@ -111,10 +107,35 @@ class Measuring:
                 quota,
                 self._sharing.runs_again if self._sharing else None,
                 hooks=self._hooks,
+                among_ranks=self._selector.world is not None,
             )
         except QuotaError as error:
             problem = str(error)
         pytest.fail(problem, pytrace=False)
+
+    def _check_ranks(self, asked: int) -> None:
+        """Skip or fail a test that asks to be one of so many ranks, which there cannot be here."""
+        world = self._selector.world
+        if world is not None:
+            if asked != world.size:
+                _skip(f"is for {asked} ranks, and {world.size} have been started")
+            return
+        try:
+            real = self._selector.real()
+        except DeviceError:
+            return  # said when the device is chosen
+        if real is None:
+            return
+        if (count := device_count()) < asked:
+            _skip(
+                f"is for {asked} ranks, each with a GPU, and this machine has {count}: simulate "
+                "them with --gpumem-device=sim"
+            )
+        pytest.fail(
+            f"ranks={asked} takes {asked} GPUs and as many processes, which cannot be had where "
+            "tests share GPUs: run it without --gpumem-share",
+            pytrace=False,
+        )
 
     def _reported(self, model: str | None, real_values: bool, seat: Seat | None) -> Device:
         real_values |= self._settings.sim_values == "always"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.session.early import world_of_run
 from pytest_gpumem.session.expected import Expectations
 from pytest_gpumem.session.results import Results
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.host import Host
     from pytest_gpumem.session.hosts import Hosts
+    from pytest_gpumem.session.isolated import Isolation
+    from pytest_gpumem.session.launched import Launched
     from pytest_gpumem.session.measuring import Measuring
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.shard import Sharding
@@ -34,6 +37,22 @@ class Parts:
         self.selector.extra = lambda device: self.hooks.environment(device)
         self.results = Results(config, settings)
         self._expectations = Expectations(settings, lambda: self.selector)
+        self.launched = self._launched()
+
+    def _launched(self) -> Launched | None:
+        """Return this process's part in a run of several ranks, ``None`` where it is alone."""
+        world = world_of_run(self._config)
+        if world is None or self.selector.off or self._config.getoption("collectonly", False):
+            return None
+        if self._config.getoption("dist", "no") != "no":
+            raise pytest.UsageError(
+                "torchrun has started this process as one of several, and -n would start workers "
+                "of each: leave -n out"
+            )
+        from pytest_gpumem.session.launched import Launched
+
+        self.selector.world = world
+        return Launched(self._config, world, self.selector)
 
     @cached_property
     def fixture_devices(self) -> FixtureDevices:
@@ -72,12 +91,26 @@ class Parts:
 
         return Host(self._config, self.settings)
 
+    @property
+    def described(self) -> list[str]:
+        """What a header says of processes and GPUs, in clauses."""
+        launched = self.launched
+        ranks = [] if launched is None else [f"{launched.world.size} ranks, a process each"]
+        return [*ranks, *self.host.described]
+
     @cached_property
     def sharing(self) -> Sharing:
         """Lets tests pass, one beside the other."""
         from pytest_gpumem.session.sharing import Sharing
 
         return Sharing(self._config, self.settings, lambda: self.predictions)
+
+    @cached_property
+    def _isolation(self) -> Isolation:
+        """Runs tests in processes of their own."""
+        from pytest_gpumem.session.isolated import Isolation
+
+        return Isolation(self._config)
 
     @cached_property
     def hosts(self) -> Hosts:
@@ -107,3 +140,8 @@ class Parts:
             self.sharing if self.settings.share else None,
             self.hooks,
         )
+
+
+def runs_tests(config: pytest.Config) -> bool:
+    """Whether tests run in this process: not in the controller of pytest-xdist."""
+    return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"

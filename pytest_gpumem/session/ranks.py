@@ -29,12 +29,12 @@ class WorstOfTest(Worst):
         What ``error`` says of memory is said of the worst rank; a body that fails is not run again.
         """
         current = session.current
-        if current is None or current.body_raised or current.peak_allocated is None:
+        if current is None or current.body_raised or current.measurement is None:
             return None
         failed = error is not None and not isinstance(error, pytest.fail.Exception)
         if failed or not can_run_again(item):
             return None
-        self.note(Taken(current.peak_allocated, _device(current).events))
+        self.note(Taken(current.measurement.peak_allocated, _device(current).events))
         rank = self.next()
         if rank is None:
             current.note(self.sentence)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from pytest_gpumem.report.record import TestRecord
 
 ATTRIBUTE = "gpumem"
 """Of a test's final call report: its record as builtin types, for pytest-xdist."""
@@ -82,6 +86,15 @@ def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | Non
     if not hasattr(report, RESCHEDULED):
         return None
     return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
+
+
+def with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:
+    """Return ``record`` with pytest's outcome, ``None`` where the test was skipped."""
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure:
+        return None
+    words = {"passed": "xpassed", "skipped": "xfailed"} if expected_failure else {}
+    return replace(record, outcome=words.get(report.outcome, report.outcome))
 
 
 def without_group(nodeid: str) -> str:

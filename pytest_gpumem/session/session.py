@@ -16,8 +16,9 @@ from pytest_gpumem.options import settings_from
 from pytest_gpumem.paths import relative
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
 from pytest_gpumem.session.expected import MARKER_NAME
-from pytest_gpumem.session.parts import Parts
+from pytest_gpumem.session.parts import Parts, runs_tests
 from pytest_gpumem.session.reported import ATTRIBUTE, SKIPPED_AT_IMPORT
+from pytest_gpumem.session.used_fixtures import taken_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.session.faults import Faults
     from pytest_gpumem.session.fixture import Gpumem, IdleGpumem
-    from pytest_gpumem.session.isolated import Isolation
     from pytest_gpumem.session.item import MeasuredItem
     from pytest_gpumem.session.ranks import WorstOfTest
     from pytest_gpumem.session.rerun import Again
@@ -61,14 +61,15 @@ class GpumemSession(Parts):
         self.run_id = ""
         """What workers of pytest-xdist call this run; known when they start."""
         self._faults: Faults | None = None
-        self._isolation: Isolation | None = None
         self._wait_watch: WaitWatch | None = None
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
     def start(self) -> None:
         """Let the simulated GPU exist from now on, where the options say so."""
-        if self.settings.share and not _runs_tests(self._config):
+        if self.launched is not None:
+            self.launched.be_quiet()
+        if self.settings.share and not runs_tests(self._config):
             from pytest_gpumem.session.waiting import WaitWatch
 
             self._wait_watch = WaitWatch(self._config, lambda: self.run_id)
@@ -76,7 +77,7 @@ class GpumemSession(Parts):
         if (
             self.settings.sim_scope == "session"
             and not self.selector.off
-            and _runs_tests(self._config)
+            and runs_tests(self._config)
         ):
             early = _early(self._config)
             if early is None:
@@ -99,6 +100,8 @@ class GpumemSession(Parts):
             self.sharing.close()
         if "watched" in vars(self):
             self.watched.close()
+        if self.launched is not None:
+            self.launched.end()
 
     def header(self) -> str:
         """Return the line that says where tests will be measured."""
@@ -110,7 +113,7 @@ class GpumemSession(Parts):
             folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
         shown = relative(root, self._config.rootpath)
         return header_line(
-            self.selector.description, torch_release(), shown, folders, self.host.described
+            self.selector.description, torch_release(), shown, folders, self.described
         )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
@@ -121,6 +124,8 @@ class GpumemSession(Parts):
     def selected(self, items: Sequence[pytest.Item]) -> None:
         """Say what the tests of this worker need, so that they come in a good order."""
         self._prepare_isolation(items)
+        if self.launched is not None:
+            self.launched.meet(items, self._expectations)
         if self.settings.share and hasattr(self._config, "workerinput"):
             sharing = [(item, found) for item in items if (found := self._shares(item))]
             self.sharing.plan((item, *found) for item, found in sharing)
@@ -145,8 +150,12 @@ class GpumemSession(Parts):
         if self.settings.share:
             self.results.usages = self._usages()
             self.results.foreseen = self.hosts.learned
-        if not self.results.finish(session.exitstatus) and session.exitstatus in _HARMLESS:
+        speaks = self.launched is None or self.launched.speaks
+        fails = speaks and not self.results.finish(session.exitstatus)
+        if fails and session.exitstatus in _HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self.launched is not None:
+            self.launched.finish(session, self.results)
 
     def _usages(self) -> list[Usage]:
         return self.hosts.usages(self.run_id) if self.run_id else self.sharing.usages()
@@ -252,23 +261,24 @@ class GpumemSession(Parts):
 
     def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         """Run ``item`` in a process of its own if it asks for that; whether it did."""
-        if self._isolation is None or (self.settings.share and self.sharing.refusal):
+        if self._is_one_of_several or (self.settings.share and self.sharing.refusal):
             return False
-        expectation = self._expectations.of(item)
-        if expectation is None or not expectation.isolate or item.get_closest_marker("skip"):
+        if (processes := self._expectations.processes(item)) is None:
             return False
-        self._isolation.run(item, nextitem)
+        self._isolation.run(item, nextitem, processes)
         return True
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        """Whether this process has been started for a test, or for a rank, alone."""
+        return self.launched is not None or self._config.pluginmanager.hasplugin(ISOLATED)
 
     def _prepare_isolation(self, items: Sequence[pytest.Item]) -> None:
         """Make a standby process ready if some test asks for one and this process runs tests."""
-        if self.selector.off or self._config.pluginmanager.hasplugin(ISOLATED):
+        if self.selector.off or self._is_one_of_several:
             return
         asks = (expectation for item in items if (expectation := self._expectations.of(item)))
         if any(expectation.isolate for expectation in asks):
-            from pytest_gpumem.session.isolated import Isolation
-
-            self._isolation = Isolation(self._config)
             self._isolation.prepare()
 
     def look_for_fault(self, item: pytest.Item, report: pytest.TestReport) -> None:
@@ -297,6 +307,15 @@ class GpumemSession(Parts):
                 following = self.again(item, error)
                 if following is None:
                     raise
+
+    @contextmanager
+    def settling(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
+        """Let ``item`` be set up or ``called`` inside, and come to one end on all ranks."""
+        if self.launched is None or not self._expectations.is_measured(item):
+            yield
+            return
+        with self.launched.settling(item, self, self._expectations.of(item), called=called):
+            yield
 
     @contextmanager
     def calling(self) -> Iterator[None]:
@@ -396,7 +415,7 @@ class GpumemSession(Parts):
                     contexts.enter_context(device.setting_up(fixture))
             if self.current:
                 contexts.enter_context(self.current.setting_up(fixture, request))
-            contexts.enter_context(_taken_back(fixture, request))
+            contexts.enter_context(taken_back(fixture, request))
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
@@ -425,25 +444,3 @@ def _early(config: pytest.Config) -> Ambient | None:
     ambient.resources.close()
     del config.stash[AMBIENT]
     return None
-
-
-@contextmanager
-def _taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Take ``fixture`` back if the simulation cannot set it up, which goes on inside.
-
-    pytest does so for ordinary exceptions; any other leaves it half set up for the next test.
-    """
-    try:
-        yield
-    except BaseException as error:
-        from pytest_gpumem.simulated.common.errors import SimulationError
-
-        if isinstance(error, SimulationError):
-            fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest
-            fixture.finish(request)  # type: ignore[arg-type]
-        raise
-
-
-def _runs_tests(config: pytest.Config) -> bool:
-    """Whether tests run in this process: not in the controller of pytest-xdist."""
-    return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,3 +60,20 @@ def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]
     Not public: the only place where pytest says which a test asked for while it ran.
     """
     return dict(getattr(request, "_fixture_defs", {}))
+
+
+@contextmanager
+def taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Take ``fixture`` back if the simulation cannot set it up, which goes on inside.
+
+    pytest does so for ordinary exceptions; any other leaves it half set up for the next test.
+    """
+    try:
+        yield
+    except BaseException as error:
+        from pytest_gpumem.simulated.common.errors import SimulationError
+
+        if isinstance(error, SimulationError):
+            fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest
+            fixture.finish(request)  # type: ignore[arg-type]
+        raise

@@ -41,7 +41,7 @@ class Watched:
             finished=self._run.finished + 1,
             test=None,
             last=test.nodeid,
-            last_peak=test.peak_allocated,
+            last_peak=test.measurement.peak_allocated if test.measurement else None,
         )
 
     def close(self) -> None:

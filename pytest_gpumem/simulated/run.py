@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from pytest_gpumem.attribution.composition import Composition, compositions
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
@@ -15,10 +16,25 @@ from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.compiled.entry import AUTO
-from pytest_gpumem.simulated.distributed.world import World, WorldError, world_of
+from pytest_gpumem.simulated.distributed.nccl import sentence
+from pytest_gpumem.simulated.distributed.world import (
+    World,
+    WorldError,
+    address_of_process,
+    world_of,
+    world_of_process,
+)
+from pytest_gpumem.simulated.distributed.worst import imbalance
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.recorder import SimulatedRecorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+
+
+class RankPeaks(NamedTuple):
+    """What one rank took at most, in bytes."""
+
+    peak_allocated: int
+    peak_reserved: int
 
 
 class SimulatedRun:
@@ -38,6 +54,7 @@ class SimulatedRun:
         self._tracker = tracker
         self.devices: tuple[SimulatedRun, ...] = (self,)
         """A run of each GPU of the machine, by index; phases and notes are common to all."""
+        self._of_ranks: tuple[RankPeaks, ...] = ()
 
     @property
     def model(self) -> GpuModel:
@@ -88,9 +105,22 @@ class SimulatedRun:
         return hash_of_events(self._gpu)
 
     @property
+    def ranks(self) -> tuple[RankPeaks, ...]:
+        """What each rank that torchrun has started took, by rank: known to rank 0 at the end.
+
+        Elsewhere, and of a process that is alone, it is what this one took.
+        """
+        return self._of_ranks or (RankPeaks(self.peak_allocated, self.peak_reserved),)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that readers of the numbers have to know."""
         return self._gpu.notes
+
+    @property
+    def nccl(self) -> str:
+        """The sentence that estimates what NCCL takes beside all these numbers; may be empty."""
+        return sentence(self._gpu.simulation.communicators.values())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -128,6 +158,21 @@ class SimulatedRun:
         """Take the last reading; afterwards the numbers stand."""
         self._statistics.harvest()
 
+    def tell(self, world: World) -> None:
+        """Tell rank 0 of ``world`` what this one took, and be told as rank 0 what all took.
+
+        Raises ``MeetingError`` where a rank has ended before.
+        """
+        # What only a process of torchrun's has to import.
+        from pytest_gpumem.simulated.distributed.meeting import meeting_of
+
+        meeting = meeting_of(world, address_of_process(os.environ))
+        told = meeting.gather("what it took", [self.peak_allocated, self.peak_reserved])
+        self._of_ranks = tuple(RankPeaks(*peaks) for peaks in told)
+        if world.rank == 0:
+            peaks = {rank: one.peak_allocated for rank, one in enumerate(self._of_ranks)}
+            self._gpu.simulation.note(imbalance(peaks))
+
     def _reach(self, readings: Readings) -> None:
         reading = readings.get(self._gpu.index)
         if reading is not None:
@@ -154,11 +199,16 @@ def simulate(
     what cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; the others are not there. Such machines have as many
-    GPUs as ``model`` says, without a star up to eight.
+    GPUs as ``model`` says, without a star up to eight. Without one, a process that torchrun has
+    started is the rank that it was started as, alone all the same; at the end rank 0 is told what
+    each of them took.
 
-    Raises ``ValueError`` for an unknown model, version, setting or rank.
+    Raises ``ValueError`` for an unknown model, version, setting or rank, and ``RuntimeError`` where
+    a rank that torchrun has started has ended before it could say what it took.
     """
-    world = _world(find_machine(model), world_size, rank)
+    machine = find_machine(model)
+    started = _started(machine) if world_size is None and not rank else None
+    world = started or _world(machine, world_size, rank)
     gpus = SimulatedGPU.machine(
         model,
         world=world,
@@ -184,6 +234,15 @@ def simulate(
                 own.simulation.threads.raise_failures()
             finally:
                 runs[0].finish()
+    if started is not None:
+        runs[own.index].tell(started)
+
+
+def _started(machine: Machine) -> World | None:
+    world = world_of_process(os.environ)
+    if world is None or machine.per_machine is None:
+        return world
+    return world_of(world.size, world.rank, per_machine=machine.per_machine)
 
 
 def _world(machine: Machine, size: int | None, rank: int) -> World | None:

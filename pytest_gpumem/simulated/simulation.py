@@ -150,7 +150,7 @@ class Simulation(SimulatedMachine):
             plan.plan(self, self._casts, self._patches)
             self.threads.plan(self._patches)
             pinned.plan(self, self._patches)
-            distributed.plan(self, self.execution, world, self._patches)
+            self.communicators = distributed.plan(self, self.execution, world, self._patches)
         self._compiling = Compiling()
         self._resources: ExitStack | None = None
 

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.operators.rules import Scratch
 
 if TYPE_CHECKING:
@@ -170,6 +171,10 @@ _ALLOCATING: Mapping[str, Callable[..., Any]] = {
 """Those that C++ allocates results for by a device, which it takes to be ``meta``."""
 
 
+_TO_EACH = ("alltoall_", "alltoall_base_")
+"""Of these each rank sends to each other one."""
+
+
 class _Work(Work):
     """An asynchronous collective, which keeps what it reads and writes until somebody waits.
 
@@ -232,6 +237,8 @@ class Collectives:
         self._machine = machine
         self._of = machine.storages.of
         self._operation = ""
+        self.communicators: dict[str, Communicator] = {}
+        """Those that NCCL would have made by now, at their first use, by name of the group."""
         self._pending: set[_Work] = set()
         """Works that nobody has waited for."""
 
@@ -271,7 +278,7 @@ class Collectives:
         """Let the operators run here."""
         for name, collective in _COLLECTIVES.items():
             func = getattr(torch.ops.c10d, name).default
-            self._execution.bind(func, self._handler(func, collective))
+            self._execution.bind(func, self._handler(name, func, collective))
         for name in _FUNCTIONAL:
             func = getattr(torch.ops._c10d_functional, name).default
             self._execution.bind(func, self._functional(func, func.redispatch, (_IN_CPP,)))
@@ -300,7 +307,7 @@ class Collectives:
         finally:
             self._operation = before
 
-    def _handler(self, func: Any, collective: _Collective) -> Handler:
+    def _handler(self, name: str, func: Any, collective: _Collective) -> Handler:
         names = [argument.name for argument in func._schema.arguments]
         defaults = {
             argument.name: argument.default_value
@@ -310,10 +317,11 @@ class Collectives:
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            written = list(tensors_in([given[name] for name in collective.written]))
-            read = list(tensors_in([given[name] for name in collective.read]))
+            written = list(tensors_in([given[one] for one in collective.written]))
+            read = list(tensors_in([given[one] for one in collective.read]))
             if not self._is_of_gpu(func, written + read):
                 return self._on_host(func, args, kwargs, written, read)
+            self._communicate(name, given)
             work = self._run(collective, given, written, read)
             if not collective.returned:
                 return work.boxed()
@@ -325,6 +333,12 @@ class Collectives:
         if not tensors:  # a barrier
             return True
         return any(self._of(tensor) is not None for tensor in tensors)
+
+    def _communicate(self, name: str, given: _Arguments) -> None:
+        group = ProcessGroup.unbox(given["process_group"])
+        known = self.communicators.get(group.group_name)
+        to_each = name in _TO_EACH or (known is not None and known.to_each)
+        self.communicators[group.group_name] = Communicator(group.size(), to_each)
 
     def _run(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed
@@ -10,6 +11,7 @@ from pytest_gpumem.simulated.distributed import refusals
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.distributed.nccl import Communicator
     from pytest_gpumem.simulated.distributed.world import World
     from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -17,11 +19,14 @@ if TYPE_CHECKING:
 
 def plan(
     machine: SimulatedMachine, execution: ShapeExecution, world: World | None, patches: Patches
-) -> None:
-    """Let ``machine`` be that of one rank of ``world``, or refuse what needs one."""
+) -> Mapping[str, Communicator]:
+    """Let ``machine`` be that of one rank of ``world``, or refuse what needs one.
+
+    Returns what will hold the communicators that NCCL would have made, by name of their group.
+    """
     if world is None or not torch.distributed.is_available():
         refusals.plan(patches)
-        return
+        return {}
     # What a simulation of one process need not import.
     from pytest_gpumem.simulated.distributed import (
         checkpoints,
@@ -48,3 +53,4 @@ def plan(
     collectives = Collectives(machine, execution)
     collectives.plan(patches)
     collectives.bind()
+    return collectives.communicators

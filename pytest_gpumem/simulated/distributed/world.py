@@ -12,6 +12,14 @@ from pytest_gpumem.marker import MOST_RANKS
 MOST_LOCAL = 8
 """Ranks in one machine where nobody says how many GPUs it has: an HGX board's."""
 
+_STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What ``init_process_group`` reads of a process that torchrun has started, or others as it does.
+
+Source: torch/distributed/rendezvous.py (``_env_rendezvous_handler``).
+"""
+_SIMULATED = "simulated"
+"""``TORCHELASTIC_RUN_ID`` of a rank that is alone in its process."""
+
 
 class WorldError(ValueError):
     """A rank or a number of ranks that there cannot be; the message is one sentence."""
@@ -55,7 +63,7 @@ class World:
             "MASTER_PORT": "29500",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_RUN_ID": _SIMULATED,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
@@ -68,12 +76,57 @@ class Seat(NamedTuple):
     rank: int
     is_worst: bool = False
     """Whether it is one of several, of which the one that takes most is judged."""
+    per_machine: int | None = None
+    """How many ranks share a machine, where torchrun says so."""
 
     @property
     def name(self) -> str:
         """What a reader calls it, and what a baseline is for."""
         which = "worst rank" if self.is_worst else f"rank {self.rank}"
         return f"{which} of {self.size}"
+
+
+def world_of_process(variables: Mapping[str, str]) -> World | None:
+    """Return the rank that this process was started as; ``None`` for a process of its own.
+
+    By the ``variables`` of its environment, as torchrun sets them, and not those of a simulated
+    rank; one rank alone is a process of its own. Raises :class:`WorldError`.
+    """
+    if any(name not in variables for name in _STARTED):
+        return None
+    if variables.get("TORCHELASTIC_RUN_ID") == _SIMULATED:
+        return None
+    size, rank = (_number(name, variables[name]) for name in ("WORLD_SIZE", "RANK"))
+    if size == 1:
+        return None
+    local = _number("LOCAL_WORLD_SIZE", variables.get("LOCAL_WORLD_SIZE", "0"))
+    # Where machines have unequal numbers of ranks, what each has says nothing of the others.
+    return world_of(size, rank, per_machine=local if local and size % local == 0 else None)
+
+
+class Address(NamedTuple):
+    """Where the ranks of a run meet."""
+
+    host: str
+    port: int
+    is_served: bool
+    """Whether torchrun serves a store there; else rank 0 has to."""
+
+
+def address_of_process(variables: Mapping[str, str]) -> Address:
+    """Return where this process, which :func:`world_of_process` calls one of several, meets them.
+
+    Raises :class:`WorldError`.
+    """
+    served = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = _number("MASTER_PORT", variables["MASTER_PORT"])
+    return Address(variables["MASTER_ADDR"], port, served)
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or not text.isascii():
+        raise WorldError(f"{name}={quoted(text)} is not a number; torchrun sets it")
+    return int(text)
 
 
 def world_of(size: int, rank: int = 0, *, per_machine: int | None = None) -> World:

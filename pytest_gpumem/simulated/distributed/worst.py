@@ -7,12 +7,35 @@ next to each other: ranks between two that are alike are taken to be like them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from pytest_gpumem.sizes import format_size
+
 MOST_RUNS = 16
 """Ranks that are run to find the worst."""
+
+
+def worst_of(peaks: Mapping[int, int]) -> int:
+    """Return the rank that takes most, by its peak in bytes; of several the first."""
+    return max(peaks, key=lambda rank: (peaks[rank], -rank))
+
+
+def imbalance(peaks: Mapping[int, int]) -> str:
+    """Return the sentence that says how evenly ranks take memory; their peaks are in bytes.
+
+    How far the largest is over the mean is what load balancing calls percent imbalance (Pearce et
+    al., Quantifying the Effectiveness of Load Balance Algorithms, ICS 2012).
+    """
+    most, least = worst_of(peaks), min(peaks, key=lambda rank: (peaks[rank], rank))
+    if peaks[most] == peaks[least]:
+        return f"all {len(peaks)} ranks ran and take the same, {format_size(peaks[most])}"
+    over = peaks[most] * len(peaks) / sum(peaks.values()) - 1
+    return (
+        f"rank {most} takes most of {len(peaks)} ranks, which all ran: {format_size(peaks[most])}, "
+        f"{over:.1%} over their mean; rank {least} takes least, {format_size(peaks[least])}"
+    )
 
 
 class Taken(NamedTuple):
@@ -65,7 +88,7 @@ class Worst:
     @property
     def found(self) -> int:
         """The rank that takes most of those that have run."""
-        return max(self._taken, key=lambda rank: (self._taken[rank].peak_allocated, -rank))
+        return worst_of({rank: taken.peak_allocated for rank, taken in self._taken.items()})
 
     def _candidates(self) -> Iterator[int]:
         yield from (0, self.size - 1)

@@ -70,7 +70,7 @@ def test_a_process_is_told_what_torchrun_tells() -> None:
     assert told["WORLD_SIZE"] == "64"
     assert told["LOCAL_WORLD_SIZE"] == "8"
     assert told["MASTER_ADDR"] == "127.0.0.1"
-    assert told["TORCHELASTIC_RUN_ID"] == "none"
+    assert told["TORCHELASTIC_RUN_ID"] == "simulated"
 
 
 def test_a_machine_has_as_many_ranks_as_gpus() -> None:

@@ -1,0 +1,334 @@
+"""A run of which each rank is a process, as torchrun starts them: measured by all, judged once.
+
+Every process runs every test, on a device of its own. Behind each measured test rank 0 is told what
+the others took, judges the one that takes most, and all of them take its verdict for theirs: so
+``-x``, reruns and expected failures are the same everywhere. At the end they leave with one exit
+status, after rank 0 has written everything: torchrun ends all others as soon as one has left.
+
+Where nothing is measured, each process is as it would be without the plugin.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+from _pytest.config import create_terminal_writer
+
+from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.session.rerun import collected_error
+from pytest_gpumem.simulated.distributed.world import address_of_process
+from pytest_gpumem.simulated.distributed.worst import imbalance, worst_of
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from pytest_gpumem.device.select import DeviceSelector
+    from pytest_gpumem.marker import Expectation
+    from pytest_gpumem.session.expected import Expectations
+    from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.session.own_group import OwnGroup
+    from pytest_gpumem.session.rerun import Measured
+    from pytest_gpumem.session.results import Results
+    from pytest_gpumem.simulated.distributed.meeting import Meeting
+    from pytest_gpumem.simulated.distributed.world import World
+
+_HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+_ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+"""How a run ends that has not come to its end: others may be anywhere."""
+
+
+class Launched:
+    """One rank's part in a run of all of them."""
+
+    def __init__(self, config: pytest.Config, world: World, selector: DeviceSelector) -> None:
+        self._config = config
+        self._selector = selector
+        self.world = world
+        self._address = address_of_process(os.environ)
+        self._meeting: Meeting | None = None
+        self._met = False
+        self._group: OwnGroup | None = None
+        self._status: int = pytest.ExitCode.OK
+        self._kept: io.StringIO | None = None
+        self._failures: dict[str, str] = {}
+        """By node id, the first line of each: of tests and of what could not be collected."""
+        if world.rank:
+            # One process writes what is written once.
+            if hasattr(config.option, "xmlpath"):
+                config.option.xmlpath = None
+            if config.option.basetemp:
+                config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
+
+    def be_quiet(self) -> None:
+        """Keep what pytest writes to the terminal: of all ranks the first one speaks."""
+        reporter = self._config.pluginmanager.getplugin("terminalreporter")
+        if self.world.rank and reporter is not None:
+            self._kept = io.StringIO()
+            reporter._tw = create_terminal_writer(self._config, self._kept)
+
+    def _speak(self) -> None:
+        reporter = self._config.pluginmanager.getplugin("terminalreporter")
+        if self._kept is not None and reporter is not None:
+            reporter._tw = create_terminal_writer(self._config, sys.stdout)
+            reporter._tw.write(self._kept.getvalue(), flush=True)
+            self._kept = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process writes what a run writes."""
+        return self.world.rank == 0 or not self._met
+
+    def meet(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
+        """Meet the other ranks, if any of ``items`` is measured: all have to run the same."""
+        if not any(map(expectations.is_measured, items)):
+            self._speak()
+            return
+        # Nothing else of a run has to import torch before a test needs it.
+        from pytest_gpumem.simulated.distributed.meeting import meeting_of
+
+        self._met = True
+        with self._in_company():
+            self._meeting = meeting = meeting_of(self.world, self._address)
+            if self.world.rank == 0 and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._terminated)
+            own = sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
+            told = meeting.gather("its tests", own)
+            odd = next((rank for rank, one in enumerate(told) if one != own), None)
+            problem = meeting.hear("its tests", None if odd is None else _other_tests(odd))
+        if problem:
+            self._leave(problem, pytest.ExitCode.USAGE_ERROR)
+
+    @contextmanager
+    def settling(
+        self,
+        item: pytest.Item,
+        session: Measured,
+        expectation: Expectation | None,
+        *,
+        called: bool,
+    ) -> Iterator[None]:
+        """Let ``item`` be set up or ``called`` inside, and end alike on all ranks."""
+        try:
+            if not called:
+                self._ensure_group()
+            yield
+        except BaseException as error:
+            self._settle(item, session.current, expectation, error)
+            raise
+        if called:
+            self._settle(item, session.current, expectation, collected_error(item))
+
+    def _ensure_group(self) -> None:
+        """Let ``torch.distributed`` be initialised, as a simulated rank has it by itself."""
+        try:
+            if self._meeting is None or self._selector.real() is None:
+                return
+        except DeviceError:
+            return  # said when the test begins
+        if self._group is None:
+            # Of a run on GPUs alone.
+            from pytest_gpumem.session.own_group import OwnGroup
+
+            self._group = OwnGroup(self._meeting.store, self.world)
+        self._group.ensure()
+
+    def _settle(
+        self,
+        item: pytest.Item,
+        current: MeasuredItem | None,
+        expectation: Expectation | None,
+        error: BaseException | None,
+    ) -> None:
+        """Tell the others how ``item`` ended here, and let rank 0 judge what the worst one took.
+
+        Raises what the test fails with, where that is not ``error``.
+        """
+        if self._meeting is None or isinstance(error, _ENDING):
+            return
+        topic = f"{item.nodeid}"
+        with self._in_company():
+            told = self._meeting.gather(topic, _told(item, current, error))
+        verdict: BaseException | None = error
+        if self.world.rank == 0 and error is None:
+            verdict = _caught(lambda: self._judge(current, expectation, told))
+        with self._in_company():
+            heard = self._meeting.hear(topic, _text(item, verdict))
+        if error is not None:
+            return
+        if verdict is not None:
+            raise verdict
+        if heard is not None and self.world.rank:
+            pytest.fail(f"rank 0: {heard}", pytrace=False)
+
+    def _judge(
+        self,
+        current: MeasuredItem | None,
+        expectation: Expectation | None,
+        told: Sequence[Mapping[str, Any]],
+    ) -> None:
+        for rank, one in enumerate(told):
+            if one["outcome"] == "failed":
+                pytest.fail(f"rank {rank} failed: {one['text']}", pytrace=False)
+        if current is None:
+            return
+        # Imported by the test that was measured.
+        from pytest_gpumem.measurement.record import Measurement
+
+        measured = {
+            rank: Measurement.from_dict(one["measurement"])
+            for rank, one in enumerate(told)
+            if one["measurement"] is not None
+        }
+        if 0 not in measured:
+            return  # an unmarked test that used no device
+        skipped = [f"rank {rank}" for rank, one in enumerate(told) if one["outcome"] == "skipped"]
+        named = expectation.rank if expectation is not None else None
+        peaks = {rank: one.peak_allocated for rank, one in measured.items()}
+        judged = named if isinstance(named, int) and named in measured else worst_of(peaks)
+        notes = [imbalance(peaks)] if len(peaks) > 1 else []
+        notes += [f"{', '.join(skipped)} skipped the test"] if skipped else []
+        own = replace(measured[judged], notes=(*measured[judged].notes, *notes))
+        if judged == named:  # then limits are for it alone
+            current.judge(own, (), ranks=f"rank {judged} of {self.world.size}")
+            return
+        others = [
+            replace(one, device=f"rank {rank}") for rank, one in measured.items() if rank != judged
+        ]
+        current.judge(own, others, ranks=f"worst rank of {self.world.size}")
+
+    def finish(self, session: pytest.Session, results: Results) -> None:
+        """Let all ranks end with one exit status: rank 0 has written what there is to write."""
+        if self._meeting is None or session.exitstatus in _ENDED:
+            return
+        with self._in_company():
+            own = {"status": int(session.exitstatus), "failures": self._failures}
+            told = self._meeting.gather("the end of its tests", own)
+            for rank, one in enumerate(told):
+                for nodeid, text in one["failures"].items():
+                    if nodeid not in self._failures:
+                        results.note(f"{nodeid} failed on rank {rank}, and not on rank 0: {text}")
+            if session.exitstatus in _HARMLESS:
+                statuses = [one["status"] for one in told]
+                bad = (status for status in statuses if status not in _HARMLESS)
+                session.exitstatus = next(bad, session.exitstatus)
+            self._status = self._meeting.hear("its exit status", int(session.exitstatus))
+        session.exitstatus = self._status
+
+    def end(self) -> None:
+        """Leave, when rank 0 has written to the terminal: a process that leaves ends the others."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is None:
+            return
+        if self._group is not None:
+            self._group.close()
+        sys.stdout.flush()
+        if threading.current_thread() is threading.main_thread():
+            # Of a failed run torchrun ends what has not left yet, and would be told that instead.
+            failed = self._status not in _HARMLESS
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if failed else signal.SIG_DFL)
+        with _lost_no_more():
+            meeting.hear("the end", None)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure, which another rank may not have."""
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note what could not be collected, which another rank may have."""
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            lines = (crash.message if crash else report.longreprtext).splitlines()
+            self._failures.setdefault(report.nodeid, lines[0] if lines else "")
+
+    @contextmanager
+    def _in_company(self) -> Iterator[None]:
+        """End the run if another rank is gone."""
+        from pytest_gpumem.simulated.distributed.meeting import MeetingError
+
+        try:
+            yield
+        except MeetingError as error:
+            self._leave(str(error), pytest.ExitCode.INTERRUPTED)
+
+    def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Say why torchrun ends this process: usually because another one has ended."""
+        lost = self._meeting.lost() if self._meeting is not None else []
+        ended = [f"rank {rank} has ended before the run was over" for rank in lost]
+        self._leave("; ".join(ended) or "SIGTERM has ended the run", pytest.ExitCode.INTERRUPTED)
+
+    def _leave(self, sentence: str, status: pytest.ExitCode) -> NoReturn:
+        self._meeting = None
+        pytest.exit(sentence, returncode=int(status))
+
+
+_ENDING = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
+"""What ends a run, and not only a test."""
+
+
+def _other_tests(rank: int) -> str:
+    return (
+        f"rank {rank} would run other tests than rank 0, or in another order: start all of them "
+        "alike, with -p no:randomly, or one seed, where a plugin shuffles tests"
+    )
+
+
+def _told(
+    item: pytest.Item, current: MeasuredItem | None, error: BaseException | None
+) -> Mapping[str, Any]:
+    measurement = current.measurement if current is not None and error is None else None
+    if error is None:
+        outcome = "passed"
+    else:
+        outcome = "skipped" if isinstance(error, _skipping()) else "failed"
+    return {
+        "outcome": outcome,
+        "text": _text(item, error),
+        "measurement": measurement and measurement.to_dict(),
+    }
+
+
+def _text(item: pytest.Item, error: BaseException | None) -> str | None:
+    """What pytest would show of ``error``, ``None`` where it is none or a skip."""
+    if error is None or isinstance(error, _skipping()):
+        return None
+    found = pytest.ExceptionInfo.from_exception(error)
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        return str(error)
+    return f"{found.exconly(tryshort=True).splitlines()[0]}\n\n{item.repr_failure(found)}"
+
+
+def _skipping() -> tuple[type[BaseException], ...]:
+    from pytest_gpumem.simulated.common.errors import SimulationError
+
+    return (pytest.skip.Exception, SimulationError)
+
+
+def _caught(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except (Exception, pytest.fail.Exception) as error:
+        return error
+    return None
+
+
+@contextmanager
+def _lost_no_more() -> Iterator[None]:
+    from pytest_gpumem.simulated.distributed.meeting import MeetingError
+
+    try:
+        yield
+    except MeetingError:
+        return  # rank 0 has left already

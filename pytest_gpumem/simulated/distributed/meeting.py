@@ -1,0 +1,184 @@
+"""What processes tell each other that torchrun has started, one for each rank.
+
+Numbers and verdicts travel, no tensors: each rank computes alone, or by groups of its own. They
+meet in the store that torchrun serves at ``MASTER_ADDR:MASTER_PORT``; where nobody serves one, rank
+0 does, as for ``init_process_group("nccl")``.
+
+Source: torch/distributed/rendezvous.py (``_env_rendezvous_handler``, ``_create_c10d_store``), torch
+2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from pytest_gpumem.sharing.processes import Process, is_alive, this_process
+from pytest_gpumem.simulated.distributed.world import Address, World
+
+JOINING = timedelta(minutes=5)
+"""How long a rank may take to start."""
+WAITING = timedelta(minutes=30)
+"""How long one may take for what the others wait for: torch's ``default_pg_timeout``."""
+_LOOKED_EVERY = 1.0
+"""Seconds between two looks whether a process still runs."""
+
+
+class MeetingError(RuntimeError):
+    """A rank is gone, or somewhere else in the program; the message is one sentence."""
+
+
+class Meeting:
+    """One rank's way to tell the others.
+
+    All ranks call the same methods in the same order. ``store`` is theirs in common.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = PrefixStore("pytest-gpumem", store)
+        self.store = PrefixStore("more", self._store)
+        """For what else the ranks have in common."""
+        self.rank, self.size = rank, size
+        self._count = 0
+        self._members: dict[int, tuple[str, Process]] = {}
+        self._came = time.monotonic()
+        self._store.set(f"member/{rank}", _packed([socket.gethostname(), *this_process()]))
+
+    def gather(self, topic: str, value: Any) -> Sequence[Any]:
+        """Return what each rank says of ``topic``, by rank, to rank 0; to others only their own.
+
+        ``value`` is JSON. Raises :class:`MeetingError`.
+        """
+        key = self._next()
+        self._set(f"{key}/{self.rank}", [topic, value])
+        if self.rank:
+            return [value]
+        return [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
+
+    def hear(self, topic: str, value: Any) -> Any:
+        """Return what rank 0 says of ``topic``; ``value`` is that, and counts nowhere else."""
+        key = f"{self._next()}/0"
+        if self.rank == 0:
+            self._set(key, [topic, value])
+            return value
+        return self._heard(key, 0, topic)
+
+    def lost(self) -> list[int]:
+        """Return the ranks of this host whose process has ended."""
+        return [rank for rank in range(self.size) if self._is_gone(rank)]
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"{self._count}"
+
+    def _set(self, key: str, value: Any) -> None:
+        try:
+            self._store.set(key, _packed(value))
+        except RuntimeError as error:
+            raise MeetingError(_cut_off(self.rank, error)) from None
+
+    def _heard(self, key: str, rank: int, topic: str) -> Any:
+        data: bytes = self._waited(key, rank, topic)
+        theirs, value = _unpacked(data)
+        if theirs != topic:
+            raise MeetingError(
+                f"rank {rank} is at {theirs} where rank {self.rank} is at {topic}: all ranks have "
+                "to run the same, in the same order"
+            )
+        return value
+
+    def _waited(self, key: str, rank: int, topic: str) -> bytes:
+        began = looked = time.monotonic()
+        pause = 0.001
+        try:
+            while not self._store.check([key]):
+                time.sleep(pause)
+                pause = min(2 * pause, 0.1)
+                now = time.monotonic()
+                if now - looked < _LOOKED_EVERY:
+                    continue
+                looked = now
+                # It may have said it between the two questions.
+                if self._is_gone(rank) and not self._store.check([key]):
+                    raise MeetingError(gone(rank, topic))
+                self._limit(rank, topic, now - began)
+            return self._store.get(key)
+        except MeetingError:
+            raise
+        except RuntimeError as error:
+            raise MeetingError(_cut_off(self.rank, error)) from None
+
+    def _limit(self, rank: int, topic: str, waited: float) -> None:
+        if self._member(rank) is None and waited > JOINING.total_seconds():
+            raise MeetingError(
+                f"rank {rank} has not started within {JOINING.total_seconds():.0f} s: WORLD_SIZE "
+                f"says that there are {self.size} ranks"
+            )
+        if waited > WAITING.total_seconds():
+            raise MeetingError(
+                f"rank {rank} has said nothing of {topic} for {WAITING.total_seconds():.0f} s"
+            )
+
+    def _member(self, rank: int) -> tuple[str, Process] | None:
+        if rank not in self._members and self._store.check([f"member/{rank}"]):
+            host, pid, started = _unpacked(self._store.get(f"member/{rank}"))
+            self._members[rank] = host, Process(pid, started)
+        return self._members.get(rank)
+
+    def _is_gone(self, rank: int) -> bool:
+        member = self._member(rank)
+        if member is None or member[0] != socket.gethostname():
+            return False  # nobody can tell
+        return not is_alive(member[1])
+
+
+def gone(rank: int, topic: str) -> str:
+    """Return the sentence that says that a rank has ended."""
+    return f"rank {rank} has ended, and had said nothing of {topic}"
+
+
+def meeting_of(world: World, address: Address) -> Meeting:
+    """Return this process's meeting with the other ranks of ``world``; raises MeetingError."""
+    return _meeting(world, address, os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _meeting(world: World, address: Address, pid: int) -> Meeting:
+    try:
+        # As _create_c10d_store does; what the code under test asks for may be the same server.
+        store = TCPStore(
+            address.host,
+            address.port,
+            world_size=world.size,
+            is_master=world.rank == 0 and not address.is_served,
+            timeout=JOINING,
+            wait_for_workers=False,
+            multi_tenant=not address.is_served,
+        )
+    except (RuntimeError, ValueError) as error:
+        place = f"{address.host}:{address.port}"
+        raise MeetingError(f"{_cut_off(world.rank, error)}, at {place}") from None
+    return Meeting(store, world.rank, world.size)
+
+
+def _cut_off(rank: int, error: Exception) -> str:
+    first = str(error).partition("\n")[0]
+    return f"rank {rank} cannot reach the store of all ranks: {first}"
+
+
+def _packed(value: Any) -> str:
+    return b64encode(zlib.compress(json.dumps(value).encode())).decode()
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zlib.decompress(b64decode(data)))

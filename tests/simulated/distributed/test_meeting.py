@@ -1,0 +1,129 @@
+"""What the processes that torchrun has started tell each other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from pytest_gpumem.sharing.processes import Process
+from pytest_gpumem.simulated.distributed import meeting
+from pytest_gpumem.simulated.distributed.meeting import Meeting, MeetingError
+from pytest_gpumem.simulated.distributed.world import (
+    Address,
+    World,
+    WorldError,
+    address_of_process,
+    world_of,
+    world_of_process,
+)
+from pytest_gpumem.simulated.distributed.worst import imbalance
+
+STARTED = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def members(size: int) -> list[Meeting]:
+    store = HashStore()
+    return [Meeting(store, rank, size) for rank in range(size)]
+
+
+def test_rank_0_is_told_what_all_say_and_all_are_told_what_it_says() -> None:
+    def part(one: Meeting) -> tuple[Any, Any, Any]:
+        first = one.gather("peaks", {"peak": 10 * one.rank})
+        decided = one.hear("the verdict", "passed" if one.rank == 0 else None)
+        return first, decided, one.gather("peaks", [one.rank])
+
+    with ThreadPoolExecutor(3) as threads:
+        first, *others = threads.map(part, members(3))
+
+    assert first == ([{"peak": 0}, {"peak": 10}, {"peak": 20}], "passed", [[0], [1], [2]])
+    assert others == [([{"peak": 10 * r}], "passed", [[r]]) for r in (1, 2)]
+
+
+def test_ranks_that_run_different_things_are_told() -> None:
+    first, other = members(2)
+    other.gather("test_b", 1)
+
+    with pytest.raises(MeetingError, match=r"^rank 1 is at test_b where rank 0 is at test_a: all"):
+        first.gather("test_a", 1)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LOOKED_EVERY", 0.0)
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process = Process(ended.pid, psutil.Process(ended.pid).create_time())
+    store = HashStore()
+    first = Meeting(store, 0, 2)
+    with monkeypatch.context() as other:
+        other.setattr(meeting, "this_process", lambda: process)
+        Meeting(store, 1, 2)
+    assert first.lost() == []
+
+    ended.communicate()
+
+    assert first.lost() == [1]
+    with pytest.raises(MeetingError, match=r"^rank 1 has ended, and had said nothing of test_a$"):
+        first.gather("test_a", 1)
+
+
+def test_a_rank_that_never_starts_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_LOOKED_EVERY", 0.0)
+    monkeypatch.setattr(meeting, "JOINING", meeting.JOINING * 0)
+
+    with pytest.raises(MeetingError, match=r"^rank 1 has not started within 0 s: WORLD_SIZE says"):
+        Meeting(HashStore(), 0, 2).gather("test_a", 1)
+
+
+def test_a_process_is_the_rank_that_it_was_started_as() -> None:
+    assert world_of_process(STARTED) == World(size=4, rank=3, local_size=2)
+    assert address_of_process(STARTED) == Address("node1", 29400, is_served=True)
+    by_hand = {name: STARTED[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert world_of_process(by_hand) == World(size=4, rank=3, local_size=4)
+    assert not address_of_process(by_hand).is_served
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "4"},
+        {**STARTED, "RANK": "0", "WORLD_SIZE": "1"},
+        world_of(8, 3).environment,
+    ],
+    ids=["none", "others are not to be met", "one alone", "of a simulated rank"],
+)
+def test_other_processes_are_their_own(variables: dict[str, str]) -> None:
+    assert world_of_process(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number; torchrun sets it"),
+        ({"RANK": "4"}, "4 is not a rank of 4; write an int from 0 to 3"),
+    ],
+)
+def test_what_no_torchrun_sets_is_refused(wrong: dict[str, str], sentence: str) -> None:
+    with pytest.raises(WorldError, match=f"^{sentence}$"):
+        world_of_process({**STARTED, **wrong})
+
+
+def test_imbalance_is_the_largest_over_the_mean() -> None:
+    mib = 1 << 20
+    assert imbalance({0: mib, 1: 3 * mib, 2: 2 * mib}) == (
+        "rank 1 takes most of 3 ranks, which all ran: 3.0 MiB, 50.0% over their mean; rank 0 takes "
+        "least, 1.0 MiB"
+    )
+    assert imbalance({0: mib, 1: mib}) == "all 2 ranks ran and take the same, 1.0 MiB"
