@@ -214,7 +214,6 @@ LIBRARIES = {
                     "pytorch.attention.multi_head_attention",
                     "pytorch.attention.rope",
                     "pytorch.cpp_extensions",
-                    "pytorch.distributed",
                     "pytorch.graph",
                     "pytorch.ops",
                     "pytorch.optimizers",

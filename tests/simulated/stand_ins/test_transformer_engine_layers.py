@@ -15,6 +15,7 @@ from torch import Tensor
 from pytest_gpumem.measurement.libraries import kept_by_libraries
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.stand_ins.transformer_engine import MODULES
+from tests.pytest_project import Project
 
 LENGTH, BATCH, HIDDEN, HEADS = 64, 2, 512, 8
 X = LENGTH * BATCH * HIDDEN * 2
@@ -177,14 +178,14 @@ _SUITE = """
 
 
 def test_what_the_library_keeps_is_no_leak_and_each_test_is_charged_for_it(
-    pytester: pytest.Pytester,
+    project: Project,
 ) -> None:
-    pytester.makepyfile(_SUITE)
-    report = pytester.path / "report.json"
-    result = pytester.runpytest(
-        "--gpumem-device=sim:H100",
+    project.write(test_kept=_SUITE)
+    report = project.path / "report.json"
+    result = project.run(
         "--gpumem-sim-stand-ins=transformer-engine",
         f"--gpumem-report=json:{report}",
+        device="--gpumem-device=sim:H100",
     )
     result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(["4.0 KiB*still allocated after the test*"])
@@ -202,9 +203,7 @@ def _peaks(report: Path) -> dict[str, int]:
     }
 
 
-def test_what_the_library_itself_keeps_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_library_itself_keeps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = torch.empty(1)
     module = SimpleNamespace(_cublas_workspace=kept)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.module.base", module)

@@ -71,6 +71,8 @@ class _Manager:
     """Of the innermost region, if fp8 is on there."""
     depth: int = 0
     is_first: bool = False
+    is_reentrant: bool = True
+    """How the last checkpoint of the process runs its function again."""
     maxima: dict[tuple[bool, str], list[_Newest]] = field(default_factory=dict)
     """Of every module that ever ran, by direction and recipe: the library drops none."""
 

@@ -354,6 +354,8 @@ class LayerNormMLP(Module):
     @_disable_dynamo
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """Apply all to the last dimension."""
+        # Compiled code saves other tensors in another order.
+        self._fuses_bias = self._fuses_bias and manager().is_reentrant
         dtype = self.activation_dtype(inp)
         call = self.call(inp, self.hidden_size, is_first_microbatch)
         out = _apply(
