@@ -110,7 +110,10 @@ def compositions(history: History) -> dict[str, Composition]:
                 # What lives long is part of several peaks.
                 if id(life) not in places:
                     places[id(life)] = _place(history, life, forward)
-            known[position] = _composition((places[id(life)], life) for life in live)
+            running = _running(history, position, forward) if any(map(_is_buffer, live)) else ""
+            known[position] = _composition(
+                (_beside(places[id(life)], life, running), life) for life in live
+            )
         found[phase] = known[position]
     return found
 
@@ -192,6 +195,35 @@ def _sum(place: Site, lives: Sequence[Life]) -> Site:
 
 _OF_SHARDING = {"unsharded": PARAMETERS, "buffer": OTHER}
 """By kind: what a library has said that it allocates."""
+_OF_ROOT = "the root"
+
+
+def _is_buffer(life: Life) -> bool:
+    return life.origin is not None and life.origin.kind == "buffer"
+
+
+def _running(history: History, position: int, forward: ForwardLives) -> str:
+    """Return the path of the module that computes then, forward or backward."""
+    module = history.module_at(position)
+    before = (life for life in reversed(history.lives) if 0 <= life.born <= position)
+    for life in before if not module else ():
+        origin = life.origin
+        if origin is not None and origin.node is not None and not _is_buffer(life):
+            source = forward.of(origin)
+            if source is not None:
+                return history.module_at(source.born)
+    return module
+
+
+def _beside(place: Site, life: Life, running: str) -> Site:
+    """Name the module that computes while a buffer of another one is there: they overlap."""
+    if not running or not _is_buffer(life) or place.operator is None:
+        return place
+    path = place.operator.partition(" of ")[2]
+    shown = ".".join(running.split(".")[: path.count(".") + 1])
+    if path in ("", _OF_ROOT) or f"{path}.".startswith(f"{shown}."):
+        return place
+    return replace(place, operator=f"{place.operator} overlaps {shown}")
 
 
 def category_of(history: History, life: Life) -> str:

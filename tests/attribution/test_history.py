@@ -88,6 +88,36 @@ def test_a_phase_entered_twice_has_the_higher_peak() -> None:
     assert compositions(told)["step"].total == 2048
 
 
+def operators(told: History) -> list[str | None]:
+    return [site.operator for site in composition(told).sites]
+
+
+def test_a_buffer_of_sharding_overlaps_the_module_that_computes() -> None:
+    gathered = Made("all-gather of layers.1", kind="buffer")
+    told = history(
+        alloc(1, 2048, gathered), alloc(2, 512), modules=[(0, "layers.0"), (1, "layers.0.mlp")]
+    )
+    assert operators(told) == ["all-gather of layers.1 overlaps layers.0", "torch.mm"]
+    # Its own module, one inside or around it, and the root, which has all modules, are none.
+    for path in ("layers.1", "layers.1.mlp", "layers", ""):
+        told = history(alloc(1, 2048, gathered), modules=[(0, path)])
+        assert operators(told) == ["all-gather of layers.1"]
+    whole = Made("all-gather of the root", kind="buffer")
+    assert operators(history(alloc(1, 2048, whole), modules=[(0, "layers.0")])) == [
+        "all-gather of the root"
+    ]
+
+
+def test_in_backward_that_is_the_module_whose_node_runs() -> None:
+    told = history(
+        alloc(1, 512, Made(sequence=5)),
+        alloc(2, 512, Made("MmBackward0", node="MmBackward0", sequence=4)),
+        alloc(3, 2048, Made("reduce-scatter of layers.3", kind="buffer", node="Hook")),
+        modules=[(0, "layers.2"), (1, "")],
+    )
+    assert "reduce-scatter of layers.3 overlaps layers.2" in operators(told)
+
+
 def test_an_address_is_what_was_seen_there_while_the_block_lived() -> None:
     told = history(
         alloc(1, 512),

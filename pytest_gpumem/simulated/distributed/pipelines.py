@@ -5,7 +5,8 @@ the shapes that it was told. Without them gradients are like the outputs that th
 comes from a stage on another rank is like what an earlier stage on this rank has sent; where there
 is none, only another rank knows, and that is refused.
 
-Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv_meta``), torch 2.13.
+Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv_meta``), torch
+2.13.
 """
 
 from __future__ import annotations

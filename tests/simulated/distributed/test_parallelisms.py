@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.common.errors import UnknownValueError
 
 MIB = 1 << 20
 WORKSPACES = 2 * 32 * MIB
@@ -60,6 +62,33 @@ def test_stages_of_a_pipeline_differ() -> None:
     assert (first, second, last) == (60, 96, 100)
 
 
+def looped(rank: int, ranks: int, known: bool) -> int:
+    """Peak of a step under an interleaved schedule, two stages a rank, one behind the other."""
+    with simulate("H100", world_size=ranks, rank=rank) as gpu:
+        device = torch.device("cuda", rank)
+        stages = []
+        for place in (rank, rank + ranks):
+            module = nn.Sequential(nn.Linear(256, 256), nn.ReLU()).to(device)
+            x = torch.randn(8, 256, device=device, requires_grad=place > 0)
+            y = torch.randn(8, 256, device=device, requires_grad=True)
+            given: Any = {"input_args": (x,), "output_args": (y,)} if known else {}
+            stages.append(PipelineStage(module, place, 2 * ranks, device, **given))
+        schedule = ScheduleInterleaved1F1B(
+            cast(Any, stages), 8, loss_fn=lambda out, goal: (out - goal).sum()
+        )
+        batch = torch.randn(64, 256, device=device)
+        schedule.step(*[batch] * (rank == 0), target=batch if rank == ranks - 1 else None)
+        return gpu.peak_allocated
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="stages infer gradients since torch 2.13")
+def test_stages_that_infer_shapes_take_as_much_as_those_that_are_told() -> None:
+    # The second stage of the first rank receives what its first one sends.
+    assert looped(0, 4, known=False) == looped(0, 4, known=True)
+    with pytest.raises(UnknownValueError, match="a pipeline's stage needs its input_args"):
+        looped(1, 4, known=False)
+
+
 def test_tensor_parallel_keeps_a_part_of_each_weight() -> None:
     with simulate("H100", world_size=8) as gpu:
         module = nn.Sequential(
@@ -74,6 +103,14 @@ def test_tensor_parallel_keeps_a_part_of_each_weight() -> None:
         optimizer.step()
         # Gradients and two averages of the same size; steps are counted on the host.
         assert gpu.allocated == 4 * (2 * 16 * MIB // 8) + WORKSPACES
+
+
+def test_parts_of_a_parameter_are_drawn_within_bounds() -> None:
+    with simulate("H100", world_size=8):
+        mesh = init_device_mesh("cuda", (8,))
+        part: Any = distribute_tensor(torch.zeros(64, 64, device="cuda"), mesh, [Shard(0)])
+        nn.init.trunc_normal_(part)
+        assert part.to_local().shape == (8, 64)
 
 
 def test_context_parallel_attends_to_parts_of_a_sequence() -> None:

@@ -152,3 +152,18 @@ def test_what_needs_other_ranks_says_how_to_have_them(name: str, use: Any) -> No
     assert str(error.value).startswith(f"{name} at {place}")
     assert "@pytest.mark.gpumem(ranks=8)" in str(error.value)
     assert "world_size=8, rank=0" in str(error.value)
+
+
+def test_meshes_are_made_by_splitting_where_the_device_is_given() -> None:
+    with simulate("H100", world_size=8, rank=3):
+        dist.init_process_group("nccl", device_id=torch.device("cuda:3"))
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
+        assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [0, 1, 2, 3]
+        assert dist.get_process_group_ranks(mesh["dp"].get_group()) == [3, 7]
+        dist.barrier(device_ids=[3])
+
+
+def test_a_monitored_barrier_waits_for_nobody() -> None:
+    with simulate("H100", world_size=8):
+        dist.init_process_group("gloo")
+        dist.monitored_barrier()
