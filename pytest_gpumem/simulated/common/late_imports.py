@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -94,11 +94,11 @@ class LateImports(MetaPathFinder):
     """Imports the modules of ``package`` alone, lest they keep what they find replaced.
 
     With ``itself`` it is the package, with all that it imports, and no module of it that is
-    imported later. ``but`` is a part of it that is imported in sight of what is replaced.
+    imported later. ``but`` are parts of it that are imported in sight of what is replaced.
     """
 
     def __init__(
-        self, package: str, alone: Alone, *, itself: bool = False, but: str | None = None
+        self, package: str, alone: Alone, *, itself: bool = False, but: Sequence[str] = ()
     ) -> None:
         self._package = package
         self._but = but
@@ -119,18 +119,20 @@ class LateImports(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Find a module of the package where Python finds it; others are not found here."""
         of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
-        if not of_stand_in and not self._is_of(fullname):
+        if not of_stand_in and (self._is_in_sight(fullname) or not self._is_of(fullname)):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _AloneLoader(spec.loader, self._alone)
+            spec.loader = _AloneLoader(
+                spec.loader, nullcontext if self._is_in_sight(fullname) else self._alone
+            )
         return spec
 
     def _is_of(self, name: str) -> bool:
-        if self._itself:
-            return name == self._package
-        seen = self._but is not None and f"{name}.".startswith(f"{self._but}.")
-        return name.startswith(f"{self._package}.") and not seen
+        return name == self._package if self._itself else name.startswith(f"{self._package}.")
+
+    def _is_in_sight(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{part}.") for part in self._but)
 
 
 class _AloneLoader(Loader):

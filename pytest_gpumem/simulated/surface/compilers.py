@@ -29,7 +29,7 @@ import torch.fx.experimental._config  # kernels find it imported with what is ke
 
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
 
-_OF_TESTS = "torch.testing._internal"
+_OF_TESTS = ("torch.testing._internal", "torch._dynamo.test_case", "torch._inductor.test_case")
 """What torch's own tests are built on: as it is imported it asks whether there is a GPU."""
 _DYNAMO = "torch._dynamo"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"

@@ -97,7 +97,8 @@ def test_who_needs_more_gets_the_real_module_imported_alone(statement: str) -> N
 
 @pytest.mark.usefixtures("project")
 def test_a_part_may_see_what_is_replaced() -> None:
-    with LateImports("slow", alone, but="slow.other").watched():
+    stand_in = StandIn("slow", lambda name, asking: None, alone)
+    with stand_in.in_place(), LateImports("slow", alone, but=("slow.other",)).watched():
         other: Any = importlib.import_module("slow.other")
         part: Any = importlib.import_module("slow.part")
     assert (other.state, part.state) == (True, False)

@@ -136,6 +136,7 @@ def test_what_a_test_has_replaced_itself_outlives_an_import() -> None:
 def test_what_tests_of_torch_are_built_on_finds_the_gpu() -> None:
     run("""
         with pytest_gpumem.simulate("T4"):
+            import torch._dynamo.test_case
             from torch.testing._internal.common_utils import TEST_CUDA
         assert TEST_CUDA
     """)
