@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves, tree_map
@@ -72,9 +74,13 @@ class Inductor:
                     inner_compile=self._inner,
                     config_patches=self._settings,
                 )
+        except (RestartAnalysis, SkipFrame):
+            raise  # to Dynamo, which traces again with what it has learned
         except Exception as error:
             not_followed(self._machine, error, refuses=self._refuses)
-            return graph.forward
+            if not InstructionTranslator.current_tx().one_graph:
+                raise SkipFrame("runs as it is written") from error
+            return graph.forward  # nobody else may run a graph that has to be whole
         return cast(Compiled, compiled)
 
     def _inner(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
