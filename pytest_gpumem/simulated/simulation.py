@@ -140,6 +140,7 @@ class Simulation(SimulatedMachine):
             compile,
             self._as_compilers_see,
             self._as_torch_is,
+            self._as_code_sees,
             self.threads.standstill.alone,
         )
         self._patches = Patches()
@@ -254,6 +255,12 @@ class Simulation(SimulatedMachine):
             self._patches.paused(but=answers_for_gpu),
             self._of_triton.paused(but=driver.answers_for_gpu),
         ):
+            yield
+
+    @contextmanager
+    def _as_code_sees(self) -> Iterator[None]:
+        """Let all be replaced again inside, for code that runs while a compiler is at work."""
+        with self._patches.resumed(), self._of_triton.resumed(), self._joining():
             yield
 
     def _forget_entering(self) -> None:

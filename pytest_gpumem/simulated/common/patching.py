@@ -40,6 +40,8 @@ class Patches:
         self._planned: list[tuple[Any, str, Any]] = []
         self._replaced: list[_Replaced] = []
         self._is_paused = False
+        self._put_back: list[_Replaced] = []
+        """What is not replaced while they are paused, last replacement first."""
 
     def plan(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
@@ -82,9 +84,24 @@ class Patches:
                 replaced.put_back()
                 paused.append(replaced)
         before, self._is_paused = self._is_paused, self._is_paused or but is None
+        outer, self._put_back = self._put_back, paused
         try:
             yield
         finally:
+            self._put_back = outer
             self._is_paused = before
             for replaced in reversed(paused):
                 replaced.replace()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Replace inside what the innermost :meth:`paused` has put back."""
+        resumed, self._put_back = self._put_back, []
+        for replaced in reversed(resumed):
+            replaced.replace()
+        try:
+            yield
+        finally:
+            for replaced in resumed:
+                replaced.put_back()
+            self._put_back = resumed

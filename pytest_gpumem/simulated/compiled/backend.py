@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
@@ -69,7 +70,9 @@ class Backend:
             raise
         except Exception as error:
             not_followed(self._machine, error, refuses=self._refuses)
-            return graph.forward
+            if not InstructionTranslator.current_tx().one_graph:
+                raise SkipFrame("runs as it is written") from error
+            return graph.forward  # nobody else may run a graph that has to be whole
 
 
 def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:

@@ -69,11 +69,18 @@ class Compilation:
     """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
 
     ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()``
-    only what answers for the GPU. Inside ``resting()`` other threads rest, if it says so.
+    only what answers for the GPU; inside ``code()``, in there, all is again. Inside ``resting()``
+    other threads rest, if it says so.
     """
 
     def __init__(
-        self, machine: SimulatedMachine, how: str, bare: Bare, alone: Alone, resting: Resting
+        self,
+        machine: SimulatedMachine,
+        how: str,
+        bare: Bare,
+        alone: Alone,
+        code: Alone,
+        resting: Resting,
     ) -> None:
         if how not in HOW:
             raise ValueError(f"compile={how!r}: write one of {', '.join(map(repr, HOW))}")
@@ -81,6 +88,7 @@ class Compilation:
         self._how = how
         self._bare = bare
         self._alone = alone
+        self._code = code
         self._resting = resting
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
@@ -189,7 +197,7 @@ class Compilation:
             with self._alone():
                 from pytest_gpumem.simulated.compiled.tracing import Tracing
 
-                self._tracing = Tracing(self._machine, self._bare, self._resting)
+                self._tracing = Tracing(self._machine, self._bare, self._code, self._resting)
             self._begin(self._tracing)
         return self._tracing
 

@@ -32,7 +32,7 @@ def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) 
     Raises :class:`CompiledCodeError` instead where that ``refuses``.
     """
     what = "could not be followed on a simulated GPU"
-    first = str(error).strip().partition("\n")[0]
+    first = str(error).strip().partition("\n")[0] or type(error).__name__
     if refuses:
         raise CompiledCodeError(f"{_SUBJECT} {user_line()} {what}: {first}") from error
     note_at_line(machine, f"{what}, so it runs eagerly, and compiled code allocates less: {first}")

@@ -25,6 +25,7 @@ import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
 from torch._dynamo import device_interface, trace_rules
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import partitioners
 from torch._inductor import compile_fx, config, scheduler
@@ -75,9 +76,10 @@ _last: weakref.ref[Tracing] | None = None
 class Tracing:
     """Lets torch compile for the GPUs of ``machine``; can be entered anew inside."""
 
-    def __init__(self, machine: SimulatedMachine, bare: Bare, resting: Resting) -> None:
+    def __init__(self, machine: SimulatedMachine, bare: Bare, code: Bare, resting: Resting) -> None:
         self._machine = machine
         self._bare = bare
+        self._code = code
         self._resting = resting
         self._patches = Patches()
         fakes.plan(machine, self._patches)
@@ -88,6 +90,7 @@ class Tracing:
         self._lasting.plan(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
+        self._plan_optimizers()
         self._is_entered = False
 
     def _plan_gpu(self) -> None:
@@ -162,6 +165,26 @@ class Tracing:
                 return estimate(node)
 
         return estimate_runtime
+
+    def _plan_optimizers(self) -> None:
+        """An optimizer's state is made while its step is traced: on the GPU, and before torch asks.
+
+        Source: torch/_dynamo/variables/optimizer.py, torch 2.11 and 2.13.
+        """
+        move, arguments = OptimizerVariable.move_step_if_cpu, OptimizerVariable.get_python_args
+
+        def move_steps(variable: Any) -> None:
+            with self._code():
+                move(variable)
+
+        def arguments_of_init(variable: Any, *args: Any, **options: Any) -> Any:
+            values, named = arguments(variable, *args, **options)
+            with self._code():
+                variable.value._init_group(*values, **named)
+            return arguments(variable, *args, **options)  # it fills the lists that it is given
+
+        self._patches.plan(OptimizerVariable, "move_step_if_cpu", move_steps)
+        self._patches.plan(OptimizerVariable, "get_python_args", arguments_of_init)
 
     def _decompositions(self) -> dict[Any, Callable[..., Any]]:
         copy = select_decomp_table()[_TO_COPY]

@@ -151,6 +151,29 @@ def test_another_size_is_compiled_for_sizes_that_vary(rows: int) -> None:
         assert allocated(gpu, before) == [rows * 1024 * 4]
 
 
+def test_numbers_that_vary_are_traced_again_where_the_compiler_asks_for_it() -> None:
+    """It learns late that a rate of dropout is a constant, and tells Dynamo by an exception."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        torch._dynamo.reset()
+        net = nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.1)).cuda()
+        run = compiled(Scaled(net), dynamic=True)
+        for rows in (64, 128, 96):
+            run(torch.ones(rows, 256, device="cuda")).sum().backward()
+        assert gpu.notes == ()
+
+
+class Scaled(nn.Module):
+    """Has a number that is not constant."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.rate = inner, 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x) * self.rate
+        return nn.functional.dropout(result, self.rate)
+
+
 def test_a_function_that_was_compiled_before_is_followed_in_each_simulation() -> None:
     chain = compiled(lambda x: x.sin().cos())
     for model in ("A100-40GB", "T4"):
@@ -210,6 +233,34 @@ def test_cuda_graphs_keep_what_they_use_in_a_pool_of_their_own() -> None:
             chain(x)
         pools = {tuple(each["segment_pool_id"]) for each in torch.cuda.memory_snapshot()}
         assert len(pools) > 1
+
+
+def test_a_compiled_optimizer_makes_its_state_on_the_gpu() -> None:
+    """Both averages of two parameters, 512 bytes after rounding: also in its first step."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        layer = nn.Linear(8, 16).cuda()
+        optimizer = torch.optim.Adam(layer.parameters())
+        layer(torch.ones(4, 8, device="cuda")).sum().backward()
+        before = gpu.allocated
+        compiled(optimizer.step)()
+        assert all(state["exp_avg"].is_cuda for state in optimizer.state.values())
+        assert gpu.allocated - before == 2 * 2 * 512
+
+
+def test_a_compiled_optimizer_has_its_counts_of_steps_on_the_gpu() -> None:
+    """Dynamo moves them there where it finds them: one block of 512 bytes for each parameter."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        layer = nn.Linear(16, 16).cuda()
+        optimizer = torch.optim.Adam(layer.parameters())
+        layer(torch.ones(4, 16, device="cuda")).sum().backward()
+        optimizer.step()
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert [step.is_cuda for step in steps] == [False, False]
+        before = gpu.allocated
+        compiled(optimizer.step)()
+        steps = [state["step"] for state in optimizer.state.values()]
+        assert [step.is_cuda for step in steps] == [True, True]
+        assert gpu.allocated - before == 2 * 512
 
 
 # What is not followed.

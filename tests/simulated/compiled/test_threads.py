@@ -203,13 +203,13 @@ def test_threads_compile_one_after_the_other() -> None:
             return (x * factor).sin()
 
         double: Any = torch.compile(scaled, dynamic=False)
-        return [double(torch.ones(size, 8, device="cuda")).is_cuda for size in (2, 3, 4)]
+        return [double(torch.ones(size, 8, device="cuda")).is_cuda for size in (2, 3)]
 
     with simulate("A100-40GB", compile="always") as gpu:
         torch._dynamo.reset()
-        with ThreadPoolExecutor(3) as executor:
-            found = [executor.submit(run, factor) for factor in (1.0, 2.0, 3.0)]
-            assert [each.result() for each in found] == [[True] * 3] * 3
+        with ThreadPoolExecutor(2) as executor:
+            found = [executor.submit(run, factor) for factor in (1.0, 2.0)]
+            assert [each.result() for each in found] == [[True] * 2] * 2
         assert gpu.notes == ()
 
 
