@@ -190,8 +190,6 @@ class Simulation(SimulatedMachine):
             torch._C._set_only_lift_cpu_tensors(True)
             resources.callback(torch._C._set_only_lift_cpu_tensors, lifts)
             resources.enter_context(compilers.kept_out(self._as_torch_is, self.compilation.going))
-            helpers = LateImports("torch.testing", self._importing_helpers)
-            resources.enter_context(helpers.watched())
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
@@ -218,18 +216,6 @@ class Simulation(SimulatedMachine):
         with self._as_torch_is():
             yield
         self._follow_imports()
-
-    @contextmanager
-    def _importing_helpers(self) -> Iterator[None]:
-        # They ask once, while they are imported, whether there is a GPU to test.
-        if not self._patches.are_applied or self.execution.lock is not None:
-            yield
-            return
-        try:
-            with self._as_compilers_see(), _disable_current_modes(), _without_function_modes():
-                yield
-        finally:
-            self._follow_imports()
 
     @contextmanager
     def _as_torch_is(self) -> Iterator[None]:

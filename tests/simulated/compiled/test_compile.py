@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -261,6 +262,34 @@ def test_a_compiled_optimizer_has_its_counts_of_steps_on_the_gpu() -> None:
         steps = [state["step"] for state in optimizer.state.values()]
         assert [step.is_cuda for step in steps] == [True, True]
         assert gpu.allocated - before == 2 * 512
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_cuda_graphs_keep_their_last_result_and_what_its_gradient_leads_to() -> None:
+    """The next run returns the same tensor (torch/_inductor/cudagraph_trees.py): it is kept."""
+    with simulate("A100-40GB", compile="always"):
+        chain = compiled(lambda x: x.sin().cos(), mode="reduce-overhead")
+        x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = chain(x)
+            y.sum().backward()
+        del x, y
+        gc.collect()
+        assert torch.cuda.memory_allocated() // MIB == 1
+        torch._dynamo.reset()
+        gc.collect()
+        assert torch.cuda.memory_allocated() == 0
+
+
+def test_what_is_written_is_what_a_gpu_gets() -> None:
+    """Tests of users look into it."""
+    from torch._inductor.utils import run_and_get_code
+
+    with simulate("A100-40GB", compile="always"):
+        x = torch.ones(256, 1024, device="cuda")
+        _, (code,) = run_and_get_code(compiled(lambda x: x.sin().cos()), x)
+    assert "buf0 = empty_strided_cuda((256, 1024), (1024, 1), torch.float32)\n" in code
 
 
 # What is not followed.

@@ -192,3 +192,19 @@ driver = triton.runtime.driver
 assert "SimulatedDriver" not in repr(vars(driver))
 """
     subprocess.run([sys.executable, "-c", asked], check=True, timeout=120)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_torch_reads_what_a_kernel_writes_to_while_it_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks Triton for the kernel's code, and Triton its driver for the GPU."""
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    warned: list[Any] = []
+    monkeypatch.setattr(triton_kernel_wrap.log, "warning", lambda *said, **_: warned.append(said))
+    with simulate("A100-40GB", compile="always"):
+        x = torch.ones(256, device="cuda")
+        run: Any = torch.compile(add)
+        assert run(x, x).is_cuda
+    assert warned == []  # "... assuming every input is mutated"
