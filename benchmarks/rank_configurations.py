@@ -64,7 +64,6 @@ class Configuration:
 
 _RECIPE = "pytorch/tutorials, recipes_source/zero_redundancy_optimizer.rst"
 _POINTS = ("local model", "DDP", "before step()", "after step()")
-_ONE_BLOCK = "not found; one block of 16.8 MB"
 RECIPE = tuple(
     Configuration(
         f"20 layers of 2000, DDP, {name}",
@@ -72,7 +71,7 @@ RECIPE = tuple(
         "A100-40GB",
         2,
         partial(replicated.recipe, zero),
-        tuple(map(Stated, _POINTS, values, ("", "", "tails of blocks", _ONE_BLOCK))),
+        tuple(map(Stated, _POINTS, values, ("", "", "tails of blocks", ""))),
         "MB",
         floors=True,
         # Workspaces were cuBLAS's own.

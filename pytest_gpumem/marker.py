@@ -71,7 +71,8 @@ class Expectation:
     isolate: bool = False
     """The test runs in a process of its own."""
     ranks: tuple[int, ...] = ()
-    """How many ranks there are, of which the test is one when simulated; one test id for each."""
+    """How many ranks there are, of which the test is one when simulated, and a process each where
+    there are as many GPUs; one test id for each number."""
     rank: int | str | None = None
     """Which rank the test is, or ``"worst"``: the one that takes most. ``None``: the first one of
     those that are simulated, and where all of them run the worst."""

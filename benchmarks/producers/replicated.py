@@ -44,8 +44,12 @@ def recipe(zero: bool) -> list[int]:
     peaks.append(torch.cuda.max_memory_allocated())
     optimizer: torch.optim.Optimizer
     if zero:
+        # torch 1.8 hands parameters out in their order, and no longer the largest first: of weights
+        # one after the other Adam still has the last one's denominator when it computes the next.
+        # Where each is a group of its own there is nothing to sort, and nothing is kept.
+        groups = [{"params": [parameter]} for parameter in parallel.parameters()]
         optimizer = ZeroRedundancyOptimizer(
-            parallel.parameters(), optimizer_class=torch.optim.Adam, lr=0.01, foreach=False
+            groups, optimizer_class=torch.optim.Adam, lr=0.01, foreach=False
         )
     else:
         optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01, foreach=False)
