@@ -74,7 +74,7 @@ class _Checkpointing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Run the function again."""
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]  # not typed
+        if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
                 "Checkpointing is not compatible with .grad(), please use .backward() if possible"
             )
@@ -117,13 +117,15 @@ class _Frame:
         self._count += 1
         return self._count - 1
 
-    def unpack(self, place: int) -> Tensor | None:
+    def unpack(self, place: int) -> Tensor:
         """Run again, the first time, all of it."""
         if not self._found:
             hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
             with hooks, self._then.again():
                 self._run()
         tensor, self._found[place] = self._found[place], None
+        if tensor is None:
+            raise RuntimeError("a checkpoint's tensors can be taken once")
         return tensor
 
     def _keep(self, tensor: Tensor) -> Tensor:
