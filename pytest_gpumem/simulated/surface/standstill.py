@@ -3,7 +3,9 @@
 Who compiles has to see torch as it is, and others must not. So they rest meanwhile. Threads that
 the code under test starts are watched by ``sys.setprofile``, which tells of each call before it is
 made: while somebody is alone, a thread that uses torch stops at its next call, and one that never
-did when it enters torch. Threads that never do (a progress bar's, a timer's) go on.
+did when it enters torch. Threads that never do (a progress bar's, a timer's) go on. Watching makes
+Python twice as slow, so nobody is watched who starts before torch was told to compile anything:
+such a thread rests where it waits for others, and is taken to go on once it has used torch.
 
 A thread does not rest where it may hold a lock that compiling needs: in an operator that is being
 simulated, in an import, in logging. Nobody watches the thread that began the simulation. It rests
@@ -15,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
+from pytest_gpumem.simulated.surface.compilers import told_to_compile
 
 _LOOKS = 0.02
 """Seconds between two looks at what a thread does."""
@@ -69,6 +72,8 @@ class Standstill:
         self._changed = threading.Condition()
         self._alone: int | None = None
         self._resting: set[int] = set()
+        self._started: set[int] = set()
+        """The threads that came after the first one."""
         self._watched: set[int] = set()
 
     @property
@@ -103,7 +108,17 @@ class Standstill:
     def watched(self) -> Iterator[None]:
         """Be a thread that comes to rest while another one is alone."""
         self.rest()
-        thread, profile = get_ident(), sys.getprofile()
+        thread = get_ident()
+        self._started.add(thread)
+        try:
+            with self._told_of_calls(thread) if told_to_compile() else nullcontext():
+                yield
+        finally:
+            self._started.discard(thread)
+
+    @contextmanager
+    def _told_of_calls(self, thread: int) -> Iterator[None]:
+        profile = sys.getprofile()
 
         def watch(*event: Any) -> None:
             if self._alone is not None and self._alone != thread:
@@ -201,11 +216,11 @@ class Standstill:
 
     def _is_quiet(self, thread: int, frame: FrameType, is_still: bool) -> bool:
         """Whether ``thread`` is where it will be stopped before it meets torch again."""
-        if not is_still:
-            return thread in self._watched and not self._uses_torch(thread, frame)
-        if _simulates(frame.f_code):
+        if is_still and _simulates(frame.f_code):
             return True  # it waits for the lock of operators, which this thread holds
-        return thread in self._watched and not any(map(_simulates, _codes(frame)))
+        if is_still and thread in self._watched:
+            return not any(map(_simulates, _codes(frame)))
+        return thread in self._started and not self._uses_torch(thread, frame)
 
 
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:

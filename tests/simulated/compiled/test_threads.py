@@ -34,6 +34,12 @@ def wrappers_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@pytest.fixture(autouse=True)
+def told_to_compile() -> None:
+    """Threads that start before are not watched."""
+    torch.compile(gated)
+
+
 def gated(x: torch.Tensor) -> torch.Tensor:
     return x.sigmoid() * x.tanh() * x.cos()
 
@@ -226,6 +232,26 @@ def test_where_the_first_thread_goes_on_another_one_s_code_is_eager_and_it_is_sa
         (note,) = gpu.notes
     assert found == [6]
     assert "runs eagerly on a simulated GPU, while another thread goes on" in note
+
+
+@pytest.mark.parametrize(("uses", "held"), [(lambda: None, 2), (lambda: torch.zeros(3), 6)])
+def test_of_threads_from_before_torch_was_told_to_compile_those_that_used_it_are_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, uses: Callable[[], object], held: int
+) -> None:
+    monkeypatch.setattr(standstill, "told_to_compile", lambda: False)
+    monkeypatch.setattr(standstill.Standstill, "patience", 0.1)
+    began = threading.Event()
+
+    def work(is_over: Callable[[], bool]) -> None:
+        uses()
+        began.set()
+        while not is_over():
+            time.sleep(0.01)
+
+    with simulate("A100-40GB") as gpu, beside(work):
+        began.wait()
+        assert held_after_forward() == held
+        assert any("runs eagerly" in note for note in gpu.notes) == (held == 6)
 
 
 def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
