@@ -13,7 +13,8 @@ _usual = metadata.distributions
 def remembering(**options: Any) -> Iterator[metadata.Distribution]:
     """Do as ``importlib.metadata.distributions()``, which finds each anew."""
     for one in _usual(**options):
-        yield _remembered(one._path) if type(one) is metadata.PathDistribution else one
+        path: Any = getattr(one, "_path", None)  # a folder; others are made up by who finds them
+        yield one if path is None else _remembered(path)
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -57,6 +58,7 @@ def imports_of(source: str) -> Iterator[str]:
                 yield name if name in MODULES else name.rpartition(".")[0]
 
 
+@cache
 def arrows() -> set[Arrow]:
     """Every import of one module of the package by another."""
     return {
