@@ -112,6 +112,8 @@ def test_staging_for_an_asynchronous_save_takes_the_hosts_memory(
 
 
 def test_another_process_is_refused(gpu: SimulatedRun, tmp_path: Path) -> None:
+    if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
+        pytest.skip("came with torch 2.7")
     process = state_dict_saver.AsyncCheckpointerType.PROCESS
     with pytest.raises(UnsupportedOperatorError, match="hands a checkpoint to another process"):
         state_dict_saver.async_save(
@@ -119,6 +121,10 @@ def test_another_process_is_refused(gpu: SimulatedRun, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="collectives that nobody waits for keep nothing before torch 2.8, and do so here",
+)
 def test_a_whole_state_is_gathered(gpu: SimulatedRun) -> None:
     model, optimizer = sharded()
     before = gpu.allocated
@@ -138,9 +144,11 @@ def test_a_whole_state_comes_from_rank_0(gpu: SimulatedRun) -> None:
     before = gpu.allocated
     torch.cuda.reset_peak_memory_stats()
     set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict={}, options=options)
-    # One tensor after the other is received, of which the rank keeps its part.
+    # Tensors are received whole, and the rank keeps its part.
     assert torch.cuda.max_memory_allocated() - before >= WEIGHT
-    assert gpu.allocated == before
+    # Until torch 2.7 the averages are views of what was received.
+    is_view = torch.__version__.startswith("2.6.")
+    assert gpu.allocated - before == (2 * LAYERS * (WEIGHT - WEIGHT // RANKS) if is_view else 0)
 
 
 @pytest.mark.parametrize("original", [True, False])
