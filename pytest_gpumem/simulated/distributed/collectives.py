@@ -238,7 +238,7 @@ class Collectives:
         self._of = machine.storages.of
         self._operation = ""
         self._has_result = True
-        """Whether anybody can ask a work for its results; C++ may keep one that it has waited for."""
+        """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
         self.communicators: dict[str, Communicator] = {}
         """Those that NCCL would have made by now, at their first use, by name of the group."""
         self._pending: set[_Work] = set()
