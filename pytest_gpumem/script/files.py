@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.surface.checkpoints import restore_unknown
@@ -25,8 +26,24 @@ _LOOKED_AT = 1 << 24
 
 @contextmanager
 def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
-    """Let ``torch.save`` inside write no shapes over a file that holds values; ``note`` is told."""
+    """Let ``torch.save`` inside write no shapes over a file that holds values; ``note`` is told.
+
+    Neither does a distributed checkpoint write to a folder that holds one with values.
+    """
     save = torch.save
+    prepare = FileSystemWriter.prepare_local_plan
+    elsewhere: list[tempfile.TemporaryDirectory[str]] = []
+
+    def preparing(writer: FileSystemWriter, plan: Any) -> Any:
+        folder = Path(writer.path)
+        if any(not _has_no_values(part) for part in folder.glob("*.distcp")):
+            elsewhere.append(tempfile.TemporaryDirectory())
+            writer.path = Path(elsewhere[-1].name)
+            note(
+                f"a distributed checkpoint at {user_line()} has left {folder.name} as it was: a "
+                "simulated GPU has shapes to write, and no values"
+            )
+        return prepare(writer, plan)
 
     @functools.wraps(save)
     def keeping(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,7 +65,12 @@ def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         for place in (torch, torch.serialization):
             patches.setattr(place, "save", keeping)
-        yield
+        patches.setattr(FileSystemWriter, "prepare_local_plan", preparing)
+        try:
+            yield
+        finally:
+            for folder in elsewhere:
+                folder.cleanup()
 
 
 def _has_no_values(path: Path) -> bool:

@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 
 from pytest_gpumem import run_script, simulate
 from pytest_gpumem.device.cuda import CudaDevice
@@ -163,6 +164,27 @@ def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
     assert sorted(path.name for path in folder.iterdir()) == [
         *("model.pt", "model.pt.epoch", "new.pt", "script.py"),
     ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_neither_is_a_distributed_one(run: Running, folder: Path) -> None:
+    state_dict_saver.save({"weight": torch.ones(3)}, checkpoint_id=folder / "whole", no_dist=True)
+    before = {path.name: path.read_bytes() for path in (folder / "whole").iterdir()}
+    ran = run(
+        """
+        import torch
+        import torch.distributed.checkpoint as dcp
+        state = {"weight": torch.randn(3, device="cuda")}
+        for name in ("whole", "new", "new"):
+            dcp.save(state, checkpoint_id=name, no_dist=True)
+        """
+    )
+    assert ran.error is None
+    assert {path.name: path.read_bytes() for path in (folder / "whole").iterdir()} == before
+    assert (folder / "new" / ".metadata").is_file()
+    (note,) = [note for note in ran.measurement.notes if "distributed checkpoint" in note]
+    assert note.startswith("a distributed checkpoint at script.py:6 has left whole as it was")
 
 
 def test_a_device_that_is_there_is_measured_alike(run: Running, folder: Path) -> None:

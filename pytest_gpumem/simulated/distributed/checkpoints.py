@@ -4,7 +4,7 @@ Ranks send their plans to a coordinator, which makes one plan of all. Here that 
 rank's plan: the checkpoint holds its shards, and what all ranks have.
 
 Source: torch/distributed/checkpoint/utils.py (``_DistWrapper``), default_planner.py
-(``_validate_global_plan``), _async_process_executor.py, torch 2.6 to 2.15.
+(``_validate_global_plan``), state_dict_saver.py, torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import _async_process_executor, default_planner
+from torch.distributed.checkpoint import default_planner, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -53,8 +53,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     pins = getattr(_state_dict_utils, "pin_memory_utils", None)
     if pins is not None:  # came with 2.10
         patches.plan(pins, "unpin_memory", _while_there_is_a_gpu(pins.unpin_memory))
-    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
-    patches.plan(executor, "__init__", _refuse_process)
+    process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
+    if process is not None:  # came with 2.7
+        patches.plan(process, "__init__", _refuse_process)
 
 
 def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:

@@ -237,6 +237,8 @@ class Collectives:
         self._machine = machine
         self._of = machine.storages.of
         self._operation = ""
+        self._has_result = True
+        """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
         self.communicators: dict[str, Communicator] = {}
         """Those that NCCL would have made by now, at their first use, by name of the group."""
         self._pending: set[_Work] = set()
@@ -295,7 +297,11 @@ class Collectives:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             with self._reducing(given.get("reduce_op", "").upper()), self._execution:
-                return kernel(*first, *args, **kwargs)
+                self._has_result = False
+                try:
+                    return kernel(*first, *args, **kwargs)
+                finally:
+                    self._has_result = True
 
         return handle
 
@@ -359,7 +365,7 @@ class Collectives:
             scratch.free()
             return _create_work(_done(written))
         waited = self._barred if collective.is_awaited else self._pending.discard
-        work = _Work([*read, *written], written, scratch, waited)
+        work = _Work([*read, *written], written if self._has_result else (), scratch, waited)
         self._pending.add(work)
         return work
 

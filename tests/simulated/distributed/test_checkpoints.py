@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
@@ -63,7 +68,8 @@ def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = layers()
     for layer in model:
         fully_shard(layer)
-    return trained(fully_shard(model))
+    fully_shard(model)
+    return trained(model)
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> dict[str, Any]:
@@ -76,9 +82,9 @@ def test_a_rank_saves_and_loads_its_shards(gpu: SimulatedRun, tmp_path: Path) ->
     saved = states(model, optimizer)
     torch.cuda.reset_peak_memory_stats()
     before = gpu.allocated
-    dcp.save({**saved, "step": 7}, checkpoint_id=tmp_path)
+    state_dict_saver.save({**saved, "step": 7}, checkpoint_id=tmp_path)
     loaded = {**saved, "step": 0}
-    dcp.load(loaded, checkpoint_id=tmp_path)
+    state_dict_loader.load(loaded, checkpoint_id=tmp_path)
     # Shards go to the host one by one, and come from there into the memory they have.
     assert torch.cuda.max_memory_allocated() == before == gpu.allocated
     assert loaded["step"] == 7
@@ -98,7 +104,7 @@ def test_staging_for_an_asynchronous_save_takes_the_hosts_memory(
     before = gpu.allocated
     torch.cuda.reset_peak_memory_stats()
     for step in range(2):
-        response: Any = dcp.async_save(
+        response: Any = state_dict_saver.async_save(
             saved, checkpoint_id=tmp_path / str(step), async_stager=stager
         )
         getattr(response, "upload_completion", response).result()
@@ -106,12 +112,19 @@ def test_staging_for_an_asynchronous_save_takes_the_hosts_memory(
 
 
 def test_another_process_is_refused(gpu: SimulatedRun, tmp_path: Path) -> None:
-    saver = pytest.importorskip("torch.distributed.checkpoint.state_dict_saver")
-    process = saver.AsyncCheckpointerType.PROCESS
+    if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
+        pytest.skip("came with torch 2.7")
+    process = state_dict_saver.AsyncCheckpointerType.PROCESS
     with pytest.raises(UnsupportedOperatorError, match="hands a checkpoint to another process"):
-        dcp.async_save(states(*sharded()), checkpoint_id=tmp_path, async_checkpointer_type=process)
+        state_dict_saver.async_save(
+            states(*sharded()), checkpoint_id=tmp_path, async_checkpointer_type=process
+        )
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."),
+    reason="collectives that nobody waits for keep nothing before torch 2.8, and do so here",
+)
 def test_a_whole_state_is_gathered(gpu: SimulatedRun) -> None:
     model, optimizer = sharded()
     before = gpu.allocated
@@ -131,9 +144,11 @@ def test_a_whole_state_comes_from_rank_0(gpu: SimulatedRun) -> None:
     before = gpu.allocated
     torch.cuda.reset_peak_memory_stats()
     set_state_dict(model, optimizer, model_state_dict={}, optim_state_dict={}, options=options)
-    # One tensor after the other is received, of which the rank keeps its part.
+    # Tensors are received whole, and the rank keeps its part.
     assert torch.cuda.max_memory_allocated() - before >= WEIGHT
-    assert gpu.allocated == before
+    # Until torch 2.7 the averages are views of what was received.
+    is_view = torch.__version__.startswith("2.6.")
+    assert gpu.allocated - before == (2 * LAYERS * (WEIGHT - WEIGHT // RANKS) if is_view else 0)
 
 
 @pytest.mark.parametrize("original", [True, False])
@@ -153,4 +168,23 @@ def test_states_of_fully_sharded_data_parallel(
             FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, optimizer_state)
         )
         if kind == "SHARDED_STATE_DICT":
-            dcp.save({"model": state}, checkpoint_id=tmp_path)
+            state_dict_saver.save({"model": state}, checkpoint_id=tmp_path)
+
+
+def test_a_gradient_of_a_shard_is_kept_while_the_parameter_is_whole_and_on_the_host() -> None:
+    with simulate("H100", world_size=RANKS, rank=0) as gpu:
+        model = FullyShardedDataParallel(layers())
+        model(torch.randn(2, 1024, device="cuda")).sum().backward()
+        torch.cuda.synchronize()
+        before = gpu.allocated
+        with FullyShardedDataParallel.summon_full_params(model, rank0_only=True, writeback=False):
+            pass
+        with FullyShardedDataParallel.state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        ):
+            assert {str(value.device) for value in model.state_dict().values()} == {"cpu"}
+        torch.cuda.synchronize()
+        assert gpu.allocated == before
+        assert all(parameter.grad is not None for parameter in model.parameters())
