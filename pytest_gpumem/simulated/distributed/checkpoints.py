@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import _async_process_executor, default_planner
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import default_planner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -53,8 +54,10 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     pins = getattr(_state_dict_utils, "pin_memory_utils", None)
     if pins is not None:  # came with 2.10
         patches.plan(pins, "unpin_memory", _while_there_is_a_gpu(pins.unpin_memory))
-    executor = _async_process_executor._ProcessBasedAsyncCheckpointExecutor
-    patches.plan(executor, "__init__", _refuse_process)
+    executors = getattr(dcp, "_async_process_executor", None)
+    if executors is not None:  # came after 2.6
+        executor = executors._ProcessBasedAsyncCheckpointExecutor
+        patches.plan(executor, "__init__", _refuse_process)
 
 
 def _of_whole_tensors(validate: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,7 +48,7 @@ def plan(world: World, patches: Patches) -> None:
                         error_pid=os.getpid(),
                         exit_code=left.code if isinstance(left.code, int) else 1,
                     ) from left
-        return None if join else ProcessContext([], [])  # type: ignore[no-untyped-call]  # torch has no types here
+        return None if join else ProcessContext([], [])
 
     for owner in (mp, sys.modules["torch.multiprocessing.spawn"]):
         for name in ("spawn", "start_processes"):
