@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
@@ -41,13 +42,13 @@ def plan(world: World, patches: Patches) -> None:
                 fn(index, *args)
             except SystemExit as left:
                 if left.code:
-                    raise mp.ProcessExitedException(
+                    raise ProcessExitedException(
                         f"process {index} terminated with exit code {left.code}",
                         error_index=index,
                         error_pid=os.getpid(),
                         exit_code=left.code if isinstance(left.code, int) else 1,
                     ) from left
-        return None if join else mp.ProcessContext([], [])
+        return None if join else ProcessContext([], [])
 
     for owner in (mp, sys.modules["torch.multiprocessing.spawn"]):
         for name in ("spawn", "start_processes"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +17,7 @@ from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 
 MIB = 1 << 20
+mp: Any = torch.multiprocessing
 
 
 def train(rank: int, world_size: int, seen: list[Any]) -> None:
