@@ -26,7 +26,7 @@ class Verdict:
     """
 
     kind: str
-    """``limit``, ``leak``, ``baseline``, ``prediction``, ``nothing_measured`` or ``ran_eagerly``."""
+    """``limit``, ``leak``, ``baseline``, ``prediction``; ``nothing_measured``, ``ran_eagerly``."""
     metric: str
     """``peak_allocated``, ``peak_reserved`` or ``leaked``."""
     phase: str | None

@@ -23,7 +23,10 @@ class Notes:
         """Whether a condition on unknown values was answered by an assumption."""
 
     def note(self, sentence: str, *, always: bool = False) -> None:
-        """Remember a sentence that readers of the numbers have to know, among many or ``always``."""
+        """Remember a sentence that readers of the numbers have to know.
+
+        Of many the first are kept, and those that are ``always``.
+        """
         if always or len(self.notes) < MOST_NOTES:
             self.notes[sentence] = None
 
