@@ -53,8 +53,10 @@ class Compiling:
         @functools.wraps(compile)
         def call(*args: Any, **options: Any) -> Any:
             compiled = compile(*args, **options)
-            torch.compile = compile
-            self._listen()
+            # A decorator with options compiles nothing yet.
+            if torch.compile is call and _CALLBACKS in sys.modules:
+                torch.compile = compile
+                self._listen()
             return compiled
 
         return call

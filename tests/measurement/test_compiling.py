@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_a_reset_of_dynamo_does_not_end_it(
     with tracker.window("call"):
         run(torch.ones(3))
     assert tracker.records(0, Bytes())["call"].peak_allocated == 0
+
+
+def test_it_is_heard_of_whoever_imports_dynamo(
+    statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decorator with options does not yet, and what it returns does."""
+    import torch._dynamo.callback as callbacks
+
+    torch._dynamo.reset()
+    monkeypatch.delitem(sys.modules, callbacks.__name__)
+    tracker, before = PhaseTracker(statistics), torch.compile
+    with Compiling(tracker).watched(), tracker.window("call"):
+        decorate = torch.compile(backend=compiler(lambda: statistics.use(5000)))
+        monkeypatch.setitem(sys.modules, callbacks.__name__, callbacks)
+        run: Any = decorate(torch.sin)
+        assert torch.compile is before
+        run(torch.ones(3))
+    assert tracker.records(0, Bytes())["call"].peak_allocated == 0
+    assert torch.compile is before
 
 
 def test_kernels_that_are_measured_when_they_are_launched_belong_to_it(
