@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, explain, hints, holdings
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
+from pytest_gpumem.measurement.record import ran_eagerly
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ def judge(
         return Judgement(tuple(verdicts), missing_baseline=True)
     if update == "all":
         return Judgement(tuple(verdicts))
+    eager = [note for note in measurement.notes if ran_eagerly(note)]
+    if eager and not baseline.ran_eagerly:
+        verdicts.append(judged.ran_eagerly(eager[0]))
     tolerance = expectation.tolerance or default_tolerance
     tolerance = tolerance or default_tolerance_for(measurement.simulated)
     return Judgement(
@@ -150,6 +154,12 @@ class _Judged:
     def nothing_measured(self) -> Verdict:
         actual = self._measurement.peak_allocated
         return self._verdict("nothing_measured", "peak_allocated", None, None, actual, False)
+
+    def ran_eagerly(self, note: str) -> Verdict:
+        actual = self._measurement.peak_allocated
+        return self._verdict(
+            "ran_eagerly", "peak_allocated", None, None, actual, False, notes=(note,)
+        )
 
     def no_baseline(self, note: str) -> Verdict:
         actual = self._measurement.peak_allocated

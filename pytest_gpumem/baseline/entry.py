@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import compact
-from pytest_gpumem.measurement.record import CALL
+from pytest_gpumem.measurement.record import CALL, ran_eagerly
 
 if TYPE_CHECKING:
     from pytest_gpumem.measurement.record import Measurement, PhaseRecord
@@ -72,6 +72,8 @@ class BaselineEntry:
     """The same by phase, where it is not that of the whole test."""
     tolerance: str | None = None
     """The test's own, as it would be written; ``None`` where it states none."""
+    ran_eagerly: bool = False
+    """Whether code that was to be compiled ran eagerly on the simulated GPU."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -93,6 +95,7 @@ class BaselineEntry:
             peak=peak,
             phase_peaks={name: p for name, p in peaks.items() if p is not None and p != peak},
             tolerance=tolerance,
+            ran_eagerly=any(map(ran_eagerly, measurement.notes)),
         )
 
     def peak_of(self, phase: str | None) -> StoredPeak | None:
@@ -121,6 +124,7 @@ class BaselineEntry:
             "allocated_after": self.allocated_after,
             "cublas_workspace": self.cublas_workspace,
             **({} if self.tolerance is None else {"tolerance": self.tolerance}),
+            **({"ran_eagerly": True} if self.ran_eagerly else {}),
             "phases": {
                 name: {"peak_allocated": peak, **_peak_dict(self.phase_peaks.get(name))}
                 for name, peak in self.phases.items()
@@ -139,6 +143,7 @@ class BaselineEntry:
             peak=StoredPeak.from_dict(data),
             phase_peaks={name: peak for name, peak in peaks.items() if peak is not None},
             tolerance=data.get("tolerance"),
+            ran_eagerly=data.get("ran_eagerly", False),
         )
 
 

@@ -26,7 +26,7 @@ class Verdict:
     """
 
     kind: str
-    """``limit``, ``leak``, ``baseline``, ``prediction`` or ``nothing_measured``."""
+    """``limit``, ``leak``, ``baseline``, ``prediction``; ``nothing_measured``, ``ran_eagerly``."""
     metric: str
     """``peak_allocated``, ``peak_reserved`` or ``leaked``."""
     phase: str | None
@@ -71,6 +71,8 @@ class Verdict:
         """A few words with the number that is over, for a line that names the test already."""
         if self.kind == "nothing_measured":
             return "nothing was measured"
+        if self.kind == "ran_eagerly":
+            return "compiled code ran eagerly"
         if self._phase_did_not_run:
             return f"phase {self.phase} did not run"
         subject = {"leaked": "left ", "peak_reserved": "reserved "}.get(self.metric, "")
@@ -136,6 +138,8 @@ class Verdict:
     def _headline(self) -> str:
         if self.kind == "nothing_measured":
             return _nothing_measured(self.device, self.simulated)
+        if self.kind == "ran_eagerly":
+            return "compiled code ran eagerly, so what it allocates says nothing of its baseline"
         if self._no_baseline:
             return f"{self._measured()} and has no baseline to match"
         if self.kind == "prediction" and self.reference is None:

@@ -14,6 +14,7 @@ from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.device.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
+from pytest_gpumem.measurement.compiling import Compiling
 from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
@@ -27,6 +28,7 @@ from pytest_gpumem.measurement.phases import (
 )
 from pytest_gpumem.measurement.record import CALL, SETUP, Measurement, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Statistics, clear_workspaces
+from pytest_gpumem.sizes import format_size
 
 
 class Meter:
@@ -100,7 +102,7 @@ class Meter:
             self._account.begin(values, own)
         self._running = True
         try:
-            with self.tracker.window(CALL):
+            with self.tracker.window(CALL), Compiling(self.tracker).watched():
                 yield
         finally:
             self._running = False
@@ -217,6 +219,7 @@ class Meter:
             sites=call.sites,
             leaks=left,
             timeline=timeline,
+            notes=compiled_beside(self.tracker.compiled.get(device, 0)),
         )
 
     def _clean_start(self) -> None:
@@ -257,6 +260,16 @@ class Meter:
 
     def _stray_on(self, device: int) -> Bytes:
         return (self._stray or {}).get(device, Bytes())
+
+
+def compiled_beside(nbytes: int) -> tuple[str, ...]:
+    """Return the note on what torch took while it compiled, none where that was nothing."""
+    if not nbytes:
+        return ()
+    return (
+        f"torch compiled while the test ran and took up to {format_size(nbytes)} for that, which "
+        "is in no peak of allocated memory; what it reserved stays: warmup=1 measures without",
+    )
 
 
 def _nothing_recorded() -> Positions:

@@ -154,6 +154,8 @@ class PhaseTracker:
         self.unmeasured_windows: list[tuple[Positions, Positions]] = []
         """When peaks did not count."""
         self._unmeasured = False
+        self.compiled: dict[int, int] = {}
+        """By device: the most that torch took beside what was there while it compiled."""
 
     def restart(self) -> None:
         """Forget every phase but those from before the first restart."""
@@ -163,6 +165,7 @@ class PhaseTracker:
             self._open.clear()
             self.asides.clear()
             self.unmeasured_windows.clear()
+            self.compiled.clear()
             self.phases = {phase.name: phase.copy() for phase in self._kept}
 
     @contextmanager
@@ -285,6 +288,24 @@ class PhaseTracker:
                     for phase in self.phases.values():
                         phase.extents.setdefault(device, Extent()).raise_by(amount)
                 self._reach({device: now.at_rest for device, now in readings.items()})
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Give no phase a peak inside; what is kept is there from its end on."""
+        before = self._statistics.harvest()
+        begin = self._positions()
+        self._paused = True
+        try:
+            yield
+        finally:
+            readings = self._statistics.harvest()
+            self._paused = False
+            self.unmeasured_windows.append((begin, self._positions()))
+            self._reach({device: now.at_rest for device, now in readings.items()})
+            for device, now in readings.items():
+                there = max(now.allocated, before.get(device, Reading()).allocated)
+                beyond = now.peak_allocated - there
+                self.compiled[device] = max(self.compiled.get(device, 0), beyond)
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:

@@ -178,6 +178,8 @@ def _failure_row(record: TestRecord) -> tuple[str, ...]:
     if verdict.kind == "nothing_measured":
         return name, "nothing", "", "not checked"
     measured = f"{phase}{what}{format_size(verdict.actual)}"
+    if verdict.kind == "ran_eagerly":
+        return name, measured, "", "ran eagerly"
     if allowed is None:
         return name, measured, f"no {verdict.kind}", "not checked"
     yardstick = {"baseline": "baseline", "prediction": "predicted"}.get(verdict.kind, "limit")

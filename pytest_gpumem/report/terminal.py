@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.measurement.record import ran_eagerly
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
@@ -104,7 +105,9 @@ def section(
         blocks.append(list(_devices(records, verbosity, width)))
     else:
         # What went wrong with files decides the exit status: it is said however quiet pytest is.
-        blocks.append(list(_notes((), notes, len(notes), width)))
+        # So it is where a number is not that of the code that was to run.
+        eager = dict.fromkeys(note for note in _of_tests(records) if ran_eagerly(note))
+        blocks.append(list(_notes((), [*notes, *eager], len(notes) + MOST_LISTED, width)))
     blocks.append(list(_updates(update, verbosity, width)))
     blocks.append(list(_summary(records, width)))
     return _spaced(blocks, Line() if verbosity >= 0 else None)
@@ -270,12 +273,17 @@ def _notes(
     records: Sequence[TestRecord], notes: Sequence[str], most: int, width: int
 ) -> Iterator[Line]:
     counts: Counter[str] = Counter(notes)
-    for record in records:
-        counts.update({note for measured in record.measurements for note in measured.notes})
-    for note, count in list(counts.items())[:most]:
+    counts.update(_of_tests(records))
+    for note, count in sorted(counts.items(), key=lambda item: not ran_eagerly(item[0]))[:most]:
         times = f" ({_tests(count)})" if count > 1 else ""
         yield from map(Line.of, wrap(f"note: {note}{times}", width, rest="  "))
     yield from _rest(list(counts), most, "notes", tests=False)
+
+
+def _of_tests(records: Sequence[TestRecord]) -> Iterator[str]:
+    """Yield the notes on each test, once for each."""
+    for record in records:
+        yield from dict.fromkeys(note for one in record.measurements for note in one.notes)
 
 
 def _snippets(snippets: Mapping[str, str], most: int, width: int) -> Iterator[list[Line]]:

@@ -15,6 +15,7 @@ UNEXPLAINED = {
     "baseline": "over a baseline",
     "prediction": "not as predicted",
     "nothing_measured": "nothing was measured",
+    "ran_eagerly": "compiled code ran eagerly",
 }
 
 

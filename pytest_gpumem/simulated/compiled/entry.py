@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pytest_gpumem.measurement.record import RUNS_EAGERLY
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
@@ -175,7 +176,7 @@ class Compilation:
 
     def _say_eager(self, reason: str) -> None:
         self._ran_eagerly = True
-        what = f"runs eagerly on a simulated GPU, {reason}"
+        what = f"{RUNS_EAGERLY} on a simulated GPU, {reason}"
         if self._how == ALWAYS:
             raise CompiledCodeError(f"torch.compile at {user_line()} {what}")
         note_at_line(self._machine, f"{what}: compiled code allocates less")

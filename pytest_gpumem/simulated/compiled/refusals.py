@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pytest_gpumem.measurement.record import OF_COMPILED_CODE, RUNS_EAGERLY, ran_eagerly
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
@@ -12,18 +13,15 @@ class CompiledCodeError(RuntimeError):
     """Compiled code that cannot be followed, where all of it is to be: the test fails."""
 
 
-_SUBJECT = "torch.compile at"
-"""With which every note on compiled code begins."""
-
-
 def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
     """Note what becomes of the compiled code that the user's line calls."""
-    machine.note(f"{_SUBJECT} {user_line()} {predicate}")
+    sentence = f"{OF_COMPILED_CODE} {user_line()} {predicate}"
+    machine.note(sentence, always=ran_eagerly(sentence))
 
 
 def tell_of_compiled_code(notes: Iterable[str]) -> bool:
     """Whether ``notes`` are of a run that called compiled code; one that follows it has none."""
-    return any(note.startswith(_SUBJECT) for note in notes)
+    return any(note.startswith(OF_COMPILED_CODE) for note in notes)
 
 
 def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) -> None:
@@ -34,5 +32,7 @@ def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) 
     what = "could not be followed on a simulated GPU"
     first = str(error).strip().partition("\n")[0] or type(error).__name__
     if refuses:
-        raise CompiledCodeError(f"{_SUBJECT} {user_line()} {what}: {first}") from error
-    note_at_line(machine, f"{what}, so it runs eagerly, and compiled code allocates less: {first}")
+        raise CompiledCodeError(f"{OF_COMPILED_CODE} {user_line()} {what}: {first}") from error
+    note_at_line(
+        machine, f"{what}, so it {RUNS_EAGERLY}, and compiled code allocates less: {first}"
+    )

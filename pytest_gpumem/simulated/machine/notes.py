@@ -22,9 +22,12 @@ class Notes:
         self.granted = False
         """Whether a condition on unknown values was answered by an assumption."""
 
-    def note(self, sentence: str) -> None:
-        """Remember a sentence that readers of the numbers have to know."""
-        if len(self.notes) < MOST_NOTES:
+    def note(self, sentence: str, *, always: bool = False) -> None:
+        """Remember a sentence that readers of the numbers have to know.
+
+        Of many the first are kept, and those that are ``always``.
+        """
+        if always or len(self.notes) < MOST_NOTES:
             self.notes[sentence] = None
 
     def count_read(self, name: str) -> str:

@@ -1,0 +1,122 @@
+"""What torch takes while it compiles is in no peak."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from pytest_gpumem.measurement.compiling import Compiling
+from pytest_gpumem.measurement.meter import compiled_beside
+from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
+from tests.fake_statistics import FakeStatistics
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)
+
+
+@pytest.fixture
+def statistics() -> FakeStatistics:
+    return FakeStatistics()
+
+
+@pytest.fixture
+def tracker(statistics: FakeStatistics) -> Iterator[PhaseTracker]:
+    tracker = PhaseTracker(statistics)
+    torch._dynamo.reset()
+    with Compiling(tracker).watched():
+        yield tracker
+    torch._dynamo.reset()
+
+
+def compiler(act: Callable[[], object]) -> Callable[..., Any]:
+    """A backend that does something while it compiles."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        act()
+        return graph.forward
+
+    return backend
+
+
+def test_what_is_given_back_is_not_in_the_peaks(
+    tracker: PhaseTracker, statistics: FakeStatistics
+) -> None:
+    run: Any = torch.compile(torch.sin, backend=compiler(lambda: statistics.use(5000)))
+    with tracker.window("call"), tracker.window("forward"):
+        statistics.allocate(100)
+        run(torch.ones(3))
+        statistics.use(30)
+    records = tracker.records(0, Bytes())
+    assert records["forward"].peak_allocated == records["call"].peak_allocated == 130
+    assert records["forward"].allocated_before == 0
+    assert tracker.compiled == {0: 5000}
+
+
+def test_what_is_kept_is_there_afterwards(
+    tracker: PhaseTracker, statistics: FakeStatistics
+) -> None:
+    run: Any = torch.compile(torch.sin, backend=compiler(lambda: statistics.allocate(700)))
+    with tracker.window("call"):
+        run(torch.ones(3))
+    assert tracker.records(0, Bytes())["call"].peak_allocated == 700
+    assert tracker.compiled == {0: 0}
+
+
+def test_a_reset_of_dynamo_does_not_end_it(
+    tracker: PhaseTracker, statistics: FakeStatistics
+) -> None:
+    torch._dynamo.reset()
+    run: Any = torch.compile(torch.sin, backend=compiler(lambda: statistics.use(5000)))
+    with tracker.window("call"):
+        run(torch.ones(3))
+    assert tracker.records(0, Bytes())["call"].peak_allocated == 0
+
+
+def test_it_is_heard_of_whoever_imports_dynamo(
+    statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decorator with options does not yet, and what it returns does."""
+    import torch._dynamo.callback as callbacks
+
+    torch._dynamo.reset()
+    monkeypatch.delitem(sys.modules, callbacks.__name__)
+    tracker, before = PhaseTracker(statistics), torch.compile
+    with Compiling(tracker).watched(), tracker.window("call"):
+        decorate = torch.compile(backend=compiler(lambda: statistics.use(5000)))
+        monkeypatch.setitem(sys.modules, callbacks.__name__, callbacks)
+        run: Any = decorate(torch.sin)
+        assert torch.compile is before
+        run(torch.ones(3))
+    assert tracker.records(0, Bytes())["call"].peak_allocated == 0
+    assert torch.compile is before
+
+
+def test_kernels_that_are_measured_when_they_are_launched_belong_to_it(
+    statistics: FakeStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def measure(*_: Any, **__: Any) -> None:
+        statistics.use(5000)
+
+    monkeypatch.setattr(CachingAutotuner, "autotune_to_one_config", measure)
+    tracker = PhaseTracker(statistics)
+    with Compiling(tracker).watched(), tracker.window("call"):
+        CachingAutotuner.autotune_to_one_config(None)  # type: ignore[arg-type]
+        statistics.use(10)
+    assert tracker.records(0, Bytes())["call"].peak_allocated == 10
+    assert CachingAutotuner.autotune_to_one_config is measure
+
+
+def test_it_is_said_how_much_it_was() -> None:
+    assert compiled_beside(0) == ()
+    (note,) = compiled_beside(256 * 1024 * 1024)
+    assert note == (
+        "torch compiled while the test ran and took up to 256.0 MiB for that, which is in no peak "
+        "of allocated memory; what it reserved stays: warmup=1 measures without"
+    )
