@@ -182,14 +182,17 @@ _H100 = replace(find_gpu("H100"), total_memory=int(95.0396 * GIB))
 _LLAMA_3 = titan.Run(titan.LLAMA_3_8B, "op")
 _LLAMA_2 = titan.Run(titan.LLAMA_2_7B, "full")
 _WIDE = replace(_LLAMA_2, sizes=replace(titan.LLAMA_2_7B, batch=16), tensor=2)
-_CHUNKS = "not found; 1.97 GiB, near one copy of the logits in bfloat16 (1.96 GiB)"
+_CHUNKS = (
+    "what the merge adds is called nowhere; 42.26 where the loop stands in the training step, so "
+    "that the logits and the last chunk in float32 live through the backward pass"
+)
 _ROOT = "0.49 GiB, the root group's parameters in bfloat16 once more: FSDP2 of a March 2024 nightly"
 _FRAGMENTS = "the same 0.49 GiB, and fragments of segments that cannot expand"
 _AGAIN = "#985 and #996 state 49.58 of the same run"
 _TIMED = "FSDP1 frees with record_stream: when a block comes back depends on the GPU's pace"
 _RUNS_AHEAD = (
-    "not found; pytorch/torchtitan#191 reports 16 GB more of that kind a week later, of FSDP2 with "
-    "tensor parallelism: likely blocks of its collectives, active until the GPU gets there"
+    "before torch 2.8 what tensor-parallel collectives use stays until the GPU gets there "
+    "(recordStream), and FSDP2 lets the host run ahead: pytorch/torchtitan#735, #191"
 )
 
 

@@ -58,7 +58,10 @@ class Launched:
         self._meeting: Meeting | None = None
         self._met = False
         self._group: OwnGroup | None = None
-        self._status: int = pytest.ExitCode.OK
+        self._status: int | None = None
+        """Of all ranks, once they have agreed."""
+        self._terminate: Any = None
+        """What SIGTERM did before."""
         self._kept: io.StringIO | None = None
         self._failures: dict[str, str] = {}
         """By node id, the first line of each: of tests and of what could not be collected."""
@@ -99,8 +102,8 @@ class Launched:
         self._met = True
         with self._in_company():
             self._meeting = meeting = meeting_of(self.world, self._address)
-            if self.world.rank == 0 and threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, self._terminated)
+            if self.world.rank == 0 and _is_main_thread():
+                self._terminate = signal.signal(signal.SIGTERM, self._terminated)
             own = sha256("\n".join(item.nodeid for item in items).encode()).hexdigest()
             told = meeting.gather("its tests", own)
             odd = next((rank for rank, one in enumerate(told) if one != own), None)
@@ -221,21 +224,22 @@ class Launched:
                 statuses = [one["status"] for one in told]
                 bad = (status for status in statuses if status not in _HARMLESS)
                 session.exitstatus = next(bad, session.exitstatus)
-            self._status = self._meeting.hear("its exit status", int(session.exitstatus))
-        session.exitstatus = self._status
+            status: int = self._meeting.hear("its exit status", int(session.exitstatus))
+        session.exitstatus = self._status = status
 
     def end(self) -> None:
         """Leave, when rank 0 has written to the terminal: a process that leaves ends the others."""
         meeting, self._meeting = self._meeting, None
-        if meeting is None:
-            return
         if self._group is not None:
             self._group.close()
+        if self._terminate is not None:
+            signal.signal(signal.SIGTERM, self._terminate)
+        if meeting is None or self._status is None:
+            return  # the others may be anywhere, or gone
         sys.stdout.flush()
-        if threading.current_thread() is threading.main_thread():
+        if self._status not in _HARMLESS and _is_main_thread():
             # Of a failed run torchrun ends what has not left yet, and would be told that instead.
-            failed = self._status not in _HARMLESS
-            signal.signal(signal.SIGTERM, signal.SIG_IGN if failed else signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with _lost_no_more():
             meeting.hear("the end", None)
 
@@ -274,7 +278,7 @@ class Launched:
         pytest.exit(sentence, returncode=int(status))
 
 
-_ENDING = (KeyboardInterrupt, SystemExit, pytest.exit.Exception)
+_ENDING = (KeyboardInterrupt, pytest.exit.Exception)
 """What ends a run, and not only a test."""
 
 
@@ -314,6 +318,11 @@ def _skipping() -> tuple[type[BaseException], ...]:
     from pytest_gpumem.simulated.common.errors import SimulationError
 
     return (pytest.skip.Exception, SimulationError)
+
+
+def _is_main_thread() -> bool:
+    """Whether this is the one thread that may say what signals do."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _caught(call: Callable[[], None]) -> BaseException | None:

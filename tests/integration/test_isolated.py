@@ -121,3 +121,15 @@ def test_what_chose_the_test_does_not_hold_in_its_process(
         """
     )
     project.run_apart(*options).assert_outcomes(passed=3)
+
+
+def test_reruns_are_counted_where_workers_could_be(project: Project) -> None:
+    """pytest-rerunfailures asks in each process that is no controller where its counter listens."""
+    project.write(
+        test_it="""
+        @pytest.mark.gpumem(isolate=True)
+        def test_apart():
+            torch.ones(3, device="cuda")
+        """
+    )
+    project.run_apart("--reruns=1", use=("rerunfailures",)).assert_outcomes(passed=1)

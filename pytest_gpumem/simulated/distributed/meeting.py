@@ -63,7 +63,10 @@ class Meeting:
         self._set(f"{key}/{self.rank}", [topic, value])
         if self.rank:
             return [value]
-        return [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
+        told = [self._heard(f"{key}/{rank}", rank, topic) for rank in range(self.size)]
+        for rank in range(self.size):  # nobody else reads them, and a run has many
+            self._store.delete_key(f"{key}/{rank}")
+        return told
 
     def hear(self, topic: str, value: Any) -> Any:
         """Return what rank 0 says of ``topic``; ``value`` is that, and counts nowhere else."""

@@ -12,8 +12,8 @@ A100 the third GPU of a communicator takes 144 MB more than two (#964): 12 chann
 the all-to-all of #1685 takes 2.6 GiB, and 3.28 GB were seen: NVLS, proxies and the code of kernels
 are in no formula.
 
-Source: NCCL's src/init.cc (``computeBuffSizes``), src/include/device.h, whose constants are the
-same from 2020 to 2026, and src/transport/p2p.cc (``p2pSendSetup``, ``p2pRecvSetup``:
+Source: NCCL's src/init.cc (``computeBuffSizes``), src/include/device.h, whose constants are those
+of 2020 until 2026, and src/transport/p2p.cc (``p2pSendSetup``, ``p2pRecvSetup``:
 ``ALIGN_SIZE(..., CUDA_IPC_MIN)``), read in the sources of 2020.
 """
 
