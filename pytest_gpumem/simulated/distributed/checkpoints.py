@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import default_planner, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -52,7 +51,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     patches.plan(default_planner, "_validate_global_plan", _of_whole_tensors(validate))
     pins = getattr(_state_dict_utils, "pin_memory_utils", None)
     if pins is not None:  # came with 2.10
-        patches.plan(pins, "unpin_memory", _while_there_is_a_gpu(pins.unpin_memory))
+        patches.plan(pins, "unpin_memory", _while_active(machine, pins.unpin_memory))
     process = getattr(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor", None)
     if process is not None:  # came with 2.7
         patches.plan(process, "__init__", _refuse_process)
@@ -76,11 +75,11 @@ def _is_whole(found: TensorStorageMetadata) -> bool:
     return sum(math.prod(chunk.sizes) for chunk in found.chunks) >= found.size.numel()
 
 
-def _while_there_is_a_gpu(unpin: Callable[[int], None]) -> Callable[[int], None]:
-    """Unpin no memory that outlives the simulation: its finalizer runs at any time."""
+def _while_active(machine: SimulatedMachine, unpin: Callable[[int], None]) -> Callable[[int], None]:
+    """Unpin nothing that outlives its simulation: finalizers run at any time, also in another."""
 
     def unpin_memory(data_ptr: int) -> None:
-        if torch.cuda.is_available():
+        if machine.is_active:
             unpin(data_ptr)
 
     return unpin_memory

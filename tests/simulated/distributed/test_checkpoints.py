@@ -6,6 +6,7 @@ torch/distributed/fsdp/_optim_utils.py, torch 2.13.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def trained(parallel: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer.step()
     optimizer.zero_grad()
     torch.cuda.synchronize()
+    gc.collect()  # cycles of hooks and graphs would be freed at any time
     return parallel, optimizer
 
 
