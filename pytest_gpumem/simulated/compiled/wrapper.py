@@ -28,6 +28,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """List what wrappers are to find while they are loaded, and what is written into them."""
     patches.plan(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
+    patches.plan(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
     patches.plan(AsyncCompile, "triton", _load_kernel)
     for name, write in (
         ("make_buffer_allocation", _with_origin),
@@ -57,6 +58,11 @@ class Memory:
             return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
         finally:
             running.purpose = None
+
+
+def _take_pinned(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Take memory of the host that a copy to the GPU reads."""
+    return torch.empty_strided(size, stride, dtype=dtype, pin_memory=True)
 
 
 @cache

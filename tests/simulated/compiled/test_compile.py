@@ -282,6 +282,18 @@ def test_cuda_graphs_keep_their_last_result_and_what_its_gradient_leads_to() -> 
         assert torch.cuda.memory_allocated() == 0
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+def test_a_number_on_the_cpu_is_copied_from_pinned_memory() -> None:
+    """Graphs read no memory of the CPU, so Inductor copies before them."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        scaled = compiled(lambda x, scale: x * scale, mode="reduce-overhead")
+        x, scale = torch.ones(256, 1024, device="cuda"), torch.ones(())
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert scaled(x, scale).is_cuda
+        assert gpu.notes == ()
+
+
 def test_what_is_written_is_what_a_gpu_gets() -> None:
     """Tests of users look into it."""
     from torch._inductor.utils import run_and_get_code
