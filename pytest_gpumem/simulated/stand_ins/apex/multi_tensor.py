@@ -13,32 +13,23 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.stand_ins.apex.extensions import AMP
+from pytest_gpumem.simulated.stand_ins.apex.optimizers import DroppingGradients
 
 _CHUNK = 2048 * 32
 _DTYPES = (torch.float16, torch.float32)
 Lists = list[list[Tensor]]
 
 
-class _Fused(torch.optim.Optimizer):
+class _Fused(DroppingGradients):
     """What these optimizers have in common: state of each parameter, and lists of a type each."""
 
     _kernel: str
     _states: tuple[str, ...]
-    set_grad_none: bool
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         device = self.param_groups[0]["params"][0].device
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device=device)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, or do as torch does where ``set_grad_none`` is false."""
-        if not self.set_grad_none:
-            super().zero_grad()
-            return
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients."""

@@ -14,7 +14,22 @@ _CHUNK = 2048 * 32
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class FusedAdam(torch.optim.Optimizer):
+class DroppingGradients(torch.optim.Optimizer):
+    """Drops gradients, where ``set_grad_none`` is true, one by one."""
+
+    set_grad_none: bool
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, unless ``set_grad_none`` is false."""
+        if not self.set_grad_none:
+            super().zero_grad()
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+class FusedAdam(DroppingGradients):
     """Adam whose moments are float32; all parameters of a type are updated by one kernel."""
 
     def __init__(
@@ -63,15 +78,6 @@ class FusedAdam(torch.optim.Optimizer):
                     group["lr"] = group["lr"].to(device=group["params"][0].device)
             self._step_supports_amp_scaling = True
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, unless ``set_grad_none`` is false."""
-        if not self.set_grad_none:
-            super().zero_grad()
-            return
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad = None
 
     def step(
         self,
