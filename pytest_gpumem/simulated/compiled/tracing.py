@@ -57,6 +57,13 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MEASURES: Any = object()
 
+_WAITS_FOR_MEMORY = 100
+"""Up to which intensity a product does.
+
+Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 on V100, 100 on
+A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
+"""
+
 TUNING = (
     "max_autotune",
     "max_autotune_gemm",
@@ -97,8 +104,8 @@ class Tracing:
         plan = self._patches.plan
         triton = torch.utils._triton
         plan(triton, "triton_hash_with_backend", lambda: "simulated")
-        for asks in (torch._inductor.utils, scheduler):
-            plan(asks, "get_gpu_dram_gbps", _no_clock)
+        plan(scheduler, "get_gpu_dram_gbps", _no_clock)
+        plan(torch._inductor.utils, "get_gpu_dram_gbps", self._bandwidth)
         unset = "unset_fake_temporarily"
         plan(proxy_tensor, unset, _unfaked(getattr(proxy_tensor, unset)))
         plan(ConstantFolder, "run", _on_host(ConstantFolder.run))
@@ -129,19 +136,38 @@ class Tracing:
                 "them allocates",
             )
 
+    def _bandwidth(self) -> float:
+        """GB/s of the memory, where it decides which products are too small to be padded.
+
+        Inductor sets it against a GPU's TFLOPS, which it knows by the whole name of an L4 alone. Of
+        others Triton computes a million times too few, of a clock in MHz as if that were in kHz, so
+        all their products are large enough, as where nothing is known.
+
+        Source: torch/_inductor/fx_passes/pad_mm.py (is_mm_compute_bound), utils.py
+        (get_device_tflops), analysis/device_info.py, torch 2.11 and 2.13; triton/testing.py (nvsmi,
+        get_max_tensorcore_tflops) of 3.6; NVIDIA's data sheet of the L4.
+        """
+        if self._machine.gpus[self._machine.current_index].model.name == "L4":
+            return 300.0
+        return _no_clock()
+
     def _pads(self, decide: Any) -> Callable[..., bool]:
         """Whether a product is padded: Inductor measures it, where it is not clear before.
 
-        Tensor cores read rows of 16 bytes, so padding pays where they are used.
+        Tensor cores read rows of 16 bytes, so padding pays where they are used, unless the product
+        waits for memory anyway: then copying what is padded costs more.
         """
         decide = getattr(decide, "__wrapped__", decide)  # it remembers what was measured
 
-        def should_pad(match: Any, one: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        def should_pad(
+            match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> bool:
             with mock.patch.object(pad_mm, "get_cached_should_pad", return_value=_MEASURES):
-                decided = decide(match, one, *args, **kwargs)
+                decided = decide(match, one, other, *args, **kwargs)
             if decided is not _MEASURES:
                 return bool(decided)
             pads = one.dtype in HALVES or torch.backends.cuda.matmul.allow_tf32
+            pads = pads and _intensity(one, other) > _WAITS_FOR_MEMORY
             self._machine.note(
                 f"Inductor measures whether a product of {one.dtype} is faster with padded rows; "
                 f"it was taken for {'faster' if pads else 'slower'}"
@@ -291,6 +317,13 @@ def _version() -> str:
     """Of what is written into wrappers, and decided for Inductor: by this room's own code."""
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
+
+
+def _intensity(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Multiplications by each number that is read or written (is_mm_compute_bound)."""
+    sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
+    rows, inner, columns = (size if isinstance(size, int) else size.node.hint for size in sizes)
+    return rows * inner * columns / (rows * inner + inner * columns + rows * columns)
 
 
 def _no_clock() -> NoReturn:

@@ -398,3 +398,19 @@ def test_modules_of_users_are_followed_where_phases_are_measured(
     )
     ran = project.run_apart("--gpumem-sim-compile=always", device="--gpumem-device=sim:A100-40GB")
     ran.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "padded"),
+    [("A100-40GB", 16, False), ("A100-40GB", 2048, True), ("L4", 16, False), ("L4", 2048, True)],
+)
+def test_a_product_that_does_not_wait_for_memory_gets_padded_rows(
+    gpu: str, rows: int, padded: bool
+) -> None:
+    """7 columns are missing to rows of 16 bytes: the weight is copied with 50,264 of them."""
+    with simulate(gpu, compile="always") as simulated, torch.no_grad():
+        layer: Any = nn.Linear(768, 50257, bias=False, device="cuda", dtype=torch.bfloat16)
+        x = torch.ones(rows, 768, device="cuda", dtype=torch.bfloat16)
+        before = len(simulated.trace)
+        compiled(layer)(x)
+        assert (768 * 50264 * 2 in allocated(simulated, before)) == padded
