@@ -164,6 +164,8 @@ def _place(history: History, life: Life, forward: ForwardLives) -> Site:
     operator = origin.node if in_backward and not named else origin.operator_name
     if sighting and category == OPTIMIZER_STATE:
         operator = sighting.name
+    elif sighting and named and operator:
+        operator = operator.partition(" of ")[0]  # a gradient: its own module is known
     elif sighting and category == OTHER:
         operator = f"buffer {_general('.'.join(filter(None, (module, sighting.name))))}"
     return Site(

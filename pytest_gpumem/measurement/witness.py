@@ -20,8 +20,12 @@ from pytest_gpumem.attribution.history import (
     Span,
 )
 from pytest_gpumem.measurement.phases import Positions, position_on
+from pytest_gpumem.measurement.sharded import gradients_aside, parameters_aside, parts_of
 
 Function = Callable[..., Any]
+
+_FSDP = "_fsdp_wrapped_module"
+"""What ``FullyShardedDataParallel`` calls the module inside, as part of every path."""
 
 DEEPEST_INPUT = 4
 """Levels of containers in which the arguments of a module are looked for."""
@@ -38,6 +42,8 @@ class Witness:
         self._positions = positions
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._called: WeakSet[torch.nn.Module] = WeakSet()
+        """Those that were called by nobody else, since something moved."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._running: list[str] = []
@@ -96,8 +102,7 @@ class Witness:
             if torch.compiler.is_compiling():  # it would become part of the graph, or break it
                 return call(module, *args, **kwargs)
             outermost = not self._running
-            if outermost:
-                self._outermost_called(module, (args, kwargs))
+            first = outermost and self._outermost_called(module, (args, kwargs))
             mine = outermost and self.begin("forward")
             path = self._paths.get(module) or type(module).__name__
             self._running.append(path)
@@ -107,6 +112,8 @@ class Witness:
             finally:
                 self._running.pop()
                 self._marks.append((self._positions(), self._running[-1] if self._running else ""))
+                if first:  # shards may have been padded anew
+                    self._see_module(self._positions(), module)
                 if mine:
                     self.end()
 
@@ -124,6 +131,7 @@ class Witness:
                 result = apply(module, *args, **kwargs)
             finally:
                 self._moving = False
+            self._called.clear()
             self.watch(module)
             return result
 
@@ -203,23 +211,30 @@ class Witness:
             for name, begin, end in self._spans
         ]
 
-    def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> None:
-        if module not in self._paths:
-            self.watch(module)
+    def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> bool:
+        """Return whether it is the first time since something moved."""
+        first = module not in self._called
+        if first:
+            self._called.add(module)
+            if module not in self._paths:
+                self._name(module)
+            self._see_module(self._positions(), module)
         now = self._positions()
         for tensor in _tensors(arguments, DEEPEST_INPUT):
             if tensor.grad_fn is None:
                 self._see(now, tensor, INPUTS, "", "")
+        return first
 
     def _name(self, module: torch.nn.Module) -> None:
         self._roots.add(module)
         for name, part in module.named_modules():
-            self._paths[part] = name or type(module).__name__
+            path = ".".join(step for step in name.split(".") if step != _FSDP)
+            self._paths[part] = path or type(part).__name__
 
     def _see_module(self, now: Positions, module: torch.nn.Module) -> None:
         for path, name, parameter in self._parameters_of(module):
             self._see(now, parameter, PARAMETERS, path, name)
-            self._see_gradient(now, parameter, path, name)
+        self._see_gradients_of(now, module)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:
@@ -228,11 +243,17 @@ class Witness:
     def _see_gradients(self) -> None:
         now = self._positions()
         for module in list(self._roots):
-            for path, name, parameter in self._parameters_of(module):
-                self._see_gradient(now, parameter, path, name)
+            self._see_gradients_of(now, module)
         for optimizer in list(self._optimizers):
             for held in _parameters(optimizer):
                 self._see_gradient(now, held, "", "")
+
+    def _see_gradients_of(self, now: Positions, module: torch.nn.Module) -> None:
+        for path, name, parameter in self._parameters_of(module):
+            self._see_gradient(now, parameter, path, name)
+        for part in module.modules():
+            for owner, name, gradient in gradients_aside(part):
+                self._see(now, gradient, GRADIENTS, self._paths.get(owner, ""), name)
 
     def _see_gradient(self, now: Positions, parameter: torch.Tensor, path: str, name: str) -> None:
         if parameter.grad is not None:
@@ -245,6 +266,8 @@ class Witness:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
                     yield path, name, parameter
+            for owner, name, aside in parameters_aside(part):
+                yield self._paths.get(owner, ""), name, aside
 
     def _see_optimizer(self, now: Positions, optimizer: torch.optim.Optimizer) -> None:
         owners = self._owners()
@@ -267,14 +290,19 @@ class Witness:
     def _see(
         self, now: Positions, tensor: torch.Tensor, category: str, path: str, name: str
     ) -> None:
-        if not tensor.is_cuda:
-            return
-        try:
-            address = tensor.untyped_storage().data_ptr()
-        except (NotImplementedError, RuntimeError):  # sparse: no storage of its own
-            return
-        if address:
-            self._sightings.append((now, address, category, path, name))
+        for part in parts_of(tensor):
+            address = _address(part)
+            if address:
+                self._sightings.append((now, address, category, path, name))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if not tensor.is_cuda:
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # sparse: no storage of its own
+        return 0
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

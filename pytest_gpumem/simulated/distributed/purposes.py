@@ -37,6 +37,7 @@ _PURPOSES: tuple[tuple[Any, str, _Named], ...] = (
     (FSDPParamGroup, "unshard", _of_module("all-gather")),
     (FSDPParamGroup, "wait_for_unshard", _named("unsharded parameters", _UNSHARDED)),
     (FSDPParamGroup, "post_backward", _of_module("reduce-scatter")),
+    (_flat_param.FlatParamHandle, "pre_unshard", _named("shards to gather", _UNSHARDED)),
     (_flat_param.FlatParamHandle, "unshard", _named("unsharded parameters", _UNSHARDED)),
     (_runtime_utils, "_reduce_grad", _named("reduce-scatter", _BUFFER)),
     (DistributedDataParallel, "_ddp_init_helper", _named("gradient buckets", _BUFFER)),

@@ -1,10 +1,12 @@
 """``fully_shard``: what its own operators are made of is seen, as CUDA runs it.
 
 To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
-copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are.
+copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are; one
+that asks every rank where its shards lie is refused.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13;
-torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``), torch 2.6 to 2.15.
+torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``) and
+sharded_tensor/api.py (``_init_from_local_shards``), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
+from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnknownValueError
 
 if TYPE_CHECKING:
@@ -56,6 +60,20 @@ def plan(patches: Patches) -> None:
         patches.plan(owner, "data_ptr", _compared(shown))
     patches.plan(ShardedTensor, "device", property(_device))
     patches.plan(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))
+    init = _where_alone(vars(ShardedTensor)["_init_from_local_shards"].__func__)
+    patches.plan(ShardedTensor, "_init_from_local_shards", classmethod(init))
+
+
+def _where_alone(init: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize(cls: Any, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
+        if dist.get_world_size(process_group) > 1:
+            raise UnknownValueError(
+                f"init_from_local_shards at {user_line()}, which LOCAL_STATE_DICT comes to, asks "
+                "the other ranks where their shards lie: use SHARDED_STATE_DICT"
+            )
+        return init(cls, *args, process_group=process_group, **kwargs)
+
+    return initialize
 
 
 def _device(tensor: ShardedTensor) -> torch.device:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 )
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.run import SimulatedRun
 
 MIB = 1 << 20
@@ -171,6 +171,17 @@ def test_states_of_fully_sharded_data_parallel(
         )
         if kind == "SHARDED_STATE_DICT":
             state_dict_saver.save({"model": state}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_where_all_shards_lie_is_refused(gpu: SimulatedRun, original: bool) -> None:
+    model = FullyShardedDataParallel(layers(), use_orig_params=original)
+    kind = StateDictType.LOCAL_STATE_DICT
+    with (
+        FullyShardedDataParallel.state_dict_type(model, kind),
+        pytest.raises(UnknownValueError, match=r"shards at .*test_checkpoints\.py:.*lie"),
+    ):
+        model.state_dict()
 
 
 def test_a_gradient_of_a_shard_is_kept_while_the_parameter_is_whole_and_on_the_host() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem import simulate
@@ -54,6 +54,14 @@ def test_of_fully_sharded_data_parallel() -> None:
         step(FullyShardedDataParallel(model()))
     names = {name for name, *_ in purposes(gpu)}
     assert names == {"unsharded parameters", "reduce-scatter"}
+
+
+def test_of_fully_sharded_data_parallel_in_half_precision() -> None:
+    half = MixedPrecision(param_dtype=torch.bfloat16)
+    with simulate("H100", world_size=8) as gpu:
+        step(FullyShardedDataParallel(model(), mixed_precision=half))
+    # Two weights of two MiB each, of which this rank casts an eighth.
+    assert purposes(gpu)["shards to gather", "unsharded", 512] >= 1
 
 
 def test_of_data_parallel() -> None:
