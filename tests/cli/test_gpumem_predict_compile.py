@@ -39,7 +39,7 @@ WAVES = dedent(
 
 
     def not_followed():
-        return function("aot_eager")
+        return function("tvm")
     """
 )
 EAGER = 3 * MIB
@@ -104,7 +104,7 @@ def test_what_could_not_be_followed_is_said(waves: Command) -> None:
     _, lines = waves("waves.py:not_followed", "--gpu", "A100-40GB", "--compile")
 
     (note,) = [line for line in lines if line.startswith("note, compiled: ")]
-    assert "runs eagerly on a simulated GPU, where backend 'aot_eager' is not followed" in note
+    assert "runs eagerly on a simulated GPU, where backend 'tvm' is not followed" in note
 
 
 def test_a_module_that_is_compiled_before_it_is_called(waves: Command) -> None:

@@ -292,6 +292,7 @@ def pytest_unconfigure(config):
         "device device.host_gpus device.select hookspecs ini_names option_values options paths"
         " plugin report report.header session session.early session.expected session.host"
         " session.parts session.reported session.results session.session session.stopwatch"
+        " session.used_fixtures"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

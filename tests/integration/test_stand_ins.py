@@ -195,10 +195,10 @@ def test_a_step_in_fp8_with_transformer_engine_where_it_is_named(project: Projec
                 out.sum().backward()
 
             @pytest.mark.gpumem(gpu="H100")
-            def test_attention():
+            def test_experts():
                 import transformer_engine.pytorch as te
 
-                te.DotProductAttention(8, 64)
+                te.GroupedLinear(2, 8, 64)
         """
     )
 
@@ -208,6 +208,6 @@ def test_a_step_in_fp8_with_transformer_engine_where_it_is_named(project: Projec
     result.stdout.fnmatch_lines(
         [
             "gpumem: simulated T4 with stand-ins of transformer-engine;*",
-            "*transformer_engine.pytorch.DotProductAttention at *test_step.py* has no stand-in*",
+            "*transformer_engine.pytorch.GroupedLinear at *test_step.py* has no stand-in*",
         ]
     )

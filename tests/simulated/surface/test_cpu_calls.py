@@ -7,7 +7,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -548,6 +548,8 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: _pooled(pow, 2, 3),
         lambda: _pooled(int, "ff", base=16),
         lambda: _pooled(),
+        lambda: _unfinished().result(timeout=0),
+        lambda: _unfinished().result(0),
     ],
     "sparse_csr_tensor": [
         lambda: untyped.sparse_csr_tensor([0, 1], [0], [1.0], (1, 1)).to_dense(),
@@ -656,6 +658,10 @@ def _threaded(call: Call) -> Any:
     return found[0], thread.is_alive()
 
 
+def _unfinished() -> Any:
+    return Future()
+
+
 def _pooled(*args: Any, **kwargs: Any) -> Any:
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(*args, **kwargs).result()
@@ -720,6 +726,7 @@ _ELSEWHERE = {
     "TypedStorage": "storage",
     "Thread": "threads",
     "ThreadPoolExecutor": "threads",
+    "Future": "threads",
     "torch.nn.parallel.comm": "comm",
     "save_on_cpu": "save_on_cpu",
 }
