@@ -8,7 +8,7 @@ simulated device allocates what it would allocate without: nothing here touches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -143,6 +143,38 @@ class Values(Reading):
         )
         with torch._C._DisableTorchDispatch():
             self.replace(operator, args, {}, result)
+
+    def captures(self) -> bool:
+        """Whether a capture under way here takes operators for later."""
+        return self.recording is not None and self.recording() is not None
+
+    def shared(self, given: Iterable[Any]) -> list[Any] | None:
+        """Return ``given`` with CPU tensors that share what its tensors hold.
+
+        ``None`` if one of them is not known. What nobody has written to yet may be written to.
+        """
+        found = []
+        for value in given:
+            real = value
+            if isinstance(value, torch.Tensor):
+                if storage_key(value) in self._blank:
+                    self._put_blank(value)
+                if not value.numel():
+                    real = blank(value)
+                elif raw.is_meta(value):
+                    real = self.of(value)
+                if real is None or self.is_unknown_on_host(value):
+                    return None
+            found.append(real)
+        return found
+
+    def know(self, results: Sequence[Any], computed: Sequence[Any], given: Iterable[Any]) -> None:
+        """Know what ``results``, parts of new storages or given ones, hold.
+
+        ``computed`` of ``given``, which :meth:`shared` returned and which was written to.
+        """
+        used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
+        self._keep_all(tuple(results), tuple(computed), used, parts=True)
 
     def make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -1,0 +1,218 @@
+"""The values of compiled code: its graph, run on the CPU beside the wrapper that allocates.
+
+Kernels of a wrapper compute nothing. Where every value is computed, what they would have written
+comes from the graph that Inductor was given, operator by operator, as of eager code; the simulated
+GPU sees the wrapper alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims  # makes operators
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.compiled.fakes import name_gpu
+from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.operator import Operator
+
+Wrapper = Callable[[list[Any]], Any]
+
+_aten = torch.ops.aten
+_COMPUTED = frozenset({"aten", "prims"})
+"""Namespaces of the operators that the CPU can compute; those of others may ask for a GPU."""
+_SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
+"""Strides on the CPU may be others than on a GPU; Inductor takes these for the same, too."""
+
+
+class Computed:
+    """What ``graph``, which Inductor has not changed yet, computes beside its wrapper.
+
+    Raises :class:`CompiledCodeError` where the CPU cannot compute it without knowing more.
+    """
+
+    def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
+        self._machine = machine
+        for node in _nodes(graph):
+            _check(node)
+        self._written = _written(graph)
+        self._graph = _on_host(graph)
+
+    def beside(self, wrapper: Wrapper) -> Wrapper:
+        """Return what runs ``wrapper`` for what it allocates and knows what it yields."""
+        values = self._machine.values
+
+        def run(inputs: list[Any]) -> Any:
+            with self._machine.execution.lock or nullcontext():
+                given = None if values.captures() else values.shared(inputs)
+                if given is None:
+                    return wrapper(inputs)
+                keys = [storage_key(inputs[at]) for at in self._written]
+                with values.ignoring(), launched.told_to(_nobody):
+                    results = wrapper(inputs)  # which empties its inputs, to free them
+                computed = self._compute(values, given)
+                if computed is None:
+                    for key in keys:
+                        values.forget(key)
+                else:
+                    values.know(results, computed, given)
+                return results
+
+        return run
+
+    def _compute(self, values: Values, given: Sequence[Any]) -> Any:
+        """What the graph yields of ``given``, to which it writes; ``None`` if it cannot be."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            try:
+                return _Computing(self._graph, values).run(*given, enable_io_processing=False)
+            except _UncomputableError:
+                return None
+
+
+class _UncomputableError(Exception):
+    """An operator has no kernel on the CPU; the values know which."""
+
+
+class _Computing(Interpreter):
+    def __init__(self, graph: GraphModule, values: Values) -> None:
+        super().__init__(graph)
+        self._values = values
+        self.extra_traceback = False
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().get_attr(target, args, kwargs)
+        if isinstance(found, torch.Tensor) and raw.is_meta(found):
+            found = self._values.of(found)
+            if found is None:
+                raise _UncomputableError
+        return found
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(target, (OpOverload, HigherOrderOperator)):
+            return target(*args, **kwargs)  # of sizes
+        computed = self._values.run(_operator(target), args, kwargs)
+        if computed is None:
+            raise _UncomputableError
+        return computed
+
+
+@cache
+def _operator(target: Any) -> Operator:
+    drawn = _DRAWN.get(target)
+    if drawn is None and isinstance(target, OpOverload):
+        return Operator.of(_SHARED.get(target, target))
+    compute = target if drawn is None else drawn
+    return Operator(
+        target, str(target), (), False, False, False, False, False, False, compute, None, False
+    )
+
+
+def _random(size: Any, seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    """Draw for ``inductor_random`` by its seed, as backward has to draw the same again."""
+    draw = getattr(_aten, mode).generator
+    drawn: torch.Tensor = draw(size, generator=_seeded(seed), dtype=torch.float32, device=CPU)
+    return drawn
+
+
+def _random_integers(low: int, high: int, size: Any, seed: torch.Tensor) -> torch.Tensor:
+    drawn: torch.Tensor = _aten.randint.low_generator(
+        low, high, size, generator=_seeded(seed), dtype=torch.int64, device=CPU
+    )
+    return drawn
+
+
+def _seeded(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(CPU).manual_seed(int(seed))
+
+
+_prims = torch.ops.prims
+_DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
+    _prims.inductor_random.default: _random,
+    _prims.inductor_randint.default: _random_integers,
+}
+"""Operators whose seed is an argument; torch's own, for tracing, do not look at it.
+
+Source: torch/_inductor/inductor_prims.py and fx_passes/replace_random.py, torch 2.11 and 2.13.
+"""
+_FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
+"""Operators of higher order that have an implementation on the CPU that is made of operators."""
+
+
+def _check(node: Node) -> None:
+    """Raise :class:`CompiledCodeError` for what is not computed beside a wrapper."""
+    target: Any = node.target
+    if node.meta.get("unbacked_bindings"):
+        raise CompiledCodeError("sizes depend on values, which its kernels do not compute")
+    if isinstance(target, HigherOrderOperator):
+        known = target.name() in _FOLLOWED
+    else:
+        known = not isinstance(target, OpOverload) or (
+            target.namespace in _COMPUTED and "eager_offset" not in target._schema.name
+        )
+    if not known or target is _aten.as_strided.default:
+        raise CompiledCodeError(f"values are computed, and those of {target} not beside kernels")
+    if node.op == "output":
+        results = [each.meta.get("val") for each in tree_leaves(node.args) if _is_node(each)]
+    else:
+        results = [each.meta.get("val") for each in _targets(node)]
+    if any(isinstance(each, torch.Tensor) and each.is_cpu for each in results):
+        raise CompiledCodeError("values are computed, and those of results on the CPU are not")
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Node)
+
+
+def _targets(node: Node) -> list[Node]:
+    """What ``node`` writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    places = [node.args[at] for at, _ in Operator.of(node.target).written if at < len(node.args)]
+    return [each for each in tree_leaves(places) if isinstance(each, Node)]
+
+
+def _written(graph: GraphModule) -> list[int]:
+    """The positions of the inputs that ``graph`` writes to."""
+    inputs = list(graph.graph.find_nodes(op="placeholder"))
+    written = {target for node in graph.graph.nodes for target in _targets(node)}
+    return [at for at, each in enumerate(inputs) if each in written]
+
+
+def _nodes(graph: GraphModule) -> Iterator[Node]:
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _on_host(graph: GraphModule) -> GraphModule:
+    """A copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites the one it has."""
+    copied = _copied(graph)
+    name_gpu(copied, lambda value: CPU if isinstance(value, torch.device) else value)
+    return copied
+
+
+def _copied(graph: GraphModule) -> GraphModule:
+    copied = GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in copied.graph.nodes:
+        node.meta = {}
+    for name, inner in list(copied.named_children()):
+        if isinstance(inner, GraphModule):
+            setattr(copied, name, _copied(inner))
+    return copied
+
+
+def _nobody(*_: Any) -> None:
+    """What kernels write is known of the graph."""
