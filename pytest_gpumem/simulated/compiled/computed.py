@@ -8,8 +8,10 @@ GPU sees the wrapper alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +25,6 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.compiled.fakes import name_gpu
 from pytest_gpumem.simulated.compiled.launched import launched
-from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.known import Values
@@ -39,47 +40,60 @@ _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
 
 
 class Computed:
-    """What ``graph``, which Inductor has not changed yet, computes beside its wrapper.
-
-    Raises :class:`CompiledCodeError` where the CPU cannot compute it without knowing more.
-    """
+    """What ``graph``, which Inductor has not changed yet, computes beside its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
-        for node in _nodes(graph):
-            _check(node)
+        self.lacks = next(filter(None, map(_lacking, _nodes(graph))), None)
+        """What of it cannot be computed without knowing more; ``None`` where all can be."""
         self._written = _written(graph)
         self._graph = _on_host(graph)
 
     def beside(self, wrapper: Wrapper) -> Wrapper:
         """Return what runs ``wrapper`` for what it allocates and knows what it yields."""
-        values = self._machine.values
+        machine, values = self._machine, self._machine.values
 
         def run(inputs: list[Any]) -> Any:
-            with self._machine.execution.lock or nullcontext():
-                given = None if values.captures() else values.shared(inputs)
+            with machine.execution.lock or nullcontext():
+                if self.lacks is not None:
+                    values.uncomputed = values.uncomputed or self.lacks
+                    return wrapper(inputs)
+                capture = values.capture()
+                if capture is not None:
+                    machine.kernel_wrote()  # into the graph, as of what comes
+                    described = capture.described(tuple(inputs))
+                    results = _alone(values, wrapper, inputs)
+                    capture.add(self._whole(), described, {}, tuple(results))
+                    return results
+                given = values.shared(inputs)
                 if given is None:
                     return wrapper(inputs)
                 keys = [storage_key(inputs[at]) for at in self._written]
-                with values.ignoring(), launched.told_to(_nobody):
-                    results = wrapper(inputs)  # which empties its inputs, to free them
-                computed = self._compute(values, given)
-                if computed is None:
+                results = _alone(values, wrapper, inputs)
+                try:
+                    values.know(results, self._compute(*given), given)
+                except _UncomputableError:
                     for key in keys:
                         values.forget(key)
-                else:
-                    values.know(results, computed, given)
                 return results
 
         return run
 
-    def _compute(self, values: Values, given: Sequence[Any]) -> Any:
-        """What the graph yields of ``given``, to which it writes; ``None`` if it cannot be."""
+    def _compute(self, *given: Any) -> Any:
+        """What the graph yields of ``given``, to which it writes."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            try:
-                return _Computing(self._graph, values).run(*given, enable_io_processing=False)
-            except _UncomputableError:
-                return None
+            computing = _Computing(self._graph, self._machine.values)
+            return computing.run(*given, enable_io_processing=False)
+
+    def _whole(self) -> Operator:
+        written = tuple((at, "") for at in self._written)
+        return replace(_by(self._compute), written=written)
+
+
+def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
+    """Run ``wrapper``, which empties its inputs to free them; nothing is known of what it does."""
+    with values.ignoring(), launched.told_to(_nobody):
+        return wrapper(inputs)
 
 
 class _UncomputableError(Exception):
@@ -90,7 +104,7 @@ class _Computing(Interpreter):
     def __init__(self, graph: GraphModule, values: Values) -> None:
         super().__init__(graph)
         self._values = values
-        self.extra_traceback = False
+        self.extra_traceback = False  # an index out of range is the user's
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         found = super().get_attr(target, args, kwargs)
@@ -114,9 +128,13 @@ def _operator(target: Any) -> Operator:
     drawn = _DRAWN.get(target)
     if drawn is None and isinstance(target, OpOverload):
         return Operator.of(_SHARED.get(target, target))
-    compute = target if drawn is None else drawn
+    return _by(target if drawn is None else drawn)
+
+
+def _by(compute: Callable[..., Any]) -> Operator:
+    name = getattr(compute, "__name__", str(compute))
     return Operator(
-        target, str(target), (), False, False, False, False, False, False, compute, None, False
+        compute, name, (), False, False, False, False, False, False, compute, None, False
     )
 
 
@@ -150,30 +168,30 @@ Source: torch/_inductor/inductor_prims.py and fx_passes/replace_random.py, torch
 _FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
 """Operators of higher order that have an implementation on the CPU that is made of operators."""
 
+_OF_STORAGES = re.compile("as_strided|eager_offset")
+"""Operators that ask for the strides, or for the random numbers, of a GPU."""
 
-def _check(node: Node) -> None:
-    """Raise :class:`CompiledCodeError` for what is not computed beside a wrapper."""
+
+def _lacking(node: Node) -> str | None:
+    """What is not computed of ``node`` beside a wrapper; ``None`` if it is."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
-        raise CompiledCodeError("sizes depend on values, which its kernels do not compute")
+        return f"{target}, which makes sizes of values,"
+    if node.op == "output":
+        changed = [each for each in tree_leaves(node.args) if isinstance(each, Node)]
+    else:
+        changed = _targets(node)
+    found = [each.meta.get("val") for each in changed]
+    if any(isinstance(each, torch.Tensor) and each.is_cpu for each in found):
+        return "a result on the CPU"
     if isinstance(target, HigherOrderOperator):
         known = target.name() in _FOLLOWED
+    elif isinstance(target, OpOverload):
+        known = target.namespace in _COMPUTED and not _OF_STORAGES.search(target._schema.name)
+        known = known and not Operator.of(target).moves_views
     else:
-        known = not isinstance(target, OpOverload) or (
-            target.namespace in _COMPUTED and "eager_offset" not in target._schema.name
-        )
-    if not known or target is _aten.as_strided.default:
-        raise CompiledCodeError(f"values are computed, and those of {target} not beside kernels")
-    if node.op == "output":
-        results = [each.meta.get("val") for each in tree_leaves(node.args) if _is_node(each)]
-    else:
-        results = [each.meta.get("val") for each in _targets(node)]
-    if any(isinstance(each, torch.Tensor) and each.is_cpu for each in results):
-        raise CompiledCodeError("values are computed, and those of results on the CPU are not")
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, Node)
+        known = True
+    return None if known else str(target)
 
 
 def _targets(node: Node) -> list[Node]:

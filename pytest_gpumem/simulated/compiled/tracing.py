@@ -129,6 +129,10 @@ class Tracing:
                 if options.get("cudagraphs"):
                     raise CompiledCodeError("values are computed, which its CUDA graphs do not")
                 computed = Computed(self._machine, graph)  # Inductor changes the graph
+                if computed.lacks is not None and not options.get("is_backward"):
+                    raise CompiledCodeError(
+                        f"values are computed, and those of {computed.lacks} not beside kernels"
+                    )
                 written = write(graph, *args, **options)
                 if isinstance(written, CompiledFxGraph):
                     assert written.current_callable is not None

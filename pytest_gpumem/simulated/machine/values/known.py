@@ -43,6 +43,9 @@ class Captured(Protocol):
     ) -> None:
         """Remember a call, of which nothing is computed now."""
 
+    def described(self, value: Any) -> Any:
+        """``value`` without hold on its tensors, as an argument of a call to be added."""
+
 
 class Values(Reading):
     """The known values of one simulation, by the address of the storage they belong to."""
@@ -84,7 +87,7 @@ class Values(Reading):
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool:
         """Let a capture under way, if there is one here, take the call for when its graph runs."""
-        recording = None if self.recording is None else self.recording()
+        recording = self.capture()
         if recording is None:
             return False
         recording.add(operator, args, kwargs, result)
@@ -144,9 +147,9 @@ class Values(Reading):
         with torch._C._DisableTorchDispatch():
             self.replace(operator, args, {}, result)
 
-    def captures(self) -> bool:
-        """Whether a capture under way here takes operators for later."""
-        return self.recording is not None and self.recording() is not None
+    def capture(self) -> Captured | None:
+        """What takes operators for later, while there is a capture under way here."""
+        return None if self.recording is None else self.recording()
 
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
         """Return ``given`` with CPU tensors that share what its tensors hold.
