@@ -44,7 +44,9 @@ class Computed:
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
-        self.lacks = next(filter(None, map(_lacking, _nodes(graph))), None)
+        self.lacks = _copied_to_host(graph) or next(
+            filter(None, map(_lacking, _nodes(graph))), None
+        )
         """What of it cannot be computed without knowing more; ``None`` where all can be."""
         self._written = _written(graph)
         self._graph = _on_host(graph)
@@ -58,14 +60,15 @@ class Computed:
                 if self.lacks is not None:
                     values.uncomputed = values.uncomputed or self.lacks
                     return wrapper(inputs)
+                before = self._copies_on_host(inputs)
                 capture = values.capture()
                 if capture is not None:
                     machine.kernel_wrote()  # into the graph, as of what comes
-                    described = capture.described(tuple(inputs))
+                    described = capture.described(tuple(before))
                     results = _alone(values, wrapper, inputs)
                     capture.add(self._whole(), described, {}, tuple(results))
                     return results
-                given = values.shared(inputs)
+                given = values.shared(before)
                 if given is None:
                     return wrapper(inputs)
                 keys = [storage_key(inputs[at]) for at in self._written]
@@ -78,6 +81,15 @@ class Computed:
                 return results
 
         return run
+
+    def _copies_on_host(self, inputs: list[Any]) -> list[Any]:
+        """``inputs``, and copies of those that the wrapper's kernels for the CPU write to."""
+        found = list(inputs)
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for at in self._written:
+                if not raw.is_meta(inputs[at]):
+                    found[at] = _aten.clone.default(inputs[at])
+        return found
 
     def _compute(self, *given: Any) -> Any:
         """What the graph yields of ``given``, to which it writes."""
@@ -177,13 +189,6 @@ def _lacking(node: Node) -> str | None:
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"
-    if node.op == "output":
-        changed = [each for each in tree_leaves(node.args) if isinstance(each, Node)]
-    else:
-        changed = _targets(node)
-    found = [each.meta.get("val") for each in changed]
-    if any(isinstance(each, torch.Tensor) and each.is_cpu for each in found):
-        return "a result on the CPU"
     if isinstance(target, HigherOrderOperator):
         known = target.name() in _FOLLOWED
     elif isinstance(target, OpOverload):
@@ -192,6 +197,22 @@ def _lacking(node: Node) -> str | None:
     else:
         known = True
     return None if known else str(target)
+
+
+def _copied_to_host(graph: GraphModule) -> str | None:
+    """What of ``graph`` is on the CPU and made of what is not: its kernels there would need it."""
+    of_gpu: set[Node] = set()
+    for node in graph.graph.nodes:
+        found = [each for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
+        if any(each.is_cuda for each in found):
+            of_gpu.add(node)
+        elif found and not of_gpu.isdisjoint(node.all_input_nodes):
+            return f"{node.target}, which copies to the CPU,"
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _targets(node: Node) -> list[Node]:
