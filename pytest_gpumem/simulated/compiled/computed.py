@@ -116,7 +116,13 @@ class _Computing(Interpreter):
     def __init__(self, graph: GraphModule, values: Values) -> None:
         super().__init__(graph)
         self._values = values
+        self._shapes: Any = None
+        """Of the results of what is run now, where they are known before."""
         self.extra_traceback = False  # an index out of range is the user's
+
+    def run_node(self, n: Node) -> Any:
+        self._shapes = n.meta.get(_SHAPES)
+        return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         found = super().get_attr(target, args, kwargs)
@@ -129,6 +135,8 @@ class _Computing(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, (OpOverload, HigherOrderOperator)):
             return target(*args, **kwargs)  # of sizes
+        if isinstance(target, OpOverload) and self._shapes is not None:
+            self._values.work.expect(target, args, kwargs, self._shapes)
         computed = self._values.run(_operator(target), args, kwargs)
         if computed is None:
             raise _UncomputableError
@@ -243,10 +251,15 @@ def _on_host(graph: GraphModule) -> GraphModule:
     return copied
 
 
+_SHAPES = "shapes"
+
+
 def _copied(graph: GraphModule) -> GraphModule:
     copied = GraphModule(graph, copy.deepcopy(graph.graph))
     for node in copied.graph.nodes:
-        node.meta = {}
+        found = [each.shape for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
+        is_known = all(isinstance(size, int) for shape in found for size in shape)
+        node.meta = {_SHAPES: found[0] if len(found) == 1 else found} if is_known else {}
     for name, inner in list(copied.named_children()):
         if isinstance(inner, GraphModule):
             setattr(copied, name, _copied(inner))

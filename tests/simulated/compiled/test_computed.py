@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnknownValueError
-from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
 from tests.pytest_project import Project
 
 pytestmark = [
@@ -21,8 +21,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     pytest.mark.skipif(torch.__version__ < "2.11", reason="compiled code runs eagerly"),
 ]
-
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,7 +40,11 @@ def train() -> list[torch.Tensor]:
     """Two steps of AdamW; return the losses, the last gradients, parameters and statistics."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(288, 4)
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(288, 4),
     ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss_of = compiled(lambda x: model(x).square().mean())
@@ -68,7 +70,7 @@ def test_forward_backward_and_step_have_the_values_of_eager_code() -> None:
                 values.append([each.detach().cpu() for each in trained])
             if how == "always":
                 assert gpu.notes == ()
-    assert len(values[0]) == 2 + 3 * 2 + 3 * 2 + 3
+    assert len(values[0]) == 2 + 5 + 5 + 3
     for computed, eager in zip(*values, strict=True):
         torch.testing.assert_close(computed, eager, rtol=1e-4, atol=1e-5)
     assert sizes[0] == sizes[1] != sizes[2]
@@ -136,7 +138,8 @@ def test_flex_attention_attends() -> None:
         out.sum().backward()
         found = [out.detach().cpu(), *(each.grad.cpu() for each in given if each.grad is not None)]
         given = [each.detach().cpu().requires_grad_() for each in given]
-    out = functional.scaled_dot_product_attention(*given)
+    query, key, value = given
+    out = functional.scaled_dot_product_attention(query, key, value)
     out.sum().backward()
     wanted = [out.detach(), *(each.grad for each in given if each.grad is not None)]
     for one, other in zip(found, wanted, strict=True):
@@ -189,10 +192,9 @@ def test_what_is_not_computed_beside_a_wrapper_runs_eagerly_and_says_why(
         assert reason in gpu.notes[0]
     with (
         simulate("A100-40GB", real_values=True, compile="always"),
-        pytest.raises(Exception, match="could not be followed on a simulated GPU") as refused,
+        pytest.raises(BackendCompilerFailed, match=f"CompiledCodeError.*{reason}"),
     ):
         compiled(function, **options)(torch.zeros(4, device="cuda"))
-    assert isinstance(refused.value.__cause__, CompiledCodeError)
 
 
 class Strided(torch.autograd.Function):
@@ -205,14 +207,18 @@ class Strided(torch.autograd.Function):
         return gradients[0].cos().as_strided((4,), (1,))
 
 
+strided: Callable[[torch.Tensor], torch.Tensor] = Strided.apply
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.> should not be instantiated:DeprecationWarning")
 def test_a_gradient_that_is_not_computed_beside_a_wrapper_is_not_made_up() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         x = torch.zeros(4, device="cuda", requires_grad=True)
-        y = compiled(Strided.apply)(x)
+        y = compiled(lambda x: strided(x))(x)
         assert y.tolist() == [0.0] * 4
         y.sum().backward()
         assert x.grad is not None
-        with pytest.raises(UnknownValueError, match="because aten.as_strided.default cannot"):
+        with pytest.raises(UnknownValueError, match=r"because aten\.as_strided"):
             x.grad.tolist()
 
 

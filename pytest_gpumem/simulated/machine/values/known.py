@@ -177,7 +177,16 @@ class Values(Reading):
         ``computed`` of ``given``, which :meth:`shared` returned and which was written to.
         """
         used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
-        self._keep_all(tuple(results), tuple(computed), used, parts=True)
+        for result, value in zip(results, computed, strict=True):
+            if isinstance(result, torch.Tensor) and not self._shares(result, value):
+                self._keep_all(result, value, used, parts=True)
+
+    def _shares(self, tensor: torch.Tensor, value: Any) -> bool:
+        """Whether ``value`` is of the very memory that ``tensor`` is known by."""
+        base = self._bases.get(storage_key(tensor))
+        if base is None or not isinstance(value, torch.Tensor):
+            return False
+        return value.untyped_storage()._cdata == base.untyped_storage()._cdata
 
     def make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
