@@ -19,7 +19,7 @@ import torch
 import torch._inductor.inductor_prims  # makes operators
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
@@ -219,6 +219,10 @@ def _copied_to_host(graph: GraphModule) -> str | None:
     return None
 
 
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    return tensor.shape
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -257,9 +261,10 @@ _SHAPES = "shapes"
 def _copied(graph: GraphModule) -> GraphModule:
     copied = GraphModule(graph, copy.deepcopy(graph.graph))
     for node in copied.graph.nodes:
-        found = [each.shape for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
-        is_known = all(isinstance(size, int) for shape in found for size in shape)
-        node.meta = {_SHAPES: found[0] if len(found) == 1 else found} if is_known else {}
+        value = node.meta.get("val")
+        sizes = [size for each in tree_leaves(value) if _is_tensor(each) for size in each.shape]
+        is_known = all(isinstance(size, int) for size in sizes)
+        node.meta = {_SHAPES: tree_map_only(torch.Tensor, _shape, value)} if is_known else {}
     for name, inner in list(copied.named_children()):
         if isinstance(inner, GraphModule):
             setattr(copied, name, _copied(inner))

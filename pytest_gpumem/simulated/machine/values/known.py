@@ -186,7 +186,7 @@ class Values(Reading):
         base = self._bases.get(storage_key(tensor))
         if base is None or not isinstance(value, torch.Tensor):
             return False
-        return value.untyped_storage()._cdata == base.untyped_storage()._cdata
+        return storage_key(value) == storage_key(base)
 
     def make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
