@@ -60,15 +60,15 @@ class Computed:
                 if self.lacks is not None:
                     values.uncomputed = values.uncomputed or self.lacks
                     return wrapper(inputs)
-                before = self._copies_on_host(inputs)
                 capture = values.capture()
                 if capture is not None:
                     machine.kernel_wrote()  # into the graph, as of what comes
-                    described = capture.described(tuple(before))
+                    described = capture.described(tuple(self._copies_on_host(inputs)))
                     results = _alone(values, wrapper, inputs)
                     capture.add(self._whole(), described, {}, tuple(results))
                     return results
-                given = values.shared(before)
+                # Nothing holds what is on the GPU: the wrapper frees it when it would be freed.
+                given = values.shared(self._copies_on_host(inputs))
                 if given is None:
                     return wrapper(inputs)
                 keys = [storage_key(inputs[at]) for at in self._written]
