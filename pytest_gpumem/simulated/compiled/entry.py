@@ -187,8 +187,6 @@ class Compilation:
             return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
             return "as it was asked to"
-        if self._machine.values.everything and backend == "inductor":
-            return "where values are computed"
         if backend in _OF_OTHERS:
             return f"where backend {backend!r} is not followed"
         return None

@@ -33,8 +33,10 @@ from torch._inductor.codecache import CacheBase
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes import pad_mm
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
+from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -42,6 +44,7 @@ from torch.utils._pytree import tree_map_only
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
+from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -118,12 +121,23 @@ class Tracing:
             plan(owner, name, _innermost(getattr(owner, name)))
 
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        def compile_fx_inner(*args: Any, **options: Any) -> Any:
-            if self._machine.values.everything:
-                raise CompiledCodeError("values are computed, which Inductor's kernels do not")
+        def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             self.say_tuned({})
             with self.entered(), standing_in(), config.patch(UNTUNED):
-                return write(*args, **options)
+                if not self._machine.values.everything:
+                    return write(graph, *args, **options)
+                if options.get("cudagraphs"):
+                    raise CompiledCodeError("values are computed, which its CUDA graphs do not")
+                computed = Computed(self._machine, graph)  # Inductor changes the graph
+                if computed.lacks is not None and not options.get("is_backward"):
+                    raise CompiledCodeError(
+                        f"values are computed, and those of {computed.lacks} not beside kernels"
+                    )
+                written = write(graph, *args, **options)
+                if isinstance(written, CompiledFxGraph):
+                    assert written.current_callable is not None
+                    written.current_callable = computed.beside(written.current_callable)
+                return written
 
         return compile_fx_inner
 
@@ -273,6 +287,10 @@ class Tracing:
                 self._patches.apply()
                 inside.callback(self._patches.undo)
                 inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
+                if self._machine.values.everything:
+                    # What it keeps has no graph to compute values by.
+                    settings: Any = torch._functorch.config
+                    inside.enter_context(settings.patch(enable_autograd_cache=False))
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:

@@ -75,20 +75,22 @@ class Recording:
         """Remember a call, of which nothing is computed now."""
         if operator.moves_views:
             return
-        targets = [self._described(tensor) for tensor in operator.targets(args, kwargs)]
+        written = [args[at] for at, _ in operator.written if at < len(args)]
+        targets = [self.described(tensor) for tensor in operator.targets(args, kwargs)]
+        targets += [view for view in written if isinstance(view, _View)]
         self._steps.append(
             _Step(
                 operator,
-                self._described(args),
-                self._described(kwargs),
-                self._described(result),
+                self.described(args),
+                self.described(kwargs),
+                self.described(result),
                 tuple(targets),
             )
         )
 
     def wrote(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remember a kernel that writes to ``tensors`` what nobody knows."""
-        targets = tuple(self._described(tensor) for tensor in tensors)
+        targets = tuple(self.described(tensor) for tensor in tensors)
         self._steps.append(_Step(None, (), {}, None, targets))
 
     def replay(self) -> None:
@@ -103,7 +105,8 @@ class Recording:
                 if view.place.lives:
                     self._values.forget(view.place.key)
 
-    def _described(self, value: Any) -> Any:
+    def described(self, value: Any) -> Any:
+        """``value`` with a description in the place of each tensor on a GPU, for :meth:`add`."""
         if isinstance(value, torch.Tensor):
             if not raw.is_meta(value) or value.layout is not torch.strided:
                 return value
@@ -112,9 +115,9 @@ class Recording:
                 value.dtype, value.is_conj(), value.is_neg(),
             )  # fmt: skip
         if isinstance(value, (list, tuple)):
-            return type(value)([self._described(item) for item in value])
+            return type(value)([self.described(item) for item in value])
         if isinstance(value, dict):
-            return {name: self._described(item) for name, item in value.items()}
+            return {name: self.described(item) for name, item in value.items()}
         if isinstance(value, torch.Generator):
             return shared_state(value)  # as it is now: another may be set before the replay
         return CPU if isinstance(value, torch.device) else value

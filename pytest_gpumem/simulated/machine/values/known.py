@@ -8,7 +8,7 @@ simulated device allocates what it would allocate without: nothing here touches 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -42,6 +42,9 @@ class Captured(Protocol):
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Remember a call, of which nothing is computed now."""
+
+    def described(self, value: Any) -> Any:
+        """``value`` without hold on its tensors, as an argument of a call to be added."""
 
 
 class Values(Reading):
@@ -84,7 +87,7 @@ class Values(Reading):
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool:
         """Let a capture under way, if there is one here, take the call for when its graph runs."""
-        recording = None if self.recording is None else self.recording()
+        recording = self.capture()
         if recording is None:
             return False
         recording.add(operator, args, kwargs, result)
@@ -143,6 +146,47 @@ class Values(Reading):
         )
         with torch._C._DisableTorchDispatch():
             self.replace(operator, args, {}, result)
+
+    def capture(self) -> Captured | None:
+        """What takes operators for later, while there is a capture under way here."""
+        return None if self.recording is None else self.recording()
+
+    def shared(self, given: Iterable[Any]) -> list[Any] | None:
+        """Return ``given`` with CPU tensors that share what its tensors hold.
+
+        ``None`` if one of them is not known. What nobody has written to yet may be written to.
+        """
+        found = []
+        for value in given:
+            real = value
+            if isinstance(value, torch.Tensor):
+                if storage_key(value) in self._blank:
+                    self._put_blank(value)
+                if not value.numel():
+                    real = blank(value)
+                elif raw.is_meta(value):
+                    real = self.of(value)
+                if real is None or self.is_unknown_on_host(value):
+                    return None
+            found.append(real)
+        return found
+
+    def know(self, results: Sequence[Any], computed: Sequence[Any], given: Iterable[Any]) -> None:
+        """Know what ``results``, parts of new storages or given ones, hold.
+
+        ``computed`` of ``given``, which :meth:`shared` returned and which was written to.
+        """
+        used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
+        for result, value in zip(results, computed, strict=True):
+            if isinstance(result, torch.Tensor) and not self._shares(result, value):
+                self._keep_all(result, value, used, parts=True)
+
+    def _shares(self, tensor: torch.Tensor, value: Any) -> bool:
+        """Whether ``value`` is of the very memory that ``tensor`` is known by."""
+        base = self._bases.get(storage_key(tensor))
+        if base is None or not isinstance(value, torch.Tensor):
+            return False
+        return storage_key(value) == storage_key(base)
 
     def make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -1,0 +1,275 @@
+"""The values of compiled code: its graph, run on the CPU beside the wrapper that allocates.
+
+Kernels of a wrapper compute nothing. Where every value is computed, what they would have written
+comes from the graph that Inductor was given, operator by operator, as of eager code; the simulated
+GPU sees the wrapper alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims  # makes operators
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.raw import CPU
+from pytest_gpumem.simulated.compiled.fakes import name_gpu
+from pytest_gpumem.simulated.compiled.launched import launched
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.operator import Operator
+
+Wrapper = Callable[[list[Any]], Any]
+
+_aten = torch.ops.aten
+_COMPUTED = frozenset({"aten", "prims"})
+"""Namespaces of the operators that the CPU can compute; those of others may ask for a GPU."""
+_SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
+"""Strides on the CPU may be others than on a GPU; Inductor takes these for the same, too."""
+
+
+class Computed:
+    """What ``graph``, which Inductor has not changed yet, computes beside its wrapper."""
+
+    def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
+        self._machine = machine
+        self.lacks = _copied_to_host(graph) or next(
+            filter(None, map(_lacking, _nodes(graph))), None
+        )
+        """What of it cannot be computed without knowing more; ``None`` where all can be."""
+        self._written = _written(graph)
+        self._graph = _on_host(graph)
+
+    def beside(self, wrapper: Wrapper) -> Wrapper:
+        """Return what runs ``wrapper`` for what it allocates and knows what it yields."""
+        machine, values = self._machine, self._machine.values
+
+        def run(inputs: list[Any]) -> Any:
+            with machine.execution.lock or nullcontext():
+                if self.lacks is not None:
+                    values.uncomputed = values.uncomputed or self.lacks
+                    return wrapper(inputs)
+                capture = values.capture()
+                if capture is not None:
+                    machine.kernel_wrote()  # into the graph, as of what comes
+                    described = capture.described(tuple(self._copies_on_host(inputs)))
+                    results = _alone(values, wrapper, inputs)
+                    capture.add(self._whole(), described, {}, tuple(results))
+                    return results
+                # Nothing holds what is on the GPU: the wrapper frees it when it would be freed.
+                given = values.shared(self._copies_on_host(inputs))
+                if given is None:
+                    return wrapper(inputs)
+                keys = [storage_key(inputs[at]) for at in self._written]
+                results = _alone(values, wrapper, inputs)
+                try:
+                    values.know(results, self._compute(*given), given)
+                except _UncomputableError:
+                    for key in keys:
+                        values.forget(key)
+                return results
+
+        return run
+
+    def _copies_on_host(self, inputs: list[Any]) -> list[Any]:
+        """``inputs``, and copies of those that the wrapper's kernels for the CPU write to."""
+        found = list(inputs)
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            for at in self._written:
+                if not raw.is_meta(inputs[at]):
+                    found[at] = _aten.clone.default(inputs[at])
+        return found
+
+    def _compute(self, *given: Any) -> Any:
+        """What the graph yields of ``given``, to which it writes."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            computing = _Computing(self._graph, self._machine.values)
+            return computing.run(*given, enable_io_processing=False)
+
+    def _whole(self) -> Operator:
+        written = tuple((at, "") for at in self._written)
+        return replace(_by(self._compute), written=written)
+
+
+def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
+    """Run ``wrapper``, which empties its inputs to free them; nothing is known of what it does."""
+    with values.ignoring(), launched.told_to(_nobody):
+        return wrapper(inputs)
+
+
+class _UncomputableError(Exception):
+    """An operator has no kernel on the CPU; the values know which."""
+
+
+class _Computing(Interpreter):
+    def __init__(self, graph: GraphModule, values: Values) -> None:
+        super().__init__(graph)
+        self._values = values
+        self._shapes: Any = None
+        """Of the results of what is run now, where they are known before."""
+        self.extra_traceback = False  # an index out of range is the user's
+
+    def run_node(self, n: Node) -> Any:
+        self._shapes = n.meta.get(_SHAPES)
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = super().get_attr(target, args, kwargs)
+        if isinstance(found, torch.Tensor) and raw.is_meta(found):
+            found = self._values.of(found)
+            if found is None:
+                raise _UncomputableError
+        return found
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(target, (OpOverload, HigherOrderOperator)):
+            return target(*args, **kwargs)  # of sizes
+        if isinstance(target, OpOverload) and self._shapes is not None:
+            self._values.work.expect(target, args, kwargs, self._shapes)
+        computed = self._values.run(_operator(target), args, kwargs)
+        if computed is None:
+            raise _UncomputableError
+        return computed
+
+
+@cache
+def _operator(target: Any) -> Operator:
+    drawn = _DRAWN.get(target)
+    if drawn is None and isinstance(target, OpOverload):
+        return Operator.of(_SHARED.get(target, target))
+    return _by(target if drawn is None else drawn)
+
+
+def _by(compute: Callable[..., Any]) -> Operator:
+    name = getattr(compute, "__name__", str(compute))
+    return Operator(
+        compute, name, (), False, False, False, False, False, False, compute, None, False
+    )
+
+
+def _random(size: Any, seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    """Draw for ``inductor_random`` by its seed, as backward has to draw the same again."""
+    draw = getattr(_aten, mode).generator
+    drawn: torch.Tensor = draw(size, generator=_seeded(seed), dtype=torch.float32, device=CPU)
+    return drawn
+
+
+def _random_integers(low: int, high: int, size: Any, seed: torch.Tensor) -> torch.Tensor:
+    drawn: torch.Tensor = _aten.randint.low_generator(
+        low, high, size, generator=_seeded(seed), dtype=torch.int64, device=CPU
+    )
+    return drawn
+
+
+def _seeded(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(CPU).manual_seed(int(seed))
+
+
+_prims = torch.ops.prims
+_DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
+    _prims.inductor_random.default: _random,
+    _prims.inductor_randint.default: _random_integers,
+}
+"""Operators whose seed is an argument; torch's own, for tracing, do not look at it.
+
+Source: torch/_inductor/inductor_prims.py and fx_passes/replace_random.py, torch 2.11 and 2.13.
+"""
+_FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
+"""Operators of higher order that have an implementation on the CPU that is made of operators."""
+
+_OF_STORAGES = re.compile("as_strided|eager_offset")
+"""Operators that ask for the strides, or for the random numbers, of a GPU."""
+
+
+def _lacking(node: Node) -> str | None:
+    """What is not computed of ``node`` beside a wrapper; ``None`` if it is."""
+    target: Any = node.target
+    if node.meta.get("unbacked_bindings"):
+        return f"{target}, which makes sizes of values,"
+    if isinstance(target, HigherOrderOperator):
+        known = target.name() in _FOLLOWED
+    elif isinstance(target, OpOverload):
+        known = target.namespace in _COMPUTED and not _OF_STORAGES.search(target._schema.name)
+        known = known and not Operator.of(target).moves_views
+    else:
+        known = True
+    return None if known else str(target)
+
+
+def _copied_to_host(graph: GraphModule) -> str | None:
+    """What of ``graph`` is on the CPU and made of what is not: its kernels there would need it."""
+    of_gpu: set[Node] = set()
+    for node in graph.graph.nodes:
+        found = [each for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
+        if any(each.is_cuda for each in found):
+            of_gpu.add(node)
+        elif found and not of_gpu.isdisjoint(node.all_input_nodes):
+            return f"{node.target}, which copies to the CPU,"
+    return None
+
+
+def _shape(tensor: torch.Tensor) -> torch.Size:
+    return tensor.shape
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _targets(node: Node) -> list[Node]:
+    """What ``node`` writes to."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    places = [node.args[at] for at, _ in Operator.of(node.target).written if at < len(node.args)]
+    return [each for each in tree_leaves(places) if isinstance(each, Node)]
+
+
+def _written(graph: GraphModule) -> list[int]:
+    """The positions of the inputs that ``graph`` writes to."""
+    inputs = list(graph.graph.find_nodes(op="placeholder"))
+    written = {target for node in graph.graph.nodes for target in _targets(node)}
+    return [at for at, each in enumerate(inputs) if each in written]
+
+
+def _nodes(graph: GraphModule) -> Iterator[Node]:
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _on_host(graph: GraphModule) -> GraphModule:
+    """A copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites the one it has."""
+    copied = _copied(graph)
+    name_gpu(copied, lambda value: CPU if isinstance(value, torch.device) else value)
+    return copied
+
+
+_SHAPES = "shapes"
+
+
+def _copied(graph: GraphModule) -> GraphModule:
+    copied = GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in copied.graph.nodes:
+        value = node.meta.get("val")
+        sizes = [size for each in tree_leaves(value) if _is_tensor(each) for size in each.shape]
+        is_known = all(isinstance(size, int) for size in sizes)
+        node.meta = {_SHAPES: tree_map_only(torch.Tensor, _shape, value)} if is_known else {}
+    for name, inner in list(copied.named_children()):
+        if isinstance(inner, GraphModule):
+            setattr(copied, name, _copied(inner))
+    return copied
+
+
+def _nobody(*_: Any) -> None:
+    """What kernels write is known of the graph."""

@@ -1,0 +1,253 @@
+"""Values of code under ``torch.compile``, where all of them are computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional
+
+from pytest_gpumem import simulate
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+from tests.pytest_project import Project
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.skipif(torch.__version__ < "2.11", reason="compiled code runs eagerly"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def wrappers_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile``, which gives up its types."""
+    result: Callable[..., Any] = torch.compile(function, **options)
+    return result
+
+
+def train() -> list[torch.Tensor]:
+    """Two steps of AdamW; return the losses, the last gradients, parameters and statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(288, 4),
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of = compiled(lambda x: model(x).square().mean())
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(torch.randn(4, 3, 8, 8, device="cuda"))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return [*losses, *gradients, *model.parameters(), *model.buffers()]
+
+
+def test_forward_backward_and_step_have_the_values_of_eager_code() -> None:
+    """Memory is taken and freed as without values; the wrapper comes from the cache by then."""
+    happened, values = [], []
+    for real_values, how in ((False, "always"), (True, "always"), (True, "eager")):
+        with simulate("A100-40GB", real_values=real_values, compile=how) as gpu:
+            trained = train()
+            happened.append([(event.action, event.size) for event in gpu.trace])
+            if real_values:
+                values.append([each.detach().cpu() for each in trained])
+            if how == "always":
+                assert gpu.notes == ()
+    assert len(values[0]) == 2 + 5 + 5 + 3
+    for computed, eager in zip(*values, strict=True):
+        torch.testing.assert_close(computed, eager, rtol=1e-4, atol=1e-5)
+    assert happened[0] == happened[1] != happened[2]
+
+
+def test_inputs_are_written_to_where_they_lie() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        table = torch.zeros(3, 2, device="cuda")
+        row = table[1]
+        add = compiled(lambda row, x: row.add_(x) * 10)
+        assert add(row, torch.ones(2, device="cuda")).tolist() == [10.0, 10.0]
+        assert add(row, torch.ones(2, device="cuda")).tolist() == [20.0, 20.0]
+        assert table.tolist() == [[0.0, 0.0], [2.0, 2.0], [0.0, 0.0]]
+
+
+def test_memory_that_nobody_has_written_to_is_written_to() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        into = torch.empty(2, device="cuda")
+        compiled(lambda into, x: into.copy_(x + 1))(into, torch.ones(2, device="cuda"))
+        assert into.tolist() == [2.0, 2.0]
+
+
+def test_backward_draws_again_what_forward_dropped() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        x = torch.ones(64, 64, device="cuda", requires_grad=True)
+        y = compiled(lambda x: functional.dropout(x, 0.5) * 3)(x)
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(y, x.grad)
+        assert y.unique().tolist() == [0.0, 6.0]
+        assert 0.4 < (y == 0).float().mean().item() < 0.6
+
+
+def test_other_sizes_are_computed_by_the_graph_for_sizes_that_vary() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        scaled = compiled(lambda x: (x + 1).view(-1) * x.shape[0])
+        for rows in (2, 3, 5):
+            assert scaled(torch.ones(rows, 2, device="cuda")).tolist() == [2.0 * rows] * rows * 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Dynamo's, of the profiler
+def test_a_compiled_optimizer_counts_its_steps_on_the_cpu_too() -> None:
+    stepped = []
+    for how in ("always", "eager"):
+        with simulate("A100-40GB", real_values=True, compile=how):
+            torch.manual_seed(0)
+            layer = nn.Linear(4, 4).cuda()
+            optimizer = torch.optim.Adam(layer.parameters(), lr=0.1)
+            step = compiled(optimizer.step)
+            for _ in range(3):
+                optimizer.zero_grad()
+                layer(torch.ones(2, 4, device="cuda")).square().sum().backward()
+                step()
+            assert [float(state["step"]) for state in optimizer.state.values()] == [3.0, 3.0]
+            stepped.append(layer.weight.detach().cpu())
+    torch.testing.assert_close(*stepped)
+
+
+def test_flex_attention_attends() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        given = [torch.randn(1, 2, 128, 64, device="cuda", requires_grad=True) for _ in range(3)]
+        out = compiled(flex_attention)(*given)
+        out.sum().backward()
+        found = [out.detach().cpu(), *(each.grad.cpu() for each in given if each.grad is not None)]
+        given = [each.detach().cpu().requires_grad_() for each in given]
+    query, key, value = given
+    out = functional.scaled_dot_product_attention(query, key, value)
+    out.sum().backward()
+    wanted = [out.detach(), *(each.grad for each in given if each.grad is not None)]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_in_a_cuda_graph_each_replay_computes_it() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        x, total = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
+        run = compiled(lambda x, total: (total.add_(x), x * 2 + 1)[1])
+        run(x, total)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run(x, total) * 10
+        assert total.tolist() == [1.0, 1.0]
+        x.fill_(3.0)
+        graph.replay()
+        graph.replay()
+        assert total.tolist() == [7.0, 7.0]
+        assert y.tolist() == [70.0, 70.0]
+
+
+def test_what_makes_sizes_of_values_stays_outside_of_graphs() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        positive = compiled(lambda x: (x + 1)[x > 0] * 2)
+        assert positive(torch.tensor([1.0, -1.0, 2.0], device="cuda")).tolist() == [4.0, 6.0]
+
+
+def test_an_index_out_of_range_is_an_error_as_on_a_gpu() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        pick = compiled(lambda x, at: x.sin()[at])
+        with pytest.raises(IndexError, match="out of bounds"):
+            pick(torch.ones(3, device="cuda"), torch.tensor([3], device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "reason"),
+    [
+        (lambda x: x.sin(), {"mode": "reduce-overhead"}, "which its CUDA graphs do not"),
+        (lambda x: x.sin().as_strided((2,), (2,)), {}, "aten.as_strided.default not beside"),
+        (lambda x: x.sin().cpu(), {}, "which copies to the CPU, not beside kernels"),
+    ],
+)
+def test_what_is_not_computed_beside_a_wrapper_runs_eagerly_and_says_why(
+    function: Callable[..., Any], options: dict[str, Any], reason: str
+) -> None:
+    with simulate("A100-40GB", real_values=True) as gpu:
+        result = compiled(function, **options)(torch.zeros(4, device="cuda"))
+        assert not result.any()
+        assert reason in gpu.notes[0]
+    with (
+        simulate("A100-40GB", real_values=True, compile="always"),
+        pytest.raises(BackendCompilerFailed, match=f"CompiledCodeError.*{reason}"),
+    ):
+        compiled(function, **options)(torch.zeros(4, device="cuda"))
+
+
+class Strided(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0].cos().as_strided((4,), (1,))
+
+
+strided: Callable[[torch.Tensor], torch.Tensor] = Strided.apply
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.> should not be instantiated:DeprecationWarning")
+def test_a_gradient_that_is_not_computed_beside_a_wrapper_is_not_made_up() -> None:
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        x = torch.zeros(4, device="cuda", requires_grad=True)
+        y = compiled(lambda x: strided(x))(x)
+        assert y.tolist() == [0.0] * 4
+        y.sum().backward()
+        assert x.grad is not None
+        with pytest.raises(UnknownValueError, match=r"because aten\.as_strided"):
+            x.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    "reading", ["losses.append(loss.item())", "if loss.item() < 0: raise ValueError"]
+)
+def test_a_test_that_reads_values_has_the_peak_of_compiled_code(
+    project: Project, reading: str
+) -> None:
+    """Eager code would keep 4 MiB each of x, sigmoid, tanh, cos, and make their products of it.
+
+    Compiled it keeps x, and has its sum of 512 bytes with 8 KiB for parts of it.
+    """
+    project.write(
+        test_it=f"""
+        def gated(x):
+            return (x.sigmoid() * x.tanh() * x.cos()).sum()
+
+        @pytest.mark.gpumem(max="9MiB")
+        def test_gate():
+            losses = []
+            x = torch.ones(1024, 1024, device="cuda", requires_grad=True)
+            for _ in range(2):
+                loss = torch.compile(gated)(x)
+                {reading}
+                loss.backward()
+                x.grad = None
+        """
+    )
+    ran = project.run_apart("-rN", device="--gpumem-device=sim:A100-40GB")
+    ran.assert_outcomes(passed=1)
+    assert "eagerly" not in ran.stdout.str()
