@@ -128,6 +128,7 @@ class SimulatedDevice:
         """
         self._forget()
         self._simulation.threads.begin(name)
+        self._simulation.compilation.forget()
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]

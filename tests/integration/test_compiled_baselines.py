@@ -1,4 +1,4 @@
-"""A number of eager code is never taken for one of compiled code."""
+"""Baselines of compiled code: not of eager code, and the same whatever ran before."""
 
 from __future__ import annotations
 
@@ -38,3 +38,30 @@ def test_a_baseline_of_eager_code_is_and_quiet_runs_say_that_it_is_eager(
     said = " ".join(result.stdout.str().split())
     assert "runs eagerly on a simulated GPU, as it was asked to" in said
     assert said.count("note: torch.compile at") == 1
+
+
+def test_a_test_allocates_the_same_whatever_sizes_were_compiled_before(
+    pytester: pytest.Pytester,
+) -> None:
+    """Dynamo takes for dynamic what had another size before; Inductor pads no such product."""
+    pytester.makepyfile("""
+        import pytest, torch
+
+        class Head(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x).float().softmax(-1)
+
+        @pytest.mark.gpumem(tolerance="0")
+        @pytest.mark.parametrize("rows", [512, 1024, 2048])
+        def test_rows(rows):
+            head = Head(768, 50257, bias=False, device="cuda", dtype=torch.bfloat16)
+            x = torch.ones(rows, 768, device="cuda", dtype=torch.bfloat16)
+            with torch.no_grad():
+                torch.compile(head)(x)
+    """)
+    update = "--gpumem-update-baselines"
+    pytester.runpytest_subprocess(*SIMULATED, update).assert_outcomes(passed=3)
+
+    alone = pytester.runpytest_subprocess(*SIMULATED, "-k", "2048")
+    alone.assert_outcomes(passed=1, deselected=2)
+    alone.stdout.no_fnmatch_line("*under its baseline*")

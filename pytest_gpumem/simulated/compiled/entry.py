@@ -102,7 +102,7 @@ class Compilation:
         """Be asked for what compiles, inside; Dynamo has been imported."""
         if self._patches is None:
             self._patches = self._planned()
-        self._forget_others()
+        self.forget(own=False)
         with ExitStack() as self._inside:
             self._inside.enter_context(launched.told_to(self._machine.kernel_wrote))
             self._patches.apply()
@@ -224,14 +224,22 @@ class Compilation:
 
         return _compile
 
-    def _forget_others(self) -> None:
-        """Drop what was compiled for machines before: Dynamo keeps but a few of each frame."""
-        from torch._C._dynamo.eval_frame import reset_code
+    def forget(self, *, own: bool = True) -> None:
+        """Compile anew what was compiled for machines, with ``own`` for this one, too.
 
-        for code, compilation in list(_compiled.items()):
-            if compilation() is not self:
-                reset_code(code)
-                del _compiled[code]
+        Dynamo keeps but a few results of each frame, and takes for dynamic what had other sizes
+        before: what a test allocates would depend on those that ran before it.
+        """
+        ended = [code for code, other in _compiled.items() if own or other() is not self]
+        if not ended:
+            return
+        from torch._C._dynamo.eval_frame import reset_code
+        from torch._dynamo.pgo import reset_code_state
+
+        for code in ended:
+            reset_code(code)
+            del _compiled[code]
+        reset_code_state()
 
 
 _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
