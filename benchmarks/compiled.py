@@ -25,6 +25,7 @@ from models import bert_base, classified_text, vit_base
 from producers.blocks import DiffusionUNet, LlamaBlock
 from producers.vision import resnet50
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch._inductor import memory
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional
@@ -178,9 +179,11 @@ def measured(program: Callable[[], Step]) -> Peaks:
 def planned() -> Iterator[dict[bool, int]]:
     """What Inductor expects graphs to need, forward (False) and backward, while they are made.
 
-    Beyond the graph's inputs, of which those that are saved for backward end in it.
+    Beyond the graph's inputs, of which those that are saved for backward end in it. Of a frame that
+    is compiled twice, as those are that remember what they were called with, the last one counts.
     """
     expected: dict[bool, int] = {False: 0, True: 0}
+    by_frame: dict[tuple[int | None, bool], int] = {}
     codegen = GraphLowering.codegen
 
     def codegen_and_note(graph: GraphLowering) -> Any:
@@ -195,7 +198,10 @@ def planned() -> Iterator[dict[bool, int]]:
         outputs = OrderedSet(graph.get_output_names())
         peak, _ = memory.estimate_peak_memory(nodes, ending, outputs)
         inside = sum(buffer.mpi_buffer.size_free for buffer in ending.values())
-        expected[graph.is_backward] += peak - inside
+        compiling = CompileContext.current_compile_id()
+        by_frame[compiling and compiling.frame_id, graph.is_backward] = peak - inside
+        for way in expected:
+            expected[way] = sum(one for (_, of), one in by_frame.items() if of is way)
         return made
 
     with (
