@@ -279,6 +279,7 @@ def test_threads_of_other_plugins_do_not_keep_a_test_from_being_followed(
     pytester: pytest.Pytester,
 ) -> None:
     """pytest-timeout waits in a thread, and a loader pins in one. Input and result: 4 MiB each."""
+    pytest.importorskip("pytest_timeout")
     pytester.makepyfile("""
         import pytest, torch
         from torch.utils.data import DataLoader
