@@ -199,7 +199,8 @@ def planned() -> Iterator[dict[bool, int]]:
         peak, _ = memory.estimate_peak_memory(nodes, ending, outputs)
         inside = sum(buffer.mpi_buffer.size_free for buffer in ending.values())
         compiling = CompileContext.current_compile_id()
-        by_frame[compiling and compiling.frame_id, graph.is_backward] = peak - inside
+        frame = compiling.frame_id if compiling is not None else None
+        by_frame[frame, graph.is_backward] = peak - inside
         for way in expected:
             expected[way] = sum(one for (_, of), one in by_frame.items() if of is way)
         return made

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, explain, hints, holdings
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
-from pytest_gpumem.measurement.record import ran_eagerly
+from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
 
 if TYPE_CHECKING:

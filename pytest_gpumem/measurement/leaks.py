@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.measurement.referrers import OF_SHAPES
+from pytest_gpumem.measurement.referrers import holds_memory
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.simulated.common.errors import UnknownValueError
 
@@ -60,12 +60,6 @@ class Places:
 def reachable_tensors(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that ``roots`` hold: in attributes, containers, closures and graphs."""
     return filter(holds_memory, reachable_objects(roots))
-
-
-def holds_memory(value: Any) -> bool:
-    """Whether ``value`` is a tensor, and none that torch's compilers keep for its shape alone."""
-    kind = type(value)
-    return issubclass(kind, torch.Tensor) and kind.__module__ != OF_SHAPES
 
 
 def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:

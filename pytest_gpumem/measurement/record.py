@@ -13,17 +13,6 @@ SETUP = "setup"
 CALL = "call"
 """The phase of a test's body as a whole; every other phase lies inside it."""
 
-OF_COMPILED_CODE = "torch.compile at"
-"""With which every note on compiled code begins."""
-
-RUNS_EAGERLY = "runs eagerly"
-"""What notes say of compiled code that was not followed."""
-
-
-def ran_eagerly(note: str) -> bool:
-    """Whether ``note`` says that the number is eager code's, where code was to be compiled."""
-    return note.startswith(OF_COMPILED_CODE) and RUNS_EAGERLY in note
-
 
 @dataclass(frozen=True)
 class PhaseRecord:

@@ -6,8 +6,7 @@ import gc
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-OF_SHAPES = "torch._subclasses.fake_tensor"
-"""Module of tensors that torch's compilers keep for their shapes alone."""
+import torch
 
 CHUNK = 128
 """Objects that are looked at together: most have no reference of interest among theirs."""
@@ -32,13 +31,7 @@ class Referrers:
 
     def tensors(self) -> list[Any]:
         """Return the tensors of the heap."""
-        import torch
-
-        return [
-            value
-            for value in self._objects
-            if issubclass(type(value), torch.Tensor) and type(value).__module__ != OF_SHAPES
-        ]
+        return list(filter(holds_memory, self._objects))
 
     def find(self, values: Iterable[Any]) -> None:
         """Look for what refers to any of ``values``."""
@@ -65,3 +58,9 @@ class Referrers:
             for key, held in list(items):
                 keys.setdefault(id(held), key)
         return keys.get(id(value))
+
+
+def holds_memory(value: Any) -> bool:
+    """Whether ``value`` is a tensor, and none that torch's compilers keep for its shape alone."""
+    kind = type(value)
+    return issubclass(kind, torch.Tensor) and kind.__module__ != "torch._subclasses.fake_tensor"

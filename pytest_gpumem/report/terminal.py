@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
-from pytest_gpumem.measurement.record import ran_eagerly
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing, missing_lines
@@ -19,6 +18,7 @@ from pytest_gpumem.report.rows import STATUS_STYLE, test_status
 from pytest_gpumem.report.selection import Sort
 from pytest_gpumem.report.table import table
 from pytest_gpumem.report.text import Line, Span, Writer, pack, shorten, wrap, write_lines
+from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.simulated.common.errors import how_to_paste
 from pytest_gpumem.sizes import format_size
 

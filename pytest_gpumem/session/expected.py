@@ -40,8 +40,6 @@ class Expectations:
     def __init__(self, settings: Settings, selector: Callable[[], DeviceSelector]) -> None:
         self._settings = settings
         self._selector = selector
-        self.usual_rank: int | str = 0
-        """The rank of a test that names none."""
 
     def of(self, item: pytest.Item) -> Expectation | None:
         """Return what the markers of ``item`` expect, ``None`` where it has none."""
@@ -87,10 +85,9 @@ class Expectations:
         from pytest_gpumem.marker import WORST
         from pytest_gpumem.simulated.distributed.world import Seat
 
-        asked = self.usual_rank if expectation.rank is None else expectation.rank
-        if asked == WORST:
+        if expectation.rank == WORST:
             return Seat(size, rank, is_worst=True)
-        return Seat(size, int(asked))
+        return Seat(size, int(expectation.rank or 0))
 
     def processes(self, item: pytest.Item) -> int | None:
         """Return how many processes of its own ``item`` runs in, ``None`` where in this one.

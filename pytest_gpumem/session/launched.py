@@ -25,6 +25,7 @@ import pytest
 from _pytest.config import create_terminal_writer
 
 from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.session.reported import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
 from pytest_gpumem.simulated.distributed.world import address_of_process
 from pytest_gpumem.simulated.distributed.worst import imbalance, worst_of
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.distributed.meeting import Meeting
     from pytest_gpumem.simulated.distributed.world import World
 
-_HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 """How a run ends that has not come to its end: others may be anywhere."""
 
@@ -220,9 +220,9 @@ class Launched:
                 for nodeid, text in one["failures"].items():
                     if nodeid not in self._failures:
                         results.note(f"{nodeid} failed on rank {rank}, and not on rank 0: {text}")
-            if session.exitstatus in _HARMLESS:
+            if session.exitstatus in HARMLESS:
                 statuses = [one["status"] for one in told]
-                bad = (status for status in statuses if status not in _HARMLESS)
+                bad = (status for status in statuses if status not in HARMLESS)
                 session.exitstatus = next(bad, session.exitstatus)
             status: int = self._meeting.hear("its exit status", int(session.exitstatus))
         session.exitstatus = self._status = status
@@ -237,7 +237,7 @@ class Launched:
         if meeting is None or self._status is None:
             return  # the others may be anywhere, or gone
         sys.stdout.flush()
-        if self._status not in _HARMLESS and _is_main_thread():
+        if self._status not in HARMLESS and _is_main_thread():
             # Of a failed run torchrun ends what has not left yet, and would be told that instead.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with _lost_no_more():

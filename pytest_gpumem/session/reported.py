@@ -13,6 +13,9 @@ import pytest
 if TYPE_CHECKING:
     from pytest_gpumem.report.record import TestRecord
 
+HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+"""How a run ends in which nothing failed."""
+
 ATTRIBUTE = "gpumem"
 """Of a test's final call report: its record as builtin types, for pytest-xdist."""
 

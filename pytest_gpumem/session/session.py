@@ -17,7 +17,7 @@ from pytest_gpumem.paths import relative
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
 from pytest_gpumem.session.expected import MARKER_NAME
 from pytest_gpumem.session.parts import Parts, runs_tests
-from pytest_gpumem.session.reported import ATTRIBUTE, SKIPPED_AT_IMPORT
+from pytest_gpumem.session.reported import ATTRIBUTE, HARMLESS, SKIPPED_AT_IMPORT
 from pytest_gpumem.session.used_fixtures import taken_back
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.waiting import WaitWatch
     from pytest_gpumem.sharing.usage import Usage
 
-_HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 ISOLATED = "gpumem-isolated-reports"
 """The plugin by which a process of a single test is known."""
@@ -152,7 +151,7 @@ class GpumemSession(Parts):
             self.results.foreseen = self.hosts.learned
         speaks = self.launched is None or self.launched.speaks
         fails = speaks and not self.results.finish(session.exitstatus)
-        if fails and session.exitstatus in _HARMLESS:
+        if fails and session.exitstatus in HARMLESS:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.launched is not None:
             self.launched.finish(session, self.results)

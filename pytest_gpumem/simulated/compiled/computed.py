@@ -11,7 +11,6 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -99,7 +98,7 @@ class Computed:
 
     def _whole(self) -> Operator:
         written = tuple((at, "") for at in self._written)
-        return replace(_by(self._compute), written=written)
+        return Operator.by(self._compute, written)
 
 
 def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
@@ -148,14 +147,7 @@ def _operator(target: Any) -> Operator:
     drawn = _DRAWN.get(target)
     if drawn is None and isinstance(target, OpOverload):
         return Operator.of(_SHARED.get(target, target))
-    return _by(target if drawn is None else drawn)
-
-
-def _by(compute: Callable[..., Any]) -> Operator:
-    name = getattr(compute, "__name__", str(compute))
-    return Operator(
-        compute, name, (), False, False, False, False, False, False, compute, None, False
-    )
+    return Operator.by(target if drawn is None else drawn)
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.measurement.record import RUNS_EAGERLY
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
+from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, not_followed, note_at_line

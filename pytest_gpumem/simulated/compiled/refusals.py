@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pytest_gpumem.measurement.record import OF_COMPILED_CODE, RUNS_EAGERLY, ran_eagerly
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.compiled_notes import (
+    OF_COMPILED_CODE,
+    RUNS_EAGERLY,
+    ran_eagerly,
+)
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 

@@ -97,11 +97,7 @@ def drawn_seed(device: int) -> int | None:
     With ``cuda`` as the default device seeds are drawn there, which here is the GPU of the index
     ``device``. It comes from the same generator.
     """
-    own = __name__.partition(".machine.")[0]
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") not in _SEEDING:
+    if _caller()[0] not in _SEEDING:
         return None
     generator = torch.cuda.default_generators[device]
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))

@@ -141,11 +141,8 @@ class Values(Reading):
         """
         if self._ignoring:
             return
-        operator = Operator(
-            (), "", (), False, False, False, False, False, False, function, None, False
-        )
         with torch._C._DisableTorchDispatch():
-            self.replace(operator, args, {}, result)
+            self.replace(Operator.by(function), args, {}, result)
 
     def capture(self) -> Captured | None:
         """What takes operators for later, while there is a capture under way here."""

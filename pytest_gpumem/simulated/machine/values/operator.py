@@ -92,6 +92,25 @@ class Operator:
             fills=name in finite.FILLING,
         )
 
+    @classmethod
+    def by(cls, compute: Callable[..., Any], written: tuple[tuple[int, str], ...] = ()) -> Operator:
+        """Describe what ``compute``, no operator of torch's, does with tensors on the CPU."""
+        name = getattr(compute, "__name__", str(compute))
+        return cls(
+            func=compute,
+            name=name,
+            written=written,
+            overwrites=False,
+            moves_views=False,
+            undefined=False,
+            blank=False,
+            random=False,
+            shaped_like=False,
+            compute=compute,
+            assumption=None,
+            fills=False,
+        )
+
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The meta tensors among ``args`` and ``kwargs`` that it writes to."""
         found: list[torch.Tensor] = []
