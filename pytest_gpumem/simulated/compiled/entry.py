@@ -25,6 +25,7 @@ import torch
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
 from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.compiled import trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, not_followed, note_at_line
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -105,6 +106,7 @@ class Compilation:
         self.forget(own=False)
         with ExitStack() as self._inside:
             self._inside.enter_context(launched.told_to(self._machine.kernel_wrote))
+            self._inside.enter_context(trace_log.only_if_asked_for())
             self._patches.apply()
             self._inside.callback(self._patches.undo)
             if self._tracing is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -414,3 +415,23 @@ def test_a_product_that_does_not_wait_for_memory_gets_padded_rows(
         before = len(simulated.trace)
         compiled(layer)(x)
         assert (768 * 50264 * 2 in allocated(simulated, before)) == padded
+
+
+def test_what_torch_traces_for_its_own_tools_is_heard_by_nobody_else() -> None:
+    """pytest would show hundreds of empty lines with a failure."""
+    heard: list[logging.LogRecord] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record)
+
+    listening = Listening()
+    log = logging.getLogger("torch.__trace")
+    log.addHandler(listening)
+    try:
+        with simulate("A100-40GB", compile="always"):
+            x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+            compiled(lambda x: x.sigmoid() * x.tanh())(x).sum().backward()
+    finally:
+        log.removeHandler(listening)
+    assert heard == []

@@ -1,0 +1,31 @@
+"""torch's structured trace: a log of what it compiles, for torch's own tools.
+
+It is empty lines for whoever else listens. pytest listens to all loggers that do not propagate, and
+showed hundreds of them with a failure.
+
+Source: torch/_logging/_internal.py (``trace_structured``, ``LazyTraceHandler``), torch 2.11 and
+2.13; _pytest/logging.py (``catching_logs``), pytest 9.2.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOG = logging.getLogger("torch.__trace")
+
+
+@contextmanager
+def only_if_asked_for() -> Iterator[None]:
+    """Write it inside only where somebody asked for it, by ``TORCH_TRACE``."""
+    _LOG.addFilter(_is_asked_for)
+    try:
+        yield
+    finally:
+        _LOG.removeFilter(_is_asked_for)
+
+
+def _is_asked_for(_: logging.LogRecord) -> bool:
+    # torch's own is there in any case, and goes at the first record where it has no folder.
+    return any(getattr(each, "root_dir", None) for each in _LOG.handlers)
