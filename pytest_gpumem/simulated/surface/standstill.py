@@ -2,8 +2,8 @@
 
 Who compiles has to see torch as it is, and others must not. So they rest meanwhile. Threads that
 the code under test starts are watched by ``sys.setprofile``, which tells of each call before it is
-made: while somebody is alone, a thread that uses torch stops at its next call, and one that never
-did when it enters torch. Threads that never do (a progress bar's, a timer's) go on. Watching makes
+made: while somebody is alone, a thread that uses torch, or whose code imports it, stops at its next
+call, and another one when it enters torch. Threads that never do (a progress bar's, a timer's) go on. Watching makes
 Python twice as slow, so nobody is watched who starts before torch was told to compile anything:
 such a thread rests where it waits for others, and is taken to go on once it has used torch.
 
@@ -185,7 +185,8 @@ class Standstill:
         enters = (what == "call" and _is_torchs(frame.f_code)) or (
             what == "c_call" and _belongs_to_torch(argument)
         )
-        if (enters or self._uses_torch(get_ident(), inside)) and not _may_hold_lock(inside):
+        meets = enters or self._uses_torch(get_ident(), inside) or _knows_torch(inside)
+        if meets and not _may_hold_lock(inside):
             self.rest()
 
     def _uses_torch(self, thread: int, frame: FrameType | None) -> bool:
@@ -252,6 +253,15 @@ def _simulates(code: CodeType) -> bool:
 
 def _is_torchs(code: CodeType) -> bool:
     return code.co_filename.startswith(_TORCH) or _simulates(code)
+
+
+def _knows_torch(frame: FrameType | None) -> bool:
+    """Whether the code there may look at a tensor that it is handed: nobody is told of that."""
+    while frame is not None:
+        if "torch" in frame.f_globals:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _belongs_to_torch(function: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.surface import standstill
+from tests.pytest_project import Project
 
 MIB = 1024 * 1024
 
@@ -117,6 +118,28 @@ def test_a_thread_that_waits_and_then_looks_at_a_tensor_sees_the_gpu() -> None:
         batches.put(None)
         assert gpu.notes == ()
     assert set(seen) == {"cuda"}
+
+
+def test_a_thread_whose_first_tensor_comes_while_torch_compiles_sees_the_gpu() -> None:
+    seen: list[str] = []
+    batches: queue.Queue[torch.Tensor | None] = queue.Queue()
+
+    def work(_: Callable[[], bool]) -> None:
+        while (batch := batches.get()) is not None:
+            seen.append(batch.device.type)  # no call, of which Python would tell
+
+    def hand(_: torch.fx.Graph) -> None:
+        batches.put(x)
+        time.sleep(0.2)
+
+    settings: Any = torch._inductor.config
+    with simulate("A100-40GB", compile="always") as gpu, beside(work):
+        x = torch.ones(256, 1024, device="cuda")
+        with settings.patch(post_grad_custom_pre_pass=hand):
+            torch.compile(gated)(x)
+        batches.put(None)
+        assert gpu.notes == ()
+    assert seen == ["cuda"]
 
 
 def timer() -> Iterator[None]:
@@ -276,12 +299,12 @@ def test_each_thread_s_buffers_have_the_line_of_its_own_code() -> None:
 
 
 def test_threads_of_other_plugins_do_not_keep_a_test_from_being_followed(
-    pytester: pytest.Pytester,
+    project: Project,
 ) -> None:
     """pytest-timeout waits in a thread, and a loader pins in one. Input and result: 4 MiB each."""
     pytest.importorskip("pytest_timeout")
-    pytester.makepyfile("""
-        import pytest, torch
+    project.write(
+        test_gate="""
         from torch.utils.data import DataLoader
 
         @pytest.mark.gpumem(max="8MiB")
@@ -290,7 +313,12 @@ def test_threads_of_other_plugins_do_not_keep_a_test_from_being_followed(
             rows = torch.ones(1024, 1024)
             for batch in DataLoader(rows, 1024, num_workers=1, pin_memory=True):
                 gate(batch.cuda())
-    """)
-    told = ("--gpumem-device=sim:A100-40GB", "--gpumem-sim-compile=always")
-    others = ("--timeout=300", "--timeout-method=thread", "--reruns=1")
-    pytester.runpytest_subprocess(*told, *others).assert_outcomes(passed=1)
+        """
+    )
+    ran = project.run_apart(
+        *("--gpumem-sim-compile=always", "--timeout=300", "--timeout-method=thread", "--reruns=1"),
+        device="--gpumem-device=sim:A100-40GB",
+        use=("rerunfailures",),
+        compilers=True,
+    )
+    ran.assert_outcomes(passed=1)
