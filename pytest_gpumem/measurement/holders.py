@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.measurement.leaks import Places, blocks_reachable
+from pytest_gpumem.measurement.leaks import Places, blocks_reachable, graph_of
 from pytest_gpumem.measurement.referrers import Referrers
 from pytest_gpumem.measurement.statistics import Block
 
@@ -40,7 +40,7 @@ def holders_of(blocks: frozenset[Block]) -> dict[int, str]:
             at.setdefault(block.address, []).append(tensor)
     found = _named_ones(heap, at)
     missing = frozenset(block for block in blocks if block.address not in found)
-    graphs = [tensor for tensor in tensors if tensor.grad_fn is not None] if missing else []
+    graphs = [tensor for tensor in tensors if graph_of(tensor)] if missing else []
     in_graphs: dict[int, list[torch.Tensor]] = {}
     for tensor in graphs[:MOST_GRAPHS]:
         for block in blocks_reachable([tensor], missing):

@@ -88,6 +88,18 @@ def holders_of_class(cls: type) -> list[Any]:
     return [value for value in attributes if isinstance(value, kinds)]
 
 
+def graph_of(tensor: torch.Tensor) -> Any:
+    """Return ``tensor.grad_fn``; ``None``, too, for a view whose graph was lost.
+
+    torch raises an error there: one of several outputs of a function, whose base was overwritten
+    (``handle_view_on_rebase`` in torch/csrc/autograd/variable.cpp).
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def _is_foreign(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in _FOREIGN
 

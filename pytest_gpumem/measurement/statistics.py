@@ -24,6 +24,9 @@ from pytest_gpumem.simulated.stand_ins.usage import forget_caches
 
 Path = tuple[str, ...]
 
+MOST_HARVESTED = 64
+"""Statistics of a device that are kept as they were read; each has some hundred numbers."""
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -112,6 +115,8 @@ class CudaStatistics:
         self._stats: Callable[[int], dict[str, Any]] = torch._C._cuda_memoryStats
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._remembered: dict[int, dict[Path, int]] = {}
+        self._harvested: dict[int, list[Mapping[str, Any]]] = {}
+        """Of each device what was harvested, and its peaks are not yet among the remembered."""
         self.listeners: list[Callable[[Readings], None]] = []
         self._unmeasured = False
 
@@ -120,7 +125,7 @@ class CudaStatistics:
         readings = {}
         for device in self._devices():
             stats = self._stats(device)
-            self._remember(device, stats)
+            self._keep(device, stats)
             self._reset_peaks(device)
             readings[device] = _reading(stats)
         if not self._unmeasured:
@@ -180,6 +185,7 @@ class CudaStatistics:
     def forget_peaks(self) -> None:
         """Let the body's peaks begin at the present values."""
         self._remembered.clear()
+        self._harvested.clear()
         for device in self._devices():
             self._reset_peaks(device)
 
@@ -199,17 +205,28 @@ class CudaStatistics:
             yield
 
     def _body_stats(self, device: int) -> dict[str, Any]:
-        return _raised(self._stats(device), self._remembered.get(device, {}))
+        return _raised(self._stats(device), self._highest(device))
 
     def _body_reset(self, device: int) -> None:
         self.harvest()
         self._remembered.pop(device, None)
+        self._harvested.pop(device, None)
         self._reset_peaks(device)
 
-    def _remember(self, device: int, stats: Mapping[str, Any]) -> None:
+    def _keep(self, device: int, stats: Mapping[str, Any]) -> None:
+        # Few bodies ask for their peaks, and each harvest has dozens.
+        harvested = self._harvested.setdefault(device, [])
+        harvested.append(stats)
+        if len(harvested) >= MOST_HARVESTED:
+            self._highest(device)
+
+    def _highest(self, device: int) -> Mapping[Path, int]:
+        """Return the body's peaks so far, by their place in torch's statistics."""
         remembered = self._remembered.setdefault(device, {})
-        for path, value in _peaks(stats):
-            remembered[path] = max(remembered.get(path, 0), value)
+        for stats in self._harvested.pop(device, ()):
+            for path, value in _peaks(stats):
+                remembered[path] = max(remembered.get(path, 0), value)
+        return remembered
 
     def _requested(self) -> Iterator[tuple[Block, int]]:
         """Yield each block in use and the bytes that were asked for."""

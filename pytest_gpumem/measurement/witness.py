@@ -19,6 +19,7 @@ from pytest_gpumem.attribution.history import (
     Sighting,
     Span,
 )
+from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.measurement.phases import Positions, position_on
 from pytest_gpumem.measurement.sharded import gradients_aside, parameters_aside, parts_of
 
@@ -221,7 +222,7 @@ class Witness:
             self._see_module(self._positions(), module)
         now = self._positions()
         for tensor in _tensors(arguments, DEEPEST_INPUT):
-            if tensor.grad_fn is None:
+            if graph_of(tensor) is None:
                 self._see(now, tensor, INPUTS, "", "")
         return first
 

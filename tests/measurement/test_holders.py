@@ -62,6 +62,18 @@ def test_what_autograd_saved_is_held_by_the_graph() -> None:
     assert found == {wanted.address: f"the graph of {__name__}.KEPT['loss'][0]"}
 
 
+def test_a_view_whose_graph_is_gone_is_in_nobodys_way() -> None:
+    """torch refuses to say its ``grad_fn``: "such functions do not allow the output views to be"."""
+    base = torch.ones(4, 4, device="cuda", requires_grad=True) * 2
+    row, _, _, _ = base.unbind()
+    base.mul_(3)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = row.grad_fn
+    assert "grad_fn=<Invalid>" in repr(row)
+
+    assert holders_of(frozenset({Block(0, 12345, 512)})) == {}
+
+
 def test_what_nobody_names_is_left_out() -> None:
     assert holders_of(frozenset({Block(0, 12345, 512)})) == {}
 

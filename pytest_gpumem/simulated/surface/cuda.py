@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,12 @@ FLATTENS_POOL_IDS = "2.13"
 ``torch.__version__`` compares itself by releases.
 """
 _PRIVATE = "reserved_bytes_by_private_pools"
+
+
+@cache
+def _joins_pool_ids(release: str) -> bool:
+    """Whether this release has strings for keys; each comparison parses the release."""
+    return release < FLATTENS_POOL_IDS
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
@@ -173,7 +180,7 @@ class _Api:
 
     def _cuda_memoryStats(self, device: Any) -> dict[str, Any]:
         stats = self._gpu(device).allocator.stats()
-        if _PRIVATE in stats and torch.__version__ < FLATTENS_POOL_IDS:
+        if _PRIVATE in stats and _joins_pool_ids(torch.__version__):
             stats[_PRIVATE] = {f"{a}_{b}": value for (a, b), value in stats[_PRIVATE].items()}
         return stats
 

@@ -81,16 +81,9 @@ class TensorFacts:
         known = self._known(tensor)
         if known is not None:
             return str(self._repr(tensor, **{"tensor_contents": _contents(known), **kwargs}))
-        grad = (
-            f", grad_fn=<{type(tensor.grad_fn).__name__}>"
-            if tensor.grad_fn is not None
-            else ", requires_grad=True"
-            if tensor.requires_grad
-            else ""
-        )
         return (
             f"tensor(..., device='{device}', size={tuple(tensor.shape)}, "
-            f"dtype={tensor.dtype}{grad})"
+            f"dtype={tensor.dtype}{_gradient(tensor)})"
         )
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -115,3 +108,14 @@ class TensorFacts:
 
 def _contents(values: torch.Tensor) -> str:
     return str(torch._tensor_str._tensor_str(values, len("tensor(")))
+
+
+def _gradient(tensor: torch.Tensor) -> str:
+    """What torch prints of ``tensor`` and autograd (``_str_intern`` in torch/_tensor_str.py)."""
+    try:
+        node = tensor.grad_fn
+    except RuntimeError:  # a view whose base was overwritten in a way that has no graph
+        return ", grad_fn=<Invalid>"
+    if node is not None:
+        return f", grad_fn=<{type(node).__name__}>"
+    return ", requires_grad=True" if tensor.requires_grad else ""
