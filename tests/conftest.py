@@ -42,6 +42,12 @@ _OF_EVERY_RUN = """
 """
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with tests that go through the whole heap, before others fill it."""
+    items.sort(key=lambda item: "thawed" not in getattr(item, "fixturenames", ()))
+
+
 def pytest_collection_finish() -> None:
     _freeze()
 

@@ -40,11 +40,16 @@ MOST_FILES = 250
 """Open files that Linux hands over at once (SCM_MAX_FD), nearly."""
 
 
-def serve(number: int) -> None:
+COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
+
+
+def serve(number: int, *, compilers: bool) -> None:
     """Fork for each that connects to the listening socket ``number``, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork's keeper
     _import_rewritten()
+    for name in COMPILERS if compilers else ():
+        importlib.import_module(name)
     beginning = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) | {""}
     sys.path[:] = [entry for entry in sys.path if entry not in beginning]
     gc.freeze()  # no fork is to go through all of torch

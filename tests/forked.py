@@ -26,6 +26,8 @@ from execnet import gateway_io
 
 REPOSITORY = Path(__file__).parent.parent
 
+SERVE = "from tests.fork_server import serve; serve({number}, compilers={compilers})"
+
 _QUICK = """#!{python} -IS
 import json, os, signal, socket, struct, sys
 
@@ -69,8 +71,11 @@ os._exit(os.waitstatus_to_exitcode(status))
 
 
 @cache
-def quick() -> Path:
-    """Return the program; it serves until this process ends."""
+def quick(*, compilers: bool = False) -> Path:
+    """Return the program; it serves until this process ends.
+
+    With ``compilers`` its processes have Dynamo and Inductor already, too.
+    """
     folder = Path(tempfile.mkdtemp(prefix="quick-python-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address, program = folder / "server", folder / "python"
@@ -80,7 +85,7 @@ def quick() -> Path:
     listening.bind(str(address))
     listening.listen(64)
     server = subprocess.Popen(
-        [sys.executable, "-c", f"from tests.fork_server import serve; serve({listening.fileno()})"],
+        [sys.executable, "-c", SERVE.format(number=listening.fileno(), compilers=compilers)],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.PIPE,  # which closes with this process

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-SIMULATED = ("-q", "--gpumem-device=sim:A100-40GB", "-p", "no:randomly")
+from tests.pytest_project import Project
 
 
 @pytest.fixture
-def gate(pytester: pytest.Pytester) -> pytest.Pytester:
-    pytester.makepyfile("""
-        import pytest, torch
-
+def gate(project: Project) -> Project:
+    project.write(
+        test_gate="""
         @pytest.mark.gpumem(tolerance="1GB")
         def test_gate():
             gate = torch.compile(lambda x: x.sigmoid() * x.tanh() * x.cos())
             gate(torch.ones(1024, 1024, device="cuda"))
-    """)
-    return pytester
+        """
+    )
+    return project
 
 
-def test_a_baseline_of_compiled_code_is_not_met_by_eager_code(gate: pytest.Pytester) -> None:
-    gate.runpytest_subprocess(*SIMULATED, "--gpumem-update-baselines").assert_outcomes(passed=1)
-    result = gate.runpytest_subprocess(*SIMULATED, "--gpumem-sim-compile=eager")
+def run(project: Project, *args: str) -> pytest.RunResult:
+    return project.run_apart("-q", *args, device="--gpumem-device=sim:A100-40GB", compilers=True)
+
+
+def test_a_baseline_of_compiled_code_is_not_met_by_eager_code(gate: Project) -> None:
+    run(gate, "--gpumem-update-baselines").assert_outcomes(passed=1)
+    result = run(gate, "--gpumem-sim-compile=eager")
     result.assert_outcomes(failed=1)
     said = " ".join(result.stdout.str().split())
     assert "compiled code ran eagerly, so what it allocates says nothing of its baseline" in said
 
 
 def test_a_baseline_of_eager_code_is_and_quiet_runs_say_that_it_is_eager(
-    gate: pytest.Pytester,
+    gate: Project,
 ) -> None:
-    eager = (*SIMULATED, "--gpumem-sim-compile=eager")
-    gate.runpytest_subprocess(*eager, "--gpumem-update-baselines").assert_outcomes(passed=1)
-    result = gate.runpytest_subprocess(*eager)
+    eager = "--gpumem-sim-compile=eager"
+    run(gate, eager, "--gpumem-update-baselines").assert_outcomes(passed=1)
+    result = run(gate, eager)
     result.assert_outcomes(passed=1)
     said = " ".join(result.stdout.str().split())
     assert "runs eagerly on a simulated GPU, as it was asked to" in said
@@ -41,12 +45,11 @@ def test_a_baseline_of_eager_code_is_and_quiet_runs_say_that_it_is_eager(
 
 
 def test_a_test_allocates_the_same_whatever_sizes_were_compiled_before(
-    pytester: pytest.Pytester,
+    project: Project,
 ) -> None:
     """Dynamo takes for dynamic what had another size before; Inductor pads no such product."""
-    pytester.makepyfile("""
-        import pytest, torch
-
+    project.write(
+        test_rows="""
         class Head(torch.nn.Linear):
             def forward(self, x):
                 return super().forward(x).float().softmax(-1)
@@ -58,10 +61,11 @@ def test_a_test_allocates_the_same_whatever_sizes_were_compiled_before(
             x = torch.ones(rows, 768, device="cuda", dtype=torch.bfloat16)
             with torch.no_grad():
                 torch.compile(head)(x)
-    """)
+        """
+    )
     update = "--gpumem-update-baselines"
-    pytester.runpytest_subprocess(*SIMULATED, update).assert_outcomes(passed=3)
+    run(project, update).assert_outcomes(passed=3)
 
-    alone = pytester.runpytest_subprocess(*SIMULATED, "-k", "2048")
+    alone = run(project, "-k", "2048")
     alone.assert_outcomes(passed=1, deselected=2)
     alone.stdout.no_fnmatch_line("*under its baseline*")
