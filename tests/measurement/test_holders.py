@@ -63,7 +63,7 @@ def test_what_autograd_saved_is_held_by_the_graph() -> None:
 
 
 def test_a_view_whose_graph_is_gone_is_in_nobodys_way() -> None:
-    """torch refuses to say its ``grad_fn``: "such functions do not allow the output views to be"."""
+    """Its base was overwritten, so torch raises an error where it is asked for its ``grad_fn``."""
     base = torch.ones(4, 4, device="cuda", requires_grad=True) * 2
     row, _, _, _ = base.unbind()
     base.mul_(3)

@@ -3,9 +3,10 @@
 Who compiles has to see torch as it is, and others must not. So they rest meanwhile. Threads that
 the code under test starts are watched by ``sys.setprofile``, which tells of each call before it is
 made: while somebody is alone, a thread that uses torch, or whose code imports it, stops at its next
-call, and another one when it enters torch. Threads that never do (a progress bar's, a timer's) go on. Watching makes
-Python twice as slow, so nobody is watched who starts before torch was told to compile anything:
-such a thread rests where it waits for others, and is taken to go on once it has used torch.
+call, and another one when it enters torch. Threads that never do (a progress bar's, a timer's) go
+on. Watching makes Python twice as slow, so nobody is watched who starts before torch was told to
+compile anything: such a thread rests where it waits for others, and is taken to go on once it has
+used torch.
 
 A thread does not rest where it may hold a lock that compiling needs: in an operator that is being
 simulated, in an import, in logging. Nobody watches the thread that began the simulation. It rests
