@@ -113,8 +113,7 @@ def project(
 def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is started as ``sys.executable`` have torch already."""
     monkeypatch.setattr(sys, "executable", str(quick()))
-    # It starts a thread in every run, and with several threads torch's compilers are imported.
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:rerunfailures")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:rerunfailures")  # which starts a thread in each run
 
 
 @pytest.fixture

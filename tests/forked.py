@@ -1,7 +1,7 @@
 """Python processes that have torch already: forked from one that did nothing but import.
 
-A new Python imports torch and this package for seconds of processor time; the tests here start
-hundreds. ``quick`` is a program that is called as Python is: with ``-c``, with ``-m`` or with a
+A new Python imports torch and this package for seconds of processor time, and torch's compilers for
+as many again, which threads and optimizers need; the tests here start hundreds. ``quick`` is a program that is called as Python is: with ``-c``, with ``-m`` or with a
 script. It asks a server of this test process for a fork, hands it its folder, environment,
 arguments and its open files, passes signals on, and ends as the fork did. Nothing ran in the
 server before: no pytest, no simulated device, no thread. What is called otherwise is a new Python.
@@ -71,10 +71,10 @@ os._exit(os.waitstatus_to_exitcode(status))
 
 
 @cache
-def quick(*, compilers: bool = False) -> Path:
+def quick(*, compilers: bool = True) -> Path:
     """Return the program; it serves until this process ends.
 
-    With ``compilers`` its processes have Dynamo and Inductor already, too.
+    Its processes have Dynamo and Inductor already, but without ``compilers``.
     """
     folder = Path(tempfile.mkdtemp(prefix="quick-python-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -96,17 +96,13 @@ class Project:
         return self._pytester.runpytest_inprocess(*arguments, plugins=plugins)
 
     def run_apart(
-        self,
-        *args: str,
-        device: str = DEVICE,
-        use: tuple[str, ...] = (),
-        compilers: bool = False,
+        self, *args: str, device: str = DEVICE, use: tuple[str, ...] = ()
     ) -> pytest.RunResult:
-        """Run pytest in a process of its own, which has torch already, and ``compilers``."""
+        """Run pytest in a process of its own, which has torch already."""
         self._apart += 1
         base = self._pytester.mkdir(f"runpytest-{self._apart}")
         arguments = (f"--basetemp={base}", *_arguments(args, device, use))
-        return self._pytester.run(quick(compilers=compilers), "-c", PYTEST, *arguments)
+        return self._pytester.run(quick(), "-c", PYTEST, *arguments)
 
     def run_anew(self, *args: str, device: str = DEVICE) -> pytest.RunResult:
         """Run pytest in a new Python, which has imported nothing."""

@@ -21,7 +21,7 @@ def gate(project: Project) -> Project:
 
 
 def run(project: Project, *args: str) -> pytest.RunResult:
-    return project.run_apart("-q", *args, device="--gpumem-device=sim:A100-40GB", compilers=True)
+    return project.run_apart("-q", *args, device="--gpumem-device=sim:A100-40GB")
 
 
 def test_a_baseline_of_compiled_code_is_not_met_by_eager_code(gate: Project) -> None:

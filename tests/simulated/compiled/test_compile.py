@@ -397,9 +397,7 @@ def test_modules_of_users_are_followed_where_phases_are_measured(
             torch.compile(Gate())(torch.ones(1024, 1024, device="cuda"))
         """
     )
-    ran = project.run_apart(
-        "--gpumem-sim-compile=always", device="--gpumem-device=sim:A100-40GB", compilers=True
-    )
+    ran = project.run_apart("--gpumem-sim-compile=always", device="--gpumem-device=sim:A100-40GB")
     ran.assert_outcomes(passed=1)
 
 

@@ -248,6 +248,6 @@ def test_a_test_that_reads_values_has_the_peak_of_compiled_code(
                 x.grad = None
         """
     )
-    ran = project.run_apart("-rN", device="--gpumem-device=sim:A100-40GB", compilers=True)
+    ran = project.run_apart("-rN", device="--gpumem-device=sim:A100-40GB")
     ran.assert_outcomes(passed=1)
     assert "eagerly" not in ran.stdout.str()

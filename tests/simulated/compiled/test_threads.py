@@ -319,6 +319,5 @@ def test_threads_of_other_plugins_do_not_keep_a_test_from_being_followed(
         *("--gpumem-sim-compile=always", "--timeout=300", "--timeout-method=thread", "--reruns=1"),
         device="--gpumem-device=sim:A100-40GB",
         use=("rerunfailures",),
-        compilers=True,
     )
     ran.assert_outcomes(passed=1)
