@@ -1,10 +1,11 @@
 """Python processes that have torch already: forked from one that did nothing but import.
 
 A new Python imports torch and this package for seconds of processor time, and torch's compilers for
-as many again, which threads and optimizers need; the tests here start hundreds. ``quick`` is a program that is called as Python is: with ``-c``, with ``-m`` or with a
-script. It asks a server of this test process for a fork, hands it its folder, environment,
-arguments and its open files, passes signals on, and ends as the fork did. Nothing ran in the
-server before: no pytest, no simulated device, no thread. What is called otherwise is a new Python.
+as many again, which threads and optimizers need; the tests here start hundreds. ``quick`` is a
+program that is called as Python is: with ``-c``, with ``-m`` or with a script. It asks a server of
+this test process for a fork, hands it its folder, environment, arguments and its open files, passes
+signals on, and ends as the fork did. Nothing ran in the server before: no pytest, no
+simulated device, no thread. What is called otherwise is a new Python.
 
 The workers of pytest-xdist in runs that tests start are such processes, too, and so is what a fork
 starts as ``sys.executable`` or by ``multiprocessing``.
