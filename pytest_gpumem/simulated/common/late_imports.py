@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from types import FrameType, ModuleType
 from typing import Any
 
+from pytest_gpumem.garbage import paused
+
 Alone = Callable[[], AbstractContextManager[object]]
 """Inside, nothing is replaced."""
 
@@ -162,7 +164,9 @@ class _AloneLoader(Loader):
             return
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        with self._alone():
+        # Garbage may start a thread as it goes (a loader's, to tell its workers), which would wait
+        # for what is imported here, as this thread for it.
+        with self._alone(), paused():
             self._loader.exec_module(module)
 
 

@@ -41,6 +41,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own, user_line
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
@@ -286,6 +287,8 @@ class Tracing:
                 inside.enter_context(gradients.kept())
                 self._patches.apply()
                 inside.callback(self._patches.undo)
+                # What a collector frees of the user's, whoever hits the cache of graphs keeps.
+                inside.enter_context(paused())
                 inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 if self._machine.values.everything:
                     # What it keeps has no graph to compute values by.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ PACKAGE = {
     "__init__.py": "import slow.part, slow.strict\nsize = 3\nstate = slow.part.state",
     "part.py": "import settings\nstate = settings.replaced",
     "other.py": "import settings\nstate = settings.replaced",
+    "collected.py": "import gc\nstate = gc.isenabled()",
     "strict.py": """
 import sys, types
 
@@ -129,6 +131,15 @@ def test_a_module_imported_alone_has_its_own_loader() -> None:
     assert other.state is False
     assert isinstance(other.__loader__, SourceFileLoader)
     assert other.__spec__.loader is other.__loader__
+
+
+@pytest.mark.usefixtures("project")
+def test_nothing_is_collected_meanwhile() -> None:
+    """Garbage may start threads as it goes, which wait for the import that waits for them."""
+    with slow_kept_out():
+        collected: Any = importlib.import_module("slow.collected")
+    assert collected.state is False
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("project")

@@ -28,6 +28,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def brief_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader whose queue the collector found first waits so long for workers that nobody told."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+
+
 class Made(Dataset[Tensor]):
     """Items that are made where they are asked for."""
 
