@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import distributions
@@ -23,6 +24,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # argparse would look on the disk for a translation of each of its words, whenever it says one.
 os.environ["LANGUAGE"] = "C"
+
+hypothesis.settings.register_profile("thorough", max_examples=500)
 
 MANY = 50
 """Modules that are worth another look at the whole heap."""

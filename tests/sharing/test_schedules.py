@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from tests.sharing.schedules import CAPACITY, Day, PlannedTest
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where Linux keeps files that need no disk: a ledger is made for each of 1,500 days."""
+"""Where Linux keeps files that need no disk: a ledger is made for each day."""
+
+OF_ONE = settings(deadline=None, suppress_health_check=list(HealthCheck))
+OF_TWO = settings(OF_ONE, max_examples=2 * OF_ONE.max_examples)
+"""Days that are tried: five times as many with ``--hypothesis-profile thorough``, as in tox."""
 
 CONTEXT = 20
 WORKERS = 4
@@ -77,7 +81,7 @@ SEVERAL_PASS = [
 """Each of the last has room beside the 600, and both have not; nobody knows when the 500 end."""
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@OF_ONE
 @given(
     plans=st.lists(st.lists(EXACTLY_TIMED, max_size=12), min_size=1, max_size=4),
     equals=st.booleans(),
@@ -97,7 +101,7 @@ def test_nobody_starves(plans: list[list[PlannedTest]], equals: bool) -> None:
         day.ledger.close()
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@OF_TWO
 @given(plans=st.lists(st.lists(planned_tests(), max_size=8), min_size=1, max_size=WORKERS))
 def test_every_schedule_ends_within_capacity(plans: list[list[PlannedTest]]) -> None:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
