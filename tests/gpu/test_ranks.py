@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from pytest_gpumem.simulated.run import simulate
+from tests.forked import quick
 from tests.gpu.conftest import CudaProject
 from tests.gpu.device import stands_in
 
@@ -43,9 +46,10 @@ TESTS = """
 
 
 @pytest.fixture
-def _two_gpus(device: None) -> Iterator[None]:
+def _two_gpus(device: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     model = stands_in()
     if model is not None:
+        monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(quick()))
         with simulate(f"{model}*2"):
             yield
         return
