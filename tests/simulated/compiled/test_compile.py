@@ -79,35 +79,6 @@ def test_autocast_casts_within_the_graph() -> None:
         assert sorted(allocated(gpu, before))[:3] == [MIB, MIB, 2 * MIB]
 
 
-def test_buffers_name_the_line_and_the_operators_that_they_fuse() -> None:
-    with simulate("A100-40GB", compile="always") as gpu:
-        x = torch.ones(256, 1024, device="cuda")
-        before = len(gpu.trace)
-
-        def gated(x: torch.Tensor) -> torch.Tensor:
-            return x.sigmoid() * x.tanh()
-
-        y = compiled(gated)(x)
-        (event,) = [event for event in gpu.trace[before:] if event.action == "alloc"]
-        del y
-    line = gated.__code__.co_firstlineno + 1
-    assert event.context.place == (__file__, line, "gated")
-    assert event.context.operator_name == "torch.sigmoid + torch.tanh + torch.mul, fused"
-
-
-def test_what_is_allocated_after_memory_ran_out_is_the_code_s_own() -> None:
-    with simulate("A100-40GB", compile="always") as gpu:
-        x = torch.ones(1 << 30, 2, device="cuda")  # 8 GiB of 40
-        # A product has memory of its own kind: the operator that takes it is said before.
-        twice = compiled(lambda x: torch.cat([x.sort(0)[0]] * 5))
-        with pytest.raises(torch.OutOfMemoryError):
-            twice(x)
-        before = len(gpu.trace)
-        torch.zeros(3, device="cuda")
-        (event,) = [event for event in gpu.trace[before:] if event.action == "alloc"]
-    assert event.context.operator_name == "torch.zeros"
-
-
 def test_what_breaks_the_graph_runs_eagerly_between_its_parts() -> None:
     seen: list[torch.device] = []
 
