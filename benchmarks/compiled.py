@@ -5,9 +5,14 @@
 Each program runs forward and backward in its third step, gradients kept from the step before, so
 that what is there at its start is parameters, gradients and inputs. *Saved* is what a forward pass
 leaves for backward, with its output. *Beyond* is how much more the peak needs: temporaries of
-forward or backward, less what backward has freed by then. The last columns are the peaks that
-Inductor's own memory planning expects of its graphs, forward and backward, and what the same
-graphs allocated: `torch._inductor.memory.estimate_peak_memory` of the nodes in their last order.
+forward or backward, less what backward has freed by then.
+
+The last columns are the peaks that Inductor's own planning expects of its graphs, forward and
+backward, and what the wrappers of the same graphs requested in a step more, from their call to
+their return, each beyond what was there when they were called. The plan is how long each buffer
+lives (`torch._inductor.memory.compute_memory_timeline`), as code generation has carried it out:
+buffers that are written where another has been, in place or afterwards, are one, and what a kernel
+of Inductor's own has for a workspace is one more.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +31,11 @@ from models import bert_base, classified_text, vit_base
 from producers.blocks import DiffusionUNet, LlamaBlock
 from producers.vision import resnet50
 from torch import Tensor, nn
-from torch._guards import CompileContext
 from torch._inductor import memory
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.virtualized import V
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._ordered_set import OrderedSet
@@ -48,10 +56,6 @@ class Peaks:
 
     saved: int
     peak: int
-    forward: int
-    """The peak of the forward pass alone."""
-    backward: int
-    """What the backward pass needs beyond what was there when it began."""
 
     @property
     def beyond(self) -> int:
@@ -156,9 +160,8 @@ PROGRAMS: dict[str, Callable[[], Step]] = {
 }
 
 
-def measured(program: Callable[[], Step]) -> Peaks:
+def measured(step: Step) -> Peaks:
     """The last of some steps."""
-    step = program()
     for _ in range(STEPS - 1):
         step().backward()
     before = torch.cuda.memory_allocated()
@@ -169,62 +172,139 @@ def measured(program: Callable[[], Step]) -> Peaks:
     torch.cuda.reset_peak_memory_stats()
     loss.backward()
     backward = torch.cuda.max_memory_allocated() - before
-    return Peaks(saved, max(forward, backward), forward, backward - saved)
+    return Peaks(saved, max(forward, backward))
 
 
 # Inductor's own planning.
 
 
-@contextmanager
-def planned() -> Iterator[dict[bool, int]]:
-    """What Inductor expects graphs to need, forward (False) and backward, while they are made.
+@dataclass(frozen=True)
+class GraphPeak:
+    """Of one graph, in bytes beyond what was there when it was called."""
 
-    Beyond the graph's inputs, of which those that are saved for backward end in it. Of a frame that
-    is compiled twice, as those are that remember what they were called with, the last one counts.
-    """
-    expected: dict[bool, int] = {False: 0, True: 0}
-    by_frame: dict[tuple[int | None, bool], int] = {}
-    codegen = GraphLowering.codegen
+    planned: int
+    requested: int
 
-    def codegen_and_note(graph: GraphLowering) -> Any:
-        made = codegen(graph)
+
+class Planning:
+    """What Inductor expects graphs to need, while they are made, and what they request."""
+
+    def __init__(self) -> None:
+        self.planned: dict[tuple[int | None, bool], int] = {}
+        """By number of a graph, forward or backward."""
+        self.peaks: dict[bool, GraphPeak] = {}
+        """Of the largest graph, forward (False) and backward."""
+        self._reused: dict[str, str] = {}
+        self._workspaces: list[Any] = []
+        """As the timeline has buffers."""
+
+    @contextmanager
+    def going(self) -> Iterator[None]:
+        """Note the plans of graphs inside."""
+        with (
+            patch.object(GraphLowering, "codegen", self._noting(GraphLowering.codegen)),
+            patch.object(
+                PythonWrapperCodegen,
+                "make_buffer_reuse",
+                self._reusing(PythonWrapperCodegen.make_buffer_reuse),
+            ),
+            patch.object(
+                PythonWrapperCodegen,
+                "generate_workspace_allocation",
+                self._working(PythonWrapperCodegen.generate_workspace_allocation),
+            ),
+            # A plan is only made where code is.
+            torch._inductor.config.patch(force_disable_caches=True),
+        ):
+            yield
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Note what the wrappers of graphs request inside."""
+        with patch.object(CompiledFxGraph, "__call__", self._measuring(CompiledFxGraph.__call__)):
+            yield
+
+    def _noting(self, codegen: Callable[[GraphLowering], Any]) -> Callable[[GraphLowering], Any]:
+        def codegen_and_note(graph: GraphLowering) -> Any:
+            self._reused.clear()
+            self._workspaces.clear()
+            made = codegen(graph)
+            self.planned[graph.graph_id, graph.is_backward] = self._peak(graph)
+            return made
+
+        return codegen_and_note
+
+    def _peak(self, graph: GraphLowering) -> int:
+        """Beyond the graph's inputs, of which those that are saved for backward end in it."""
         nodes = graph.scheduler.nodes
-        inputs = OrderedSet(graph.graph_inputs)
-        ending = {
-            name: buffer
-            for name, buffer in memory.get_freeable_input_buf(nodes, inputs).items()
-            if not name.startswith("primals")
-        }
+        inputs = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs))
+        ending = {name: each for name, each in inputs.items() if not name.startswith("primals")}
         outputs = OrderedSet(graph.get_output_names())
-        peak, _ = memory.estimate_peak_memory(nodes, ending, outputs)
-        inside = sum(buffer.mpi_buffer.size_free for buffer in ending.values())
-        compiling = CompileContext.current_compile_id()
-        frame = compiling.frame_id if compiling is not None else None
-        by_frame[frame, graph.is_backward] = peak - inside
-        for way in expected:
-            expected[way] = sum(one for (_, of), one in by_frame.items() if of is way)
-        return made
+        timeline, _, _ = memory.compute_memory_timeline(nodes, ending, outputs)
+        changes = [0] * (len(nodes) + 1)
+        for one in [*timeline, *self._workspaces]:
+            name = one.buffer.get_name()
+            if name in graph.removed_buffers:
+                continue
+            if name not in self._reused:
+                changes[one.start_step] += one.size_alloc
+            if name not in self._reused.values() and one.end_step != AT_THE_END:
+                changes[one.end_step + 1] -= one.size_free
+        return max(accumulate(changes)) - sum(each.mpi_buffer.size_free for each in ending.values())
 
-    with (
-        patch.object(GraphLowering, "codegen", codegen_and_note),
-        # A plan is only made where code is.
-        torch._inductor.config.patch(force_disable_caches=True),
-    ):
-        yield expected
+    def _reusing(self, write: Callable[..., str]) -> Callable[..., str]:
+        def make_buffer_reuse(codegen: Any, old: Any, new: Any, delete_old: bool) -> str:
+            self._reused[new.get_name()] = old.get_name()
+            return write(codegen, old, new, delete_old)
+
+        return make_buffer_reuse
+
+    def _working(self, write: Callable[..., None]) -> Callable[..., None]:
+        def generate_workspace_allocation(codegen: Any, workspace: Any) -> None:
+            scheduler: Any = V.graph.scheduler
+            step = scheduler.nodes.index(scheduler.current_node)
+            size = V.graph.sizevars.optimization_hint(workspace.count) * workspace.dtype.itemsize
+            self._workspaces.append(memory.BufferInfo(workspace, size, size, step, step))
+            write(codegen, workspace)
+
+        return generate_workspace_allocation
+
+    def _measuring(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_and_note(graph: CompiledFxGraph, inputs: Any) -> Any:
+            before = torch.cuda.memory_stats()[f"{REQUESTED}.current"]
+            torch.cuda.reset_peak_memory_stats()
+            returned = call(graph, inputs)
+            requested = torch.cuda.memory_stats()[f"{REQUESTED}.peak"] - before
+            is_backward = graph.fx_kwargs["is_backward"]
+            planned = self.planned[graph.fx_kwargs["graph_id"], is_backward]
+            if is_backward not in self.peaks or planned > self.peaks[is_backward].planned:
+                self.peaks[is_backward] = GraphPeak(planned, requested)
+            return returned
+
+        return call_and_note
 
 
-def compared(program: Callable[[], Step]) -> tuple[Peaks | None, Peaks, dict[bool, int]]:
+AT_THE_END = -1
+"""The last step of a graph's outputs in the timeline."""
+REQUESTED = "requested_bytes.all"
+
+
+def compared(program: Callable[[], Step]) -> tuple[Peaks | None, Peaks, dict[bool, GraphPeak]]:
     """Eager (``None`` where that cannot be simulated), compiled, and what was planned."""
-    with planned() as expected:
+    planning = Planning()
+    with planning.going():
         torch._dynamo.reset()
         with simulate("A100-80GB", alloc_conf="", compile="always"):
-            compiled = measured(program)
+            step = program()
+            compiled = measured(step)
+            with planning.measuring():
+                step().backward()
     torch._dynamo.reset()
     try:
         with simulate("A100-80GB", alloc_conf="", compile="eager"):
-            return measured(program), compiled, expected
+            return measured(program()), compiled, planning.peaks
     except UnsupportedOperatorError:
-        return None, compiled, expected
+        return None, compiled, planning.peaks
 
 
 def written(size: int | None) -> str:
@@ -243,20 +323,20 @@ def main() -> None:
         f"{'':16} "
         + f"{'eager compiled':>18} " * 3
         + "  "
-        + f"{'planned allocated':>18} " * 2
+        + f"{'planned requested':>18} " * 2
         + "     s"
     )
     for name, program in PROGRAMS.items():
         if names and not any(part in name for part in names):
             continue
         began = time.perf_counter()
-        eager, compiled, plan = compared(program)
+        eager, compiled, graphs = compared(program)
         pairs = (
             (eager.peak if eager else None, compiled.peak),
             (eager.saved if eager else None, compiled.saved),
             (eager.beyond if eager else None, compiled.beyond),
-            (plan[False], compiled.forward),
-            (plan[True], compiled.backward),
+            (graphs[False].planned, graphs[False].requested),
+            (graphs[True].planned, graphs[True].requested),
         )
         text = [f"{written(one):>8} {written(other):>9}" for one, other in pairs]
         seconds = time.perf_counter() - began

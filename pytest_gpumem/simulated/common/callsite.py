@@ -43,6 +43,12 @@ FROM_HOST = "Tensor.to"
 RELEASED = "free"
 """Stands for the operator where memory is given back, which none does."""
 
+COMPUTED = "computed"
+"""The kind of what an operator computes; as a purpose, of what compiled code does."""
+
+Place = tuple[str, int, str]
+"""Filename, line and function."""
+
 
 class Purpose(NamedTuple):
     """What a library or compiled code allocates for, where the operator that runs does not tell."""
@@ -51,8 +57,8 @@ class Purpose(NamedTuple):
     """Stands for the operator: ``all-gather of layers.3``."""
     kind: str
     """As :attr:`Provenance.kind`."""
-    place: tuple[str, int, str] | None = None
-    """Filename, line and function of the user's code that it comes from, where frames do not."""
+    place: Place | None = None
+    """The user's code that it comes from, where frames do not tell."""
 
 
 class Running(threading.local):
@@ -153,7 +159,7 @@ class Provenance:
         return [{"filename": "??", "line": 0, "name": name} for name in names]
 
     @property
-    def place(self) -> tuple[str, int, str] | None:
+    def place(self) -> Place | None:
         """Filename, line and function of the innermost frame outside torch and this package."""
         if self.purpose is not None and self.purpose.place is not None:
             return self.purpose.place
@@ -178,7 +184,7 @@ class Provenance:
             return self.purpose.kind
         if self.operator is None or self.operator is FROM_HOST:
             return "copy"
-        return "factory" if _is_factory(self.operator) else "computed"
+        return "factory" if _is_factory(self.operator) else COMPUTED
 
 
 def provenance() -> Provenance:
@@ -194,7 +200,7 @@ def provenance() -> Provenance:
     purpose = running.purpose
     if (
         purpose is not None
-        and purpose.place is not None
+        and purpose.kind == COMPUTED
         and not any(is_written_by_inductor(code.co_filename) for code, _ in entries)
     ):
         # A wrapper that was left by an exception, as where memory ran out, could not take it back.

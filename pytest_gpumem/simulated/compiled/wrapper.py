@@ -8,18 +8,28 @@ source. Source: torch/_inductor/codegen/wrapper.py and async_compile.py, torch 2
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.common import WorkspaceArg
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._ops import OpOverload
+from torch._inductor.codegen.wrapper import AllocateLine, PythonWrapperCodegen
+from torch._inductor.ir import ExternKernel
+from torch._inductor.scheduler import BaseSchedulerNode
+from torch._inductor.virtualized import V
+from torch._ops import HigherOrderOperator, OpOverload
 
 from pytest_gpumem.attribution.history import FUSED
-from pytest_gpumem.simulated.common.callsite import Purpose, is_internal, running, shown_operator
+from pytest_gpumem.simulated.common.callsite import (
+    COMPUTED,
+    Place,
+    Purpose,
+    is_internal,
+    running,
+    shown_operator,
+)
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -41,9 +51,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 class Memory:
     """``empty_strided_cuda`` of a wrapper, which says first what it is for."""
 
-    def of(self, filename: str, line: int, function: str, operators: tuple[str, ...]) -> None:
-        """What comes next is computed there, by these operators."""
-        running.purpose = Purpose(_together(operators), "computed", (filename, line, function))
+    def of(self, operators: tuple[str, ...], place: Place | None) -> None:
+        """What comes next is computed by these operators, there."""
+        running.purpose = Purpose(_together(operators), COMPUTED, place)
 
     def done(self) -> None:
         """It has been."""
@@ -78,8 +88,7 @@ _TAKES = "empty_strided_cuda"
 def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
     def make_buffer_allocation(codegen: Any, buffer: Any) -> str:
         line = write(codegen, buffer)
-        # A kernel's workspace has none.
-        origin = None if isinstance(buffer, WorkspaceArg) else origin_of(buffer.get_origins())
+        origin = origin_of(_nodes_of(codegen, buffer))
         # What is written stays as it is: tests of compiled code read it.
         is_told = origin is not None and f"{_TAKES}(" in line
         return f"{_TAKES}.of{origin}; {line}" if is_told else line
@@ -87,9 +96,41 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
     return make_buffer_allocation
 
 
+def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
+    """What ``buffer`` is computed by, in Inductor's graph.
+
+    A library's kernel has an operator of its own, whatever else is computed on the way to it. A
+    workspace is of the kernel that it is for, and the copy of a graph's input, as a library wants
+    it laid out, of who reads it.
+    """
+    if isinstance(buffer, WorkspaceArg):
+        lines = (line for line in codegen.lines if isinstance(line, AllocateLine))
+        step = next(line.scheduler_node_index for line in lines if line.node is buffer)
+        return _nodes_of_steps([V.graph.scheduler.nodes[step]])
+    nodes = _computed_by(buffer)
+    if all(node.op == "placeholder" for node in nodes):
+        users = V.graph.scheduler.name_to_buf[buffer.get_name()].users
+        return _nodes_of_steps(user.node for user in users)
+    return nodes
+
+
+def _nodes_of_steps(steps: Iterable[Any]) -> list[torch.fx.Node]:
+    """What these steps of Inductor's compute; outputs are none."""
+    scheduled = [step for step in steps if isinstance(step, BaseSchedulerNode)]
+    parts = [part.node for step in scheduled for part in step.get_nodes() if part.node is not None]
+    return [node for part in parts for node in _computed_by(part)]
+
+
+def _computed_by(operation: Any) -> Collection[torch.fx.Node]:
+    nodes: Collection[torch.fx.Node] = operation.get_origins()
+    if isinstance(operation, ExternKernel) and nodes:
+        return [operation.origin_node or max(nodes)]
+    return nodes
+
+
 def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
     def generate(codegen: Any, node: Any, *args: Any) -> None:
-        origin = origin_of(node.get_origins())
+        origin = origin_of(_nodes_of(codegen, node))
         if origin is not None:
             codegen.writeline(f"{_TAKES}.of{origin}")
         write(codegen, node, *args)
@@ -99,25 +140,32 @@ def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
     return generate
 
 
-def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[str, int, str, tuple[str, ...]] | None:
-    """Filename, line, function and operators of what ``nodes`` compute together.
+def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | None] | None:
+    """The operators of what ``nodes`` compute together, and filename, line and function of it.
 
-    The line is that of the last one; ``None`` where none of them comes from the user's code.
+    The line is that of the last one, ``None`` where none of them comes from the user's code: of
+    torch's own modules. It is ``None`` altogether where there is no operator.
     """
     order = sorted(nodes)
+    operators = [node.meta.get("original_aten") or node.target for node in order]
+    views = [isinstance(each, OpOverload) and each.is_view for each in operators]
+    computing = [each for each, is_view in zip(operators, views, strict=True) if not is_view]
+    names = dict.fromkeys(filter(None, map(_name, computing or operators)))
     places = [place for node in order if (place := _place(node.stack_trace)) is not None]
-    if not places:
-        return None
-    overloads = [node.meta.get("original_aten") for node in order]
-    operators = [each for each in overloads if isinstance(each, OpOverload)]
-    computing = [each for each in operators if not each.is_view] or operators
-    return (*places[-1], tuple(dict.fromkeys(each._schema.name for each in computing)))
+    return (tuple(names), places[-1] if places else None) if names else None
+
+
+def _name(operator: Any) -> str | None:
+    """An operator's name as its schema has it; ``None`` for what computes sizes."""
+    if isinstance(operator, OpOverload):
+        return operator._schema.name
+    return operator.name() if isinstance(operator, HigherOrderOperator) else None
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
-def _place(stack: str | None) -> tuple[str, int, str] | None:
+def _place(stack: str | None) -> Place | None:
     """The innermost frame outside torch."""
     for filename, line, function in reversed(_FRAME.findall(stack or "")):
         if not is_internal(filename):

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
@@ -31,6 +33,7 @@ from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, pa
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
+_aten = torch.ops.aten
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By the input, by its weight and by its bias."""
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
@@ -99,7 +102,10 @@ def rms_norm(
         and not input.is_complex()
         and (weight is None or weight.dtype == input.dtype)
     ):
-        return _FusedRmsNorm.apply(gpu, input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+        fused = (
+            _TracedRmsNorm if isinstance(input, (FakeTensor, FunctionalTensor)) else _FusedRmsNorm
+        )
+        return fused.apply(gpu, input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
     return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 
 
@@ -155,6 +161,33 @@ class _FusedRmsNorm(torch.autograd.Function):
             input,
             weight,
             *ctx.settings,
+        )
+        return None, grad_input, None, grad_weight, None
+
+
+class _TracedRmsNorm(torch.autograd.Function):
+    """The same as autograd has it on CUDA, of the operators that a compiler takes apart."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gpu: GPU,
+        input: Tensor,
+        normalized_shape: list[int],
+        weight: Tensor | None,
+        eps: float | None,
+    ) -> Tensor:
+        output, rstd = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
+        ctx.save_for_backward(input, weight, rstd)
+        ctx.normalized_shape = normalized_shape
+        return output  # type: ignore[no-any-return]  # an operator
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+        grad_input, grad_weight = _aten._fused_rms_norm_backward(
+            gradients[0], input, ctx.normalized_shape, rstd, weight, wanted
         )
         return None, grad_input, None, grad_weight, None
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.backends.cudnn import rnn as cudnn_rnn
 
 from pytest_gpumem.simulated.common.patching import Patches
@@ -206,6 +208,9 @@ def _gru_cell(
 ) -> Any:
     if not input.is_cuda:
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+    if isinstance(input, (FakeTensor, FunctionalTensor)):
+        # torch has no shapes for it: compiled code stops here, and goes on behind.
+        raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
     gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
     return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
 

@@ -76,6 +76,20 @@ def test_forward_backward_and_step_have_the_values_of_eager_code() -> None:
     assert happened[0] == happened[1] != happened[2]
 
 
+def test_a_norm_by_root_mean_squares_has_the_values_of_eager_code() -> None:
+    values = []
+    for how in ("always", "eager"):
+        with simulate("A100-40GB", real_values=True, compile=how):
+            norm = nn.RMSNorm(8).cuda()
+            x = torch.arange(32.0, device="cuda").view(4, 8).requires_grad_()
+            compiled(norm)(x).square().sum().backward()
+            assert x.grad is not None
+            assert norm.weight.grad is not None
+            values.append([x.grad.cpu(), norm.weight.grad.cpu()])
+    for computed, eager in zip(*values, strict=True):
+        torch.testing.assert_close(computed, eager)
+
+
 def test_inputs_are_written_to_where_they_lie() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         table = torch.zeros(3, 2, device="cuda")
