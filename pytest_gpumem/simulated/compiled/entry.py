@@ -114,7 +114,7 @@ class Compilation:
             yield
 
     def _planned(self) -> Patches:
-        from torch._dynamo import convert_frame, eval_frame
+        from torch._dynamo import compiled_autograd, convert_frame, eval_frame
 
         patches = Patches()
         patches.plan(
@@ -125,6 +125,9 @@ class Compilation:
         counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counts is not None:
             patches.plan(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
+        if torch.__version__ >= FOLLOWED_SINCE:
+            backward = compiled_autograd.AutogradCompilerInstance
+            patches.plan(backward, "begin_capture", self._capturing(backward.begin_capture))
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -225,6 +228,15 @@ class Compilation:
             return ConvertFrameReturn()
 
         return _compile
+
+    def _capturing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled autograd, which traces from there on until its instance is closed."""
+
+        def begin_capture(instance: Any, *args: Any) -> Any:
+            instance.stack.enter_context(self._tracer().entered())
+            return begin(instance, *args)
+
+        return begin_capture
 
     def forget(self, *, own: bool = True) -> None:
         """Compile anew what was compiled for machines, with ``own`` for this one, too.

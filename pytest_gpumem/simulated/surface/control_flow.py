@@ -1,0 +1,48 @@
+"""Control flow that runs eagerly: its gradients are traced by running it, on the device.
+
+torch sets all modes aside for that, and what the tracing computes takes memory as anything else.
+
+Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``), torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch._higher_order_ops.partitioner
+import torch._higher_order_ops.while_loop  # which its package hides behind the function
+from torch.utils import _python_dispatch
+
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+_TRACED = "materialize_as_graph"
+_NAMES = "utils", "partitioner", "while_loop"
+_OWNERS = [sys.modules[f"torch._higher_order_ops.{name}"] for name in _NAMES]
+
+
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
+    """Let the machine see what is traced of control flow."""
+    for owner in _OWNERS:
+        if hasattr(owner, _TRACED):
+            patches.plan(owner, _TRACED, _in_view(machine, getattr(owner, _TRACED)))
+
+
+def _in_view(machine: SimulatedMachine, trace: Callable[..., Any]) -> Callable[..., Any]:
+    set_aside = _python_dispatch._disable_current_modes
+
+    @contextmanager
+    def all_others() -> Iterator[Any]:
+        mode: AbstractContextManager[Any] = machine.execution
+        with set_aside() as modes, mode:
+            yield modes
+
+    def materialize_as_graph(*args: Any, **options: Any) -> Any:
+        with mock.patch.object(_python_dispatch, "_disable_current_modes", all_others):
+            return trace(*args, **options)
+
+    return materialize_as_graph
