@@ -21,6 +21,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
@@ -128,6 +129,8 @@ class Compilation:
         if torch.__version__ >= FOLLOWED_SINCE:
             backward = compiled_autograd.AutogradCompilerInstance
             patches.plan(backward, "begin_capture", self._capturing(backward.begin_capture))
+            name = "extract_bw_module"
+            patches.plan(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -237,6 +240,15 @@ class Compilation:
             return begin(instance, *args)
 
         return begin_capture
+
+    def _on_device(self, extract: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes the constants of a graph that was kept, on the device, while torch traces."""
+
+        def extract_bw_module(*args: Any) -> Any:
+            with _disable_current_modes(), self._code():
+                return extract(*args)
+
+        return extract_bw_module
 
     def forget(self, *, own: bool = True) -> None:
         """Compile anew what was compiled for machines, with ``own`` for this one, too.

@@ -13,23 +13,21 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch._higher_order_ops.partitioner
-import torch._higher_order_ops.while_loop  # which its package hides behind the function
+import torch._higher_order_ops
 from torch.utils import _python_dispatch
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _TRACED = "materialize_as_graph"
-_NAMES = "utils", "partitioner", "while_loop"
-_OWNERS = [sys.modules[f"torch._higher_order_ops.{name}"] for name in _NAMES]
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Let the machine see what is traced of control flow."""
-    for owner in _OWNERS:
-        if hasattr(owner, _TRACED):
-            patches.plan(owner, _TRACED, _in_view(machine, getattr(owner, _TRACED)))
+    package = torch._higher_order_ops.__name__
+    for name, owner in list(sys.modules.items()):
+        if name.startswith(package) and _TRACED in vars(owner):
+            patches.plan(owner, _TRACED, _in_view(machine, vars(owner)[_TRACED]))
 
 
 def _in_view(machine: SimulatedMachine, trace: Callable[..., Any]) -> Callable[..., Any]:

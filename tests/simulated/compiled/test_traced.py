@@ -100,6 +100,17 @@ def test_a_backward_pass_is_compiled_as_it_runs() -> None:
         assert allocated(gpu, before).count(MIB) == 1
 
 
+def test_a_compiled_backward_pass_holds_the_graphs_that_torch_keeps() -> None:
+    """The graph of a loss has constants, which torch makes when it reads the graph back."""
+    with simulate("A100-40GB", compile="always"):
+        x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+        labels = torch.zeros(256, dtype=torch.int64, device="cuda")
+        loss = compiled(nn.functional.cross_entropy)(x, labels)
+        with compiled_autograd._enable(compiled):
+            loss.backward()
+        assert x.grad is not None
+
+
 def test_gradients_of_control_flow_are_traced_on_the_device() -> None:
     with simulate("A100-40GB"):
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)
