@@ -21,6 +21,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
@@ -114,7 +115,7 @@ class Compilation:
             yield
 
     def _planned(self) -> Patches:
-        from torch._dynamo import convert_frame, eval_frame
+        from torch._dynamo import compiled_autograd, convert_frame, eval_frame
 
         patches = Patches()
         patches.plan(
@@ -125,6 +126,11 @@ class Compilation:
         counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counts is not None:
             patches.plan(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
+        if torch.__version__ >= FOLLOWED_SINCE:
+            backward = compiled_autograd.AutogradCompilerInstance
+            patches.plan(backward, "begin_capture", self._capturing(backward.begin_capture))
+            name = "extract_bw_module"
+            patches.plan(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -225,6 +231,24 @@ class Compilation:
             return ConvertFrameReturn()
 
         return _compile
+
+    def _capturing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        """Compiled autograd, which traces from there on until its instance is closed."""
+
+        def begin_capture(instance: Any, *args: Any) -> Any:
+            instance.stack.enter_context(self._tracer().entered())
+            return begin(instance, *args)
+
+        return begin_capture
+
+    def _on_device(self, extract: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes the constants of a graph that was kept, on the device, while torch traces."""
+
+        def extract_bw_module(*args: Any) -> Any:
+            with _disable_current_modes(), self._code():
+                return extract(*args)
+
+        return extract_bw_module
 
     def forget(self, *, own: bool = True) -> None:
         """Compile anew what was compiled for machines, with ``own`` for this one, too.

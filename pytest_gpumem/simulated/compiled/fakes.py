@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
-from pytest_gpumem.simulated.surface.wrappers import faking
+from pytest_gpumem.simulated.surface.wrappers import faking, making, place_of
 
 META = torch.device("meta")
 _PLACES = ("device", "fake_device", "_fake_device")
@@ -48,7 +48,13 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         FunctionalTensor, "device", property(lambda each: place(machine, raw.device(each)))
     )
     patches.plan(FunctionalTensor, "is_cuda", property(lambda each: raw.device(each) == META))
-    patches.plan(torch.Tensor, "_make_subclass", faking(torch.Tensor._make_subclass))
+    base = torch.Tensor
+    patches.plan(base, "_make_subclass", faking(base._make_subclass))
+    # What holds fake tensors takes their device, and what is compiled may hold others.
+    patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
+    patches.plan(base, "device", property(lambda each: place_of(each) or raw.device(each)))
+    for name, kind in (("is_cuda", "cuda"), ("is_meta", "meta")):
+        patches.plan(base, name, property(lambda each, kind=kind: each.device.type == kind))
     patches.plan(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))

@@ -51,8 +51,8 @@ nothing else (torch/_prims/rng_prims.py)."""
 
 def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
     """Control flow, and what else takes functions for arguments."""
-    if func.name() == "cond":
-        return of_parts(runner, _cond)
+    if func.name() in _UNSEEN:
+        return of_parts(runner, _UNSEEN[func.name()])
     if func.name() in _WITH_RANDOM_STATE:
         return of_parts(
             runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
@@ -122,3 +122,27 @@ def _on_cuda(runner: Runner, handler: Handler, elsewhere: Handler) -> Handler:
 
 def _cond(condition: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
     return (if_true if condition else if_false)(*operands)
+
+
+def _scan(combine: Callable[..., Any], init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    from torch._higher_order_ops.scan import generic_scan
+
+    return generic_scan(combine, init, xs, additional_inputs=additional_inputs)
+
+
+def _invoke_subgraph(subgraph: Any, _: str, *operands: Any) -> Any:
+    if getattr(subgraph, "_boxed_call", False):
+        return subgraph(list(operands))
+    return subgraph(*operands)
+
+
+_UNSEEN: dict[str, Callable[..., Any]] = {
+    "cond": _cond,
+    "scan": _scan,
+    "invoke_subgraph": _invoke_subgraph,
+}
+"""What torch has for these runs only where no mode looks on.
+
+Source: torch/_higher_order_ops/cond.py (cond_op_dense), scan.py (scan_op_dense) and
+invoke_subgraph.py, torch 2.11 and 2.13.
+"""

@@ -22,6 +22,10 @@ def _like_first(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return torch.empty_like(tensor)
 
 
+def _into(*_: Any, out: Tensor, **__: Any) -> Tensor:
+    return out
+
+
 def _with_mask(tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(tensor), torch.empty_like(tensor, dtype=torch.bool)
 
@@ -87,8 +91,10 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
     "geqrf": _qr,
+    "_scaled_mm.out": _into,
+    "_scaled_mm_v2.out": _into,
     "fake_quantize_per_tensor_affine_cachemask": _with_mask,
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": _with_mask,
     "fake_quantize_per_channel_affine_cachemask": _with_mask,
 }
-"""By operator name."""
+"""By operator name, and what compiled code calls with a buffer of its own for the result."""

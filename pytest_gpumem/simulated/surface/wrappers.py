@@ -36,7 +36,7 @@ _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Make wrappers on ``meta``, each with the device that it was told."""
     base = torch.Tensor
-    patches.plan(base, "_make_wrapper_subclass", _making(machine, base._make_wrapper_subclass))
+    patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
     patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
     # In 2.6 it makes a tensor on the device, whose driver it takes to be there.
     patches.plan(fake_tensor, "init_gpu_context", lambda device: None)
@@ -61,7 +61,9 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return kind not in raw.PLAIN and kind.__torch_dispatch__ is not _HANDLES_NOTHING
 
 
-def _making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
+def making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
+    """``_make_wrapper_subclass``, whose wrappers of a GPU are on ``meta`` and know where."""
+
     @functools.wraps(make)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Jagged tensors pass everything by position.

@@ -1,0 +1,46 @@
+"""Control flow that runs eagerly: its gradients are traced by running it, on the device.
+
+torch sets all modes aside for that, and what the tracing computes takes memory as anything else.
+
+Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``), torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch._higher_order_ops
+from torch.utils import _python_dispatch
+
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+_TRACED = "materialize_as_graph"
+
+
+def plan(machine: SimulatedMachine, patches: Patches) -> None:
+    """Let the machine see what is traced of control flow."""
+    package = torch._higher_order_ops.__name__
+    for name, owner in list(sys.modules.items()):
+        if name.startswith(package) and _TRACED in vars(owner):
+            patches.plan(owner, _TRACED, _in_view(machine, vars(owner)[_TRACED]))
+
+
+def _in_view(machine: SimulatedMachine, trace: Callable[..., Any]) -> Callable[..., Any]:
+    set_aside = _python_dispatch._disable_current_modes
+
+    @contextmanager
+    def all_others() -> Iterator[Any]:
+        mode: AbstractContextManager[Any] = machine.execution
+        with set_aside() as modes, mode:
+            yield modes
+
+    def materialize_as_graph(*args: Any, **options: Any) -> Any:
+        with mock.patch.object(_python_dispatch, "_disable_current_modes", all_others):
+            return trace(*args, **options)
+
+    return materialize_as_graph

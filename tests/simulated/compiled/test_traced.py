@@ -1,0 +1,139 @@
+"""What torch traces beside plain tensors and forward passes, on a simulated GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+from pytest_gpumem import simulate
+from tests.simulated.compiled.test_compile import MIB, allocated, compiled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+class Scaled(Tensor):
+    """A weight in 8 bits and its scale, as libraries for quantised weights have them."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=scale.dtype, device=data.device, requires_grad=False
+        )
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        self.held = data
+        self.scale = scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], _: None, *__: Any) -> Scaled:
+        return Scaled(inner["held"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            same = Scaled(args[0].held, args[0].scale)
+            return return_and_correct_aliasing(func, args, kwargs or {}, same)
+        plain = tree_map_only(
+            Scaled, lambda each: each.held.to(each.scale.dtype) * each.scale, args
+        )
+        return func(*plain, **(kwargs or {}))
+
+
+def test_a_weight_that_holds_others_is_unpacked_inside_of_the_graph() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        layer = nn.Linear(1024, 1024, bias=False, device="cuda")
+        held = torch.ones(1024, 1024, dtype=torch.int8, device="cuda")
+        scale = torch.ones(1024, 1, dtype=torch.bfloat16, device="cuda")
+        layer.weight = nn.Parameter(Scaled(held, scale), requires_grad=False)
+        x = torch.ones(512, 1024, dtype=torch.bfloat16, device="cuda")
+        run = compiled(layer)
+        before = len(gpu.trace)
+        y = run(x)
+        assert (y.device, y.dtype) == (x.device, torch.bfloat16)
+        # The weight in 16 bits, in one kernel, and the result; cuBLAS's workspace beside them.
+        assert sorted(allocated(gpu, before))[:2] == [MIB, 2 * MIB]
+
+
+def test_jagged_tensors_are_computed_as_their_values_are() -> None:
+    """Of three rows of 10, 20 and 30 times 64 numbers: 15,360 bytes."""
+    with simulate("A100-40GB", compile="always") as gpu:
+        rows = [torch.ones(length, 64) for length in (10, 20, 30)]
+        jagged = torch.nested.nested_tensor(
+            rows, layout=torch.jagged, device="cuda", requires_grad=True
+        )
+        run = compiled(lambda nested: nested.sin() * nested.cos())
+        before = len(gpu.trace)
+        y = run(jagged)
+        assert y.is_nested
+        assert (y.device, y.values().shape) == (jagged.device, (60, 64))
+        assert allocated(gpu, before) == [15_360]
+        y.values().sum().backward()
+        assert jagged.grad is not None
+
+
+def test_a_backward_pass_is_compiled_as_it_runs() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+        loss = (x.sin().cos() + 1).exp().sum()
+        before = len(gpu.trace)
+        with compiled_autograd._enable(compiled):
+            loss.backward()
+        assert x.grad is not None
+        # Eager: a buffer for each operator; compiled: the gradient itself.
+        assert allocated(gpu, before).count(MIB) == 1
+
+
+def test_a_compiled_backward_pass_holds_the_graphs_that_torch_keeps() -> None:
+    """The graph of a loss has constants, which torch makes when it reads the graph back."""
+    with simulate("A100-40GB", compile="always"):
+        x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+        labels = torch.zeros(256, dtype=torch.int64, device="cuda")
+        loss = compiled(nn.functional.cross_entropy)(x, labels)
+        with compiled_autograd._enable(compiled):
+            loss.backward()
+        assert x.grad is not None
+
+
+def test_gradients_of_control_flow_are_traced_on_the_device() -> None:
+    with simulate("A100-40GB"):
+        x = torch.ones(256, 1024, device="cuda", requires_grad=True)
+        _, y = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x.sin()), (torch.tensor(0), x))
+        y.sum().backward()
+        assert x.grad is not None
+        assert (x.grad.device, x.grad.shape) == (x.device, x.shape)
+        assert torch.ones(1, device="cuda").is_cuda
+
+
+def test_a_scan_runs_eagerly_step_by_step() -> None:
+    with simulate("A100-40GB") as gpu:
+        x = torch.ones(4, 256, 1024, device="cuda")  # 4 MiB
+        held, sums = scan(lambda held, x: ((held * x), held + x), x[0], x, dim=0)
+        assert (held.shape, sums.shape) == (x.shape[1:], x.shape)
+        assert gpu.allocated == (4 + 1 + 4) * MIB
+
+
+def test_products_of_scaled_factors_write_into_a_buffer_of_the_wrapper() -> None:
+    with simulate("H100", compile="always") as gpu:
+        a = torch.ones(1024, 1024, device="cuda").to(torch.float8_e4m3fn)
+        one = torch.ones((), device="cuda")
+        run = compiled(lambda a: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16))
+        before = len(gpu.trace)
+        assert run(a).dtype is torch.bfloat16
+        assert allocated(gpu, before)[0] == 2 * MIB
