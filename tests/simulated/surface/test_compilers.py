@@ -33,7 +33,7 @@ def train(model, *shape):
 
 def run(code: str) -> None:
     """Run ``code`` where nothing has been imported yet; what it asserts is read from its output."""
-    command = [quick(compilers=False), "-c", PRELUDE + textwrap.dedent(code)]
+    command = [str(quick(compilers=False)), "-c", PRELUDE + textwrap.dedent(code)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
 
