@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pytest_gpumem.attribution.history import OPTIMIZER_STATE, PARAMETERS
+from pytest_gpumem.attribution.history import FUSED, OPTIMIZER_STATE, PARAMETERS
 from pytest_gpumem.sizes import format_size
 
 SHOWN_LINES = 10
@@ -13,6 +13,9 @@ SHOWN_LINES = 10
 
 LEAST_TEXT = 12
 """Columns that a place or an operator keeps in a narrow terminal."""
+
+_JOINED = " + "
+"""Between the operators that compiled code fuses into one kernel."""
 
 FOLDED = "one line of several"
 """Key of a line that stands for several: how many."""
@@ -164,15 +167,26 @@ def _fitted(
     rows: Sequence[Sequence[str]], widths: list[int], width: int
 ) -> tuple[list[list[str]], list[int]]:
     """Return ``rows`` and their widths with places and operators cut to what there is room for."""
-    from pytest_gpumem.report.text import shorten
-
     gaps = 2 * (1 + sum(map(bool, widths[2:])))
     room = width - gaps - sum(width for i, width in enumerate(widths) if i not in (3, 4))
     # Of a path its end says most, of a long name both ends.
     operator = min(widths[4], max(LEAST_TEXT, room - widths[3], room // 2))
     place = min(widths[3], max(LEAST_TEXT, room - operator))
-    fitted = [[*row[:3], _end(row[3], place), shorten(row[4], operator), *row[5:]] for row in rows]
+    fitted = [[*row[:3], _end(row[3], place), _last(row[4], operator), *row[5:]] for row in rows]
     return fitted, [max(map(len, column)) for column in zip(*fitted, strict=True)]
+
+
+def _last(operators: str, width: int) -> str:
+    """Return ``operators``; of several that are fused the last ones, whole, that fit."""
+    from pytest_gpumem.report.text import ELLIPSIS, shorten
+
+    names = operators.split(_JOINED)
+    if len(names) > 1 and len(operators) > width:
+        lasts = [_JOINED.join(names[first:]) for first in range(1, len(names))]
+        for last in (*lasts, names[-1].removesuffix(FUSED)):
+            if len(last) + 2 <= width:
+                return f"{ELLIPSIS} {last}"
+    return shorten(operators, width)
 
 
 def _end(path: str, width: int) -> str:

@@ -87,6 +87,17 @@ def test_parameters_are_named_by_their_module() -> None:
     ]
 
 
+def test_of_operators_that_are_fused_a_narrow_terminal_keeps_the_last_ones_whole() -> None:
+    fused = "torch.native_layer_norm + Tensor.to + torch.addmm, fused"
+    wide = line(KIB, site="package/models/attention.py:71", operator=fused, each=KIB)
+    for width, shown in ((140, fused), (110, "… Tensor.to + torch.addmm, fused")):
+        (text,) = explanation_lines([wide], width=width)
+        assert f"  {shown}  " in text
+        assert len(text) <= width
+    (text,) = explanation_lines([wide], width=80)
+    assert "  … torch.addmm  " in text
+
+
 def test_a_narrow_terminal_loses_types_then_folders_then_names() -> None:
     wide = line(
         KIB,

@@ -53,8 +53,8 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     # What holds fake tensors takes their device, and what is compiled may hold others.
     patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
     patches.plan(base, "device", property(lambda each: place_of(each) or raw.device(each)))
-    for name, kind in (("is_cuda", "cuda"), ("is_meta", "meta")):
-        patches.plan(base, name, property(lambda each, kind=kind: each.device.type == kind))
+    patches.plan(base, "is_cuda", property(lambda each: each.device.type == "cuda"))
+    patches.plan(base, "is_meta", property(lambda each: each.device.type == "meta"))
     patches.plan(FunctionalTensor, "cuda", _to_gpu(machine, FunctionalTensor.to))
     # Numbers are not moved to the device while they are traced, as where there is none.
     patches.plan(FakeTensorMode, "avoid_device_init", property(lambda mode: True))

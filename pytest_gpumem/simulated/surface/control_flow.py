@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -35,7 +35,7 @@ def _in_view(machine: SimulatedMachine, trace: Callable[..., Any]) -> Callable[.
 
     @contextmanager
     def all_others() -> Iterator[Any]:
-        mode: AbstractContextManager[Any] = machine.execution
+        mode: Any = machine.execution
         with set_aside() as modes, mode:
             yield modes
 

@@ -44,8 +44,8 @@ class Scaled(Tensor):
         return Scaled(inner["held"], inner["scale"])
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks func
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             same = Scaled(args[0].held, args[0].scale)
