@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.callsite import running
@@ -60,6 +61,9 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
     ) -> Any:
         """Run one operator."""
         if types and any(kind.__torch_dispatch__ is not _DISABLED for kind in types):
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                # It would leave the operator to the fake mode whose place this one has.
+                return FakeTensor.__torch_dispatch__(func, types, args, kwargs or {})
             # A subclass that handles operators itself; what it calls inside comes back here.
             return NotImplemented
         lock = self.lock
