@@ -2,7 +2,8 @@
 
 What ``torch.library.triton_op`` makes needs none: it is built from operators of torch's and kernels
 of Triton's, each of which is seen for itself. So are those that xformers and
-apex write in Python around other kernels.
+apex write in Python around other kernels, and what ``torch.library.custom_op`` makes where no
+tensor says on which device it runs, or where the shapes are asked for that values decide.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch._library.custom_ops import OPDEFS
+from torch._library.utils import has_tensor_arg
 
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.runner import TORCHS_OWN, Runner
@@ -34,18 +36,46 @@ def in_parts(runner: Runner, func: Any) -> Handler | None:
     (torch/_library/triton.py, torch 2.6 to 2.15).
     """
     definition = OPDEFS.get(func._schema.name)
-    made = None if definition is None else definition._init_fn
-    if made is None:
+    if definition is None:
         return None
-    if func.namespace not in _IN_PYTHON and made.__module__ != "torch._library.triton":
-        return None
-    return of_parts(runner, made)
+    made = definition._init_fn
+    if made.__module__ == "torch._library.triton" or func.namespace in _IN_PYTHON:
+        return of_parts(runner, made)
+    return None if has_tensor_arg(func._schema) else of_parts(runner, _kernel(definition))
+
+
+def _kernel(definition: Any) -> Any:
+    """The function that ``torch.library.custom_op`` was given for GPUs, or for all devices."""
+    functions = definition._backend_fns
+    return functions.get("cuda", functions.get(None, definition._init_fn))
+
+
+_SIZED_BY_VALUES = "data-dependent shape"
+"""Said by a shape-only implementation that asks for such a size (torch/_library/fake_impl.py)."""
+
+
+def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
+    """``func``, whose own code runs where its shapes alone cannot be told."""
+    definition = OPDEFS.get(func._schema.name)
+    if definition is None:
+        return shapes_only
+    parts = of_parts(runner, _kernel(definition))
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return shapes_only(args, kwargs)
+        except RuntimeError as error:
+            if _SIZED_BY_VALUES not in str(error):
+                raise
+        return parts(args, kwargs)
+
+    return handle
 
 
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """``func``, as somebody has described it; ``undescribed`` runs it where nobody has."""
     schema = func._schema
-    undescribed = in_parts(runner, func) or undescribed
+    undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         description = DESCRIPTIONS.of(schema.name, schema.overload_name)
