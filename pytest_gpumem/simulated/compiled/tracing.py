@@ -47,6 +47,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
+from pytest_gpumem.simulated.compiled.settings import ALONE, TUNING, UNTUNED
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
@@ -67,18 +68,6 @@ _WAITS_FOR_MEMORY = 100
 Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 on V100, 100 on
 A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
 """
-
-TUNING = (
-    "max_autotune",
-    "max_autotune_gemm",
-    "max_autotune_pointwise",
-    "coordinate_descent_tuning",
-)
-"""Settings of Inductor that let it choose kernels by their speed."""
-
-UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
-"""Settings of Inductor where it writes a wrapper: nothing is measured."""
-
 
 _last: weakref.ref[Tracing] | None = None
 """Who answered for the GPU when torch asked last: its answers are those of the process."""
@@ -247,6 +236,7 @@ class Tracing:
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         with ExitStack() as inside:
             inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: str(folder)}))
+            inside.enter_context(config.patch(ALONE))
             self._lasting.apply()
             inside.callback(self._lasting.undo)
             yield
