@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -365,4 +365,7 @@ def _filtered(others: Callable[..., Any] | None) -> Callable[..., Any]:
 
 def _is_of_torch(guard: Any) -> bool:
     value = guard.value if guard.has_value else None
-    return callable(value) and getattr(value, "__module__", None) in (None, "torch")
+    module = getattr(value, "__module__", None)
+    if isinstance(value, FunctionType) and str(guard.name).endswith(f".{value.__name__}"):
+        return str(module).partition(".")[0] == "torch"  # in a module, not a name of the user's
+    return callable(value) and module in (None, "torch")
