@@ -2,8 +2,8 @@
 
 What ``torch.library.triton_op`` makes needs none: it is built from operators of torch's and kernels
 of Triton's, each of which is seen for itself. So are those that xformers and
-apex write in Python around other kernels, and what ``torch.library.custom_op`` makes where no
-tensor says on which device it runs, or where the shapes are asked for that values decide.
+apex write in Python around other kernels, and what ``torch.library.custom_op`` makes where it is
+told a device, no tensor says on which one it runs, or values decide its shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from typing import Any
 from torch._library.custom_ops import OPDEFS
 from torch._library.utils import has_tensor_arg
 
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
+from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.runner import TORCHS_OWN, Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
@@ -41,7 +44,25 @@ def in_parts(runner: Runner, func: Any) -> Handler | None:
     made = definition._init_fn
     if made.__module__ == "torch._library.triton" or func.namespace in _IN_PYTHON:
         return of_parts(runner, made)
-    return None if has_tensor_arg(func._schema) else of_parts(runner, _kernel(definition))
+    if is_factory(func) or not has_tensor_arg(func._schema):
+        return _on_device(runner, definition)
+    return None
+
+
+def _on_device(runner: Runner, definition: Any) -> Handler:
+    """An operator that is told a device: what it, or who tells its shapes, makes there is seen."""
+    kernel, shapes = _kernel(definition), definition._abstract_fn
+    parts = of_parts(runner, kernel)
+    shapes_only = parts if shapes is None else of_parts(runner, shapes)
+    values = runner.values
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if values.everything or not any(map(raw.is_meta, tensors_in((args, kwargs)))):
+            return parts(args, kwargs)
+        with values.ignoring():
+            return shapes_only(args, kwargs)
+
+    return handle
 
 
 def _kernel(definition: Any) -> Any:

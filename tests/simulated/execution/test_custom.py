@@ -56,6 +56,31 @@ def test_one_without_tensors_runs_on_the_device_it_is_told(
         assert gpu.allocated == KIB
 
 
+def count(x: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros((), device=device) + x.shape[0]
+
+
+def count_alone(x: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros((), device=device)
+
+
+@pytest.mark.parametrize("place", ["cuda", "cpu", "meta"])
+def test_one_with_tensors_makes_what_it_makes_where_it_is_told(define: Define, place: str) -> None:
+    operator = define(count, count_alone)
+    with simulate("A100-40GB") as gpu:
+        x = torch.ones(8, device=place)
+        before = gpu.allocated
+        made = operator(x, torch.device("cuda"))
+        assert made.is_cuda
+        assert gpu.allocated - before == 512
+
+
+def test_one_that_is_told_a_device_computes(define: Define) -> None:
+    operator = define(count, count_alone)
+    with simulate("A100-40GB", real_values=True):
+        assert operator(torch.ones(8, device="cuda"), torch.device("cuda")).item() == 8
+
+
 def half(x: Tensor) -> int:
     return x.shape[0] // 2
 
