@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, not_followed, note_at_line
-from pytest_gpumem.simulated.compiled.settings import ALONE
+from pytest_gpumem.simulated.compiled.settings import HELPERS, no_helpers
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -145,7 +145,8 @@ class Compilation:
             return getattr(inductor, write)(*args, **options)
 
         self._by_itself.enter_context(mock.patch.object(inductor, write, compile_fx_inner))
-        self._by_itself.enter_context(torch._inductor.config.patch(ALONE))
+        helped = sys.modules["torch._inductor.async_compile"]
+        self._by_itself.enter_context(mock.patch.object(helped, HELPERS, no_helpers))
 
     def _planned(self) -> Patches:
         from torch._dynamo import compiled_autograd, convert_frame, eval_frame

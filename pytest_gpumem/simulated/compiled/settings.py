@@ -16,8 +16,10 @@ TUNING = (
 UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
 """Settings of Inductor where it writes a wrapper: nothing is measured."""
 
-ALONE: dict[str, Any] = {"compile_threads": 1}
-"""Settings of Inductor as long as a GPU is simulated.
+HELPERS = "get_compile_threads"
+"""How Inductor asks in how many processes and threads it compiles kernels (async_compile.py)."""
 
-No kernel is compiled, and the threads of helpers would never rest while somebody else compiles.
-"""
+
+def no_helpers() -> int:
+    """Return that none helps: no kernel is compiled, and the threads of helpers never rest."""
+    return 1

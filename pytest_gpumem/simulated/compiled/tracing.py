@@ -28,7 +28,7 @@ from torch._dynamo import device_interface, trace_rules
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import partitioners
-from torch._inductor import compile_fx, config, scheduler
+from torch._inductor import async_compile, compile_fx, config, scheduler
 from torch._inductor.codecache import CacheBase
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
@@ -47,7 +47,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
-from pytest_gpumem.simulated.compiled.settings import ALONE, TUNING, UNTUNED
+from pytest_gpumem.simulated.compiled.settings import HELPERS, TUNING, UNTUNED, no_helpers
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
@@ -90,6 +90,7 @@ class Tracing:
         self._lasting.plan(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
+        self._lasting.plan(async_compile, HELPERS, no_helpers)
         self._plan_optimizers()
         self._is_entered = False
 
@@ -236,7 +237,6 @@ class Tracing:
         folder = Path(cache_dir(), f"{WRAPPERS}{_version()}", model)
         with ExitStack() as inside:
             inside.enter_context(mock.patch.dict(os.environ, {_FOLDER: str(folder)}))
-            inside.enter_context(config.patch(ALONE))
             self._lasting.apply()
             inside.callback(self._lasting.undo)
             yield
@@ -284,6 +284,7 @@ class Tracing:
                     # What it keeps has no graph to compute values by.
                     settings: Any = torch._functorch.config
                     inside.enter_context(settings.patch(enable_autograd_cache=False))
+                inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
