@@ -284,7 +284,6 @@ class Tracing:
                     # What it keeps has no graph to compute values by.
                     settings: Any = torch._functorch.config
                     inside.enter_context(settings.patch(enable_autograd_cache=False))
-                inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
