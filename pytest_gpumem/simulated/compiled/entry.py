@@ -17,18 +17,21 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
+from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, not_followed, note_at_line
+from pytest_gpumem.simulated.compiled.settings import HELPERS, no_helpers
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -54,6 +57,9 @@ _OF_OTHERS = (
     "tvm",
 )
 """Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
+
+_INDUCTOR = "torch._inductor.compile_fx"
+"""Where Inductor gets a graph, whoever has made it."""
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
@@ -96,6 +102,8 @@ class Compilation:
         self._callbacks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
+        self._by_itself = ExitStack()
+        """Of Inductor, where somebody calls it who has not come by ``torch.compile``."""
         self._ran_eagerly = False
         self._inside = ExitStack()
 
@@ -112,7 +120,33 @@ class Compilation:
             self._inside.callback(self._patches.undo)
             if self._tracing is not None:
                 self._begin(self._tracing)
+            else:
+                late = LateImports(_INDUCTOR, self._importing_inductor, itself=True)
+                self._inside.enter_context(late.watched())
+                self._inside.callback(self._by_itself.close)
+                self._await_inductor()
             yield
+
+    @contextmanager
+    def _importing_inductor(self) -> Iterator[None]:
+        with self._alone():
+            yield
+        self._await_inductor()
+
+    def _await_inductor(self) -> None:
+        """Trace for who calls Inductor: a graph need not come from Dynamo."""
+        inductor = sys.modules.get(_INDUCTOR)
+        if inductor is None or self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
+            return
+        write = "_compile_fx_inner"
+
+        def compile_fx_inner(*args: Any, **options: Any) -> Any:
+            self._tracer()
+            return getattr(inductor, write)(*args, **options)
+
+        self._by_itself.enter_context(mock.patch.object(inductor, write, compile_fx_inner))
+        helped = sys.modules["torch._inductor.async_compile"]
+        self._by_itself.enter_context(mock.patch.object(helped, HELPERS, no_helpers))
 
     def _planned(self) -> Patches:
         from torch._dynamo import compiled_autograd, convert_frame, eval_frame
@@ -120,6 +154,12 @@ class Compilation:
         patches = Patches()
         patches.plan(
             eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
+        )
+        of_backend = eval_frame._create_wrapped_callback
+        patches.plan(
+            eval_frame,
+            "_create_wrapped_callback",
+            lambda backend: self._callback(of_backend(backend)),
         )
         patches.plan(convert_frame, "_compile", self._compiling(convert_frame._compile))
         patches.plan(torch._dynamo, "reset", self._reset(torch._dynamo.reset))
@@ -146,8 +186,14 @@ class Compilation:
 
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def callback_from_stance(callback: Any) -> Any:
-            callback = of_stance(callback)
-            return callback if callback in (None, False) else self._callback(callback)
+            told = of_stance(callback)
+            if told in (None, False) or isinstance(told, _ButOwn):
+                return told
+            if hasattr(told, "hooks"):
+                return self._callback(told)
+            # A stance's own: it waits, or refuses to compile anew, around what would compile.
+            own = self._callback(callback)
+            return None if own is None else of_stance(own)
 
         return callback_from_stance
 
@@ -176,7 +222,9 @@ class Compilation:
             return None
         from pytest_gpumem.simulated.compiled.backend import Backend
 
-        own = Backend(self._machine, self._tracer(), backend, refuses=self._how == ALWAYS)
+        own = backend
+        if not isinstance(backend, Backend):
+            own = Backend(self._machine, self._tracer(), backend, refuses=self._how == ALWAYS)
         hooks = dataclasses.replace(
             callback.hooks, guard_filter_fn=_filtered(callback.hooks.guard_filter_fn)
         )
@@ -201,6 +249,7 @@ class Compilation:
 
     def _tracer(self) -> Tracing:
         if self._tracing is None:
+            self._by_itself.close()
             with self._alone():
                 from pytest_gpumem.simulated.compiled.tracing import Tracing
 
@@ -276,7 +325,8 @@ class _ButOwn:
     """A callback that leaves alone what this package calls while compiled code runs."""
 
     def __init__(self, callback: Any) -> None:
-        self._torchdynamo_orig_backend = callback
+        self._callback = callback
+        self._torchdynamo_orig_backend = _inner(callback)
         """As torch's callbacks have it, which are looked through for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
@@ -284,7 +334,7 @@ class _ButOwn:
         is_this_packages = is_own(frame.f_code.co_filename)
         passed_on = frame.f_code is _MODULE_CALL or frame.f_code in libraries_compile
         if passed_on or not (is_this_packages or is_own(filename)):
-            return self._torchdynamo_orig_backend(frame, *state)
+            return self._callback(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn
 
@@ -316,4 +366,7 @@ def _filtered(others: Callable[..., Any] | None) -> Callable[..., Any]:
 
 def _is_of_torch(guard: Any) -> bool:
     value = guard.value if guard.has_value else None
-    return callable(value) and getattr(value, "__module__", None) in (None, "torch")
+    module = getattr(value, "__module__", None)
+    if isinstance(value, FunctionType) and str(guard.name).endswith(f".{value.__name__}"):
+        return str(module).partition(".")[0] == "torch"  # in a module, not a name of the user's
+    return callable(value) and module in (None, "torch")

@@ -28,7 +28,7 @@ from torch._dynamo import device_interface, trace_rules
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import partitioners
-from torch._inductor import compile_fx, config, scheduler
+from torch._inductor import async_compile, compile_fx, config, scheduler
 from torch._inductor.codecache import CacheBase
 from torch._inductor.constant_folding import ConstantFolder
 from torch._inductor.decomposition import select_decomp_table
@@ -47,6 +47,7 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
+from pytest_gpumem.simulated.compiled.settings import HELPERS, TUNING, UNTUNED, no_helpers
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
@@ -67,18 +68,6 @@ _WAITS_FOR_MEMORY = 100
 Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 on V100, 100 on
 A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
 """
-
-TUNING = (
-    "max_autotune",
-    "max_autotune_gemm",
-    "max_autotune_pointwise",
-    "coordinate_descent_tuning",
-)
-"""Settings of Inductor that let it choose kernels by their speed."""
-
-UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
-"""Settings of Inductor where it writes a wrapper: nothing is measured."""
-
 
 _last: weakref.ref[Tracing] | None = None
 """Who answered for the GPU when torch asked last: its answers are those of the process."""
@@ -101,6 +90,7 @@ class Tracing:
         self._lasting.plan(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
+        self._lasting.plan(async_compile, HELPERS, no_helpers)
         self._plan_optimizers()
         self._is_entered = False
 

@@ -36,6 +36,16 @@ def composite(runner: Runner, func: Any) -> Handler:
     return of_parts(runner, on_machine(implementation, func, runner.machine))
 
 
+def is_move(func: Any) -> bool:
+    """Whether ``func`` is the primitive that Inductor writes where a graph's parts are apart."""
+    return str(func) == "prims.device_put.default"
+
+
+def move(runner: Runner, func: Any) -> Handler:
+    """``Tensor.to``, which the primitive is made of (torch/_prims/__init__.py, 2.6 to 2.15)."""
+    return of_parts(runner, func.impl_aten)
+
+
 def in_view(runner: Runner, func: Any) -> Handler:
     """An operator that autograd sees whole and that CUDA builds from others."""
     built = on_machine(tables.IN_VIEW[str(func)], func, runner.machine)

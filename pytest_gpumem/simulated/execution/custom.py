@@ -2,7 +2,8 @@
 
 What ``torch.library.triton_op`` makes needs none: it is built from operators of torch's and kernels
 of Triton's, each of which is seen for itself. So are those that xformers and
-apex write in Python around other kernels.
+apex write in Python around other kernels, and what ``torch.library.custom_op`` makes where it is
+told a device, no tensor says on which one it runs, or values decide its shapes.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch._library.custom_ops import OPDEFS
+from torch._library.utils import has_tensor_arg
 
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
+from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.runner import TORCHS_OWN, Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
@@ -34,18 +39,64 @@ def in_parts(runner: Runner, func: Any) -> Handler | None:
     (torch/_library/triton.py, torch 2.6 to 2.15).
     """
     definition = OPDEFS.get(func._schema.name)
-    made = None if definition is None else definition._init_fn
-    if made is None:
+    if definition is None:
         return None
-    if func.namespace not in _IN_PYTHON and made.__module__ != "torch._library.triton":
-        return None
-    return of_parts(runner, made)
+    made = definition._init_fn
+    if made.__module__ == "torch._library.triton" or func.namespace in _IN_PYTHON:
+        return of_parts(runner, made)
+    if is_factory(func) or not has_tensor_arg(func._schema):
+        return _on_device(runner, definition)
+    return None
+
+
+def _on_device(runner: Runner, definition: Any) -> Handler:
+    """An operator that is told a device: what it, or who tells its shapes, makes there is seen."""
+    kernel, shapes = _kernel(definition), definition._abstract_fn
+    parts = of_parts(runner, kernel)
+    shapes_only = parts if shapes is None else of_parts(runner, shapes)
+    values = runner.values
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if values.everything or not any(map(raw.is_meta, tensors_in((args, kwargs)))):
+            return parts(args, kwargs)
+        with values.ignoring():
+            return shapes_only(args, kwargs)
+
+    return handle
+
+
+def _kernel(definition: Any) -> Any:
+    """The function that ``torch.library.custom_op`` was given for GPUs, or for all devices."""
+    functions = definition._backend_fns
+    return functions.get("cuda", functions.get(None, definition._init_fn))
+
+
+_SIZED_BY_VALUES = "data-dependent shape"
+"""Said by a shape-only implementation that asks for such a size (torch/_library/fake_impl.py)."""
+
+
+def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
+    """``func``, whose own code runs where its shapes alone cannot be told."""
+    definition = OPDEFS.get(func._schema.name)
+    if definition is None:
+        return shapes_only
+    parts = of_parts(runner, _kernel(definition))
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return shapes_only(args, kwargs)
+        except RuntimeError as error:
+            if _SIZED_BY_VALUES not in str(error):
+                raise
+        return parts(args, kwargs)
+
+    return handle
 
 
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """``func``, as somebody has described it; ``undescribed`` runs it where nobody has."""
     schema = func._schema
-    undescribed = in_parts(runner, func) or undescribed
+    undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         description = DESCRIPTIONS.of(schema.name, schema.overload_name)

@@ -34,6 +34,7 @@ class Kind(NamedTuple):
 KINDS = (
     Kind(composites.is_composite, composites.composite),
     Kind(lambda func: str(func) in tables.IN_VIEW, composites.in_view),
+    Kind(composites.is_move, composites.move),
     Kind(reads.is_read, reads.read),
     Kind(refused.quantizes, refused.quantize),
     Kind(lambda func: func._schema.name == "aten::scalar_tensor", factories.scalar),

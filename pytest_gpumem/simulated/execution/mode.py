@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.execution import composites, custom
+from pytest_gpumem.simulated.execution import composites, custom, taken_back
 from pytest_gpumem.simulated.execution.in_place import in_place, may_be_in_place
 from pytest_gpumem.simulated.execution.kinds import handler_of
 from pytest_gpumem.simulated.execution.runner import Runner
@@ -60,6 +61,9 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
     ) -> Any:
         """Run one operator."""
         if types and any(kind.__torch_dispatch__ is not _DISABLED for kind in types):
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                # It would leave the operator to the fake mode whose place this one has.
+                return FakeTensor.__torch_dispatch__(func, types, args, kwargs or {})
             # A subclass that handles operators itself; what it calls inside comes back here.
             return NotImplemented
         lock = self.lock
@@ -69,6 +73,8 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             self.users.add(self._owner_thread)
         try:
             running.operator = func
+            if self._storages.taken_back:
+                taken_back.refuse(self._storages, func, args, kwargs)
             handler = self._handlers.get(func)
             if handler is None:
                 handler = self._handlers[func] = self._bind(func)

@@ -69,6 +69,8 @@ class Storages:
         that C++ made tensors of. They may stand beside any tensor."""
         self.users_own: dict[int, SimulatedStorage] = {}
         """What operators on ``meta`` made because somebody asked for that."""
+        self.taken_back: dict[int, str] = {}
+        """What is said to who reads a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
         """Held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
@@ -202,6 +204,12 @@ class Storages:
         record.address = address
         record.nbytes = nbytes
 
+    def refuse_taken_back(self, key: int) -> None:
+        """Raise torch's words where the storage at ``key`` is read and its memory is another's."""
+        words = self.taken_back.get(key)
+        if words is not None:
+            raise RuntimeError(words)
+
     def at(self, addresses: Collection[int], allocator: Memory) -> dict[int, SimulatedStorage]:
         """Return the live storages whose blocks ``allocator`` has at ``addresses``, by address."""
         return {
@@ -219,6 +227,7 @@ class Storages:
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)
         del self.by_key[record.key]
+        self.taken_back.pop(record.key, None)
         self.died(record.key)
         if not record.address:
             return

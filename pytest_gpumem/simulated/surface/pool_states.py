@@ -2,8 +2,8 @@
 
 Source: torch/csrc/cuda/Module.cpp (_cuda_setCheckpointPoolState, removeStorageDeleterFns,
 addStorageDeleterFns, _construct_storage_from_data_pointer,
-_has_Standard_Deleter, _free_And_Remove_DeleterFn, _tensors_data_ptrs_at_indices_equal), torch 2.6
-to 2.15.
+_has_Standard_Deleter, _free_And_Remove_DeleterFn, _set_storage_access_error_msg,
+_tensors_data_ptrs_at_indices_equal), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from pytest_gpumem.simulated.allocator import AllocatorError
 from pytest_gpumem.simulated.allocator.blocks import PoolId
 from pytest_gpumem.simulated.allocator.checkpoints import PoolState
-from pytest_gpumem.simulated.machine.storages import NOBODYS
+from pytest_gpumem.simulated.machine.storages import NOBODYS, storage_key
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -84,6 +84,21 @@ class _Surface:
         record.allocator.free(record.address)
         record.allocator = NOBODYS
 
+    def take_back(self, tensor: torch.Tensor, words: str) -> None:
+        """Say ``words`` to who reads ``tensor`` from here on.
+
+        torch takes its storage from the tensor; here who shares that storage is told, too.
+        """
+        self.take_back_storage(storage_key(tensor), words)
+
+    def take_back_storage(self, key: int, words: str) -> None:
+        """Say ``words`` to who reads the storage at ``key`` from here on."""
+        self._machine.storages.taken_back[key] = words
+
+    def give_again(self, key: int) -> None:
+        """Let the storage at ``key`` be read again."""
+        self._machine.storages.taken_back.pop(key, None)
+
     def are_at(
         self,
         tensors: Sequence[torch.Tensor],
@@ -105,9 +120,9 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "_has_Standard_Deleter": surface.has_own_memory,
         "_free_And_Remove_DeleterFn": surface.release,
         "_tensors_data_ptrs_at_indices_equal": surface.are_at,
-        # What is said where memory is used that a graph has taken back.
-        "_set_storage_access_error_msg": _nothing,
-        "_set_storage_data_ptr_access_error_msg": _nothing,
+        "_set_storage_access_error_msg": surface.take_back,
+        "_set_storage_data_ptr_access_error_msg": surface.take_back_storage,
+        "_clear_storage_data_ptr_access_error_msg": surface.give_again,
         "_cuda_get_conv_benchmark_empty_cache": lambda: True,
         "_cudnn_set_conv_benchmark_empty_cache": _nothing,
     }.items():

@@ -141,7 +141,9 @@ class TensorReads(TensorFacts):
 
     def _refuse(self, tensor: torch.Tensor, read: str) -> None:
         self._refuse_on_host(tensor, read)
-        if self._block(tensor) is not None:
+        block = self._block(tensor)
+        if block is not None:
+            self._storages.refuse_taken_back(block.key)
             raise UnknownValueError(self._unknown(read))
 
 

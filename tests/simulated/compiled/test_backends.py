@@ -119,6 +119,30 @@ def test_a_backend_sees_the_gpu() -> None:
     assert seen == [torch.device("cuda:0")] * 2
 
 
+def test_aot_autograd_by_itself_cuts_a_graph_of_fake_tensors() -> None:
+    """Of :func:`gated` forward saves as under ``torch.compile``, and nothing takes memory."""
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    yields: list[int] = []
+
+    def compiler(graph: GraphModule, inputs: Any) -> Any:
+        yields.append(len(graph.graph.output_node().all_input_nodes))
+        return forward(graph, inputs)
+
+    with simulate("A100-40GB") as gpu:
+        x = FakeTensorMode().from_tensor(torch.ones(256, 1024, device="cuda", requires_grad=True))
+        made: Any = compiler
+        run = aot_function(gated, made, partition_fn=min_cut_rematerialization_partition)
+        run(x).backward(torch.ones_like(x))
+        assert x.grad is not None
+        assert x.grad.is_cuda
+        assert gpu.allocated == 0
+    # y, x, sigmoid and tanh; the gradient of x
+    assert yields == [4, 1]
+
+
 def test_a_backend_that_ends_in_inductor_gets_its_wrapper() -> None:
     def backend(graph: GraphModule, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx

@@ -262,6 +262,7 @@ def test_cuda_graphs_keep_their_last_result_and_what_its_gradient_leads_to() -> 
         chain = compiled(lambda x: x.sin().cos(), mode="reduce-overhead")
         x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
         for _ in range(3):
+            x.grad = None  # the next run overwrites what the graph of backward has made
             torch.compiler.cudagraph_mark_step_begin()
             y = chain(x)
             y.sum().backward()

@@ -266,6 +266,17 @@ def test_a_fake_mode_of_the_users_own_takes_no_memory() -> None:
         assert FakeTensorMode().from_tensor(torch.ones(3, device="cuda")).device.type == "cuda"
 
 
+def test_fake_tensors_beside_their_mode_bring_it_along() -> None:
+    with simulate("A10") as gpu:
+        w = FakeTensorMode().from_tensor(torch.ones(4, 4, device="cuda", requires_grad=True))
+        (w @ w.t()).sum().backward()
+        assert w.grad is not None
+        assert w.grad.shape == (4, 4)
+        assert str(w.grad.device) == "cuda:0"
+        assert (w.cpu().is_cuda, w.cpu().cuda().is_cuda) == (False, True)
+        assert gpu.allocated == 0
+
+
 def test_numbers_beside_fake_tensors_of_a_gpu() -> None:
     # In C++ the number becomes a tensor where it takes the other to be, which is meta here.
     with simulate("A100-40GB", alloc_conf=""), FakeTensorMode():

@@ -1,0 +1,121 @@
+"""Inductor, called by who has made a graph without ``torch.compile``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pytest_gpumem import simulate
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
+)
+
+MIB = 1024 * 1024
+
+
+def of_a_mib() -> torch.Tensor:
+    return torch.ones(256, 1024, device="cuda")
+
+
+def three(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (x.sin().cos().tanh(),)
+
+
+def chain() -> GraphModule:
+    """Of three results eagerly and one if they are fused."""
+    return make_fx(three)(of_a_mib())
+
+
+def taken(gpu: Any, run: Any, *args: Any) -> list[int]:
+    before = len(gpu.trace)
+    result = run(*args)
+    assert result[0].is_cuda
+    return [event.size for event in gpu.trace[before:] if event.action == "alloc"]
+
+
+def test_a_graph_on_fake_tensors_becomes_a_wrapper() -> None:
+    with simulate("A100-40GB") as gpu:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        graph = chain()
+        with FakeTensorMode():
+            inputs = [of_a_mib()]
+        fused: Any = compile_fx_inner(graph, inputs)
+        x = of_a_mib()
+        assert taken(gpu, lambda: fused([x])) == [MIB]
+
+
+def test_a_graph_is_compiled_with_what_autograd_makes_of_it() -> None:
+    with simulate("A100-40GB") as gpu:
+        fused: Any = torch._inductor.compile(chain(), [of_a_mib()])
+        assert taken(gpu, fused, of_a_mib()) == [MIB]
+
+
+def test_aot_autograd_by_itself_ends_in_inductor() -> None:
+    with simulate("A100-40GB") as gpu:
+        from torch._functorch.aot_autograd import aot_function
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+
+        run = aot_function(
+            three,
+            compile_fx_inner,
+            decompositions=select_decomp_table(),
+        )
+        x = of_a_mib().requires_grad_()
+        run(x)[0].backward(of_a_mib())
+        assert x.grad is not None
+        assert x.grad.is_cuda
+        assert gpu.notes == ()
+
+
+def test_what_is_measured_while_it_compiles_is_not() -> None:
+    with simulate("A100-40GB", compile="always") as gpu:
+        run = torch.compile(three, options={"triton.autotune_at_compile_time": True})
+        x = of_a_mib()
+        run(x)
+        assert taken(gpu, run, x) == [MIB]
+        assert any("chooses kernels by their speed" in note for note in gpu.notes)
+
+
+WHOLE = """
+import threading
+
+from pytest_gpumem import simulate
+
+BEFORE
+with simulate("A100-40GB") as gpu:
+    from torch._inductor.compile_fx import compile_fx_inner
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = torch.ones(256, 1024, device="cuda")
+    fused = compile_fx_inner(
+        make_fx(lambda x: (x.sin().cos(),))(x), [FakeTensorMode().from_tensor(x)]
+    )
+    assert fused([x])[0].is_cuda
+    assert torch._inductor.compile(make_fx(lambda x: (x.cos(),))(x), [x])(x)[0].is_cuda
+# Inductor's bar of progress has a thread; helpers that compile kernels would have more.
+assert {thread.name for thread in threading.enumerate()} <= {"MainThread", "tqdm_monitor"}
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import torch._inductor.compile_fx"])
+def test_it_may_be_imported_before_or_inside(before: str) -> None:
+    """In a process of its own: it is imported once, and nobody has compiled anything before."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WHOLE.replace("BEFORE", before)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
