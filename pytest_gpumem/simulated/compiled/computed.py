@@ -12,10 +12,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn, cast
+from unittest import mock
 
 import torch
 import torch._inductor.inductor_prims  # makes operators
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -33,7 +35,8 @@ Wrapper = Callable[[list[Any]], Any]
 
 _aten = torch.ops.aten
 _COMPUTED = frozenset({"aten", "prims"})
-"""Namespaces of the operators that the CPU can compute; those of others may ask for a GPU."""
+"""Namespaces of torch's operators, which the CPU can compute."""
+_has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
 """Strides on the CPU may be others than on a GPU; Inductor takes these for the same, too."""
 
@@ -93,7 +96,7 @@ class Computed:
     def _compute(self, *given: Any) -> Any:
         """What the graph yields of ``given``, to which it writes."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            computing = _Computing(self._graph, self._machine.values)
+            computing = _Computing(self._graph, self._machine)
             return computing.run(*given, enable_io_processing=False)
 
     def _whole(self) -> Operator:
@@ -112,9 +115,10 @@ class _UncomputableError(Exception):
 
 
 class _Computing(Interpreter):
-    def __init__(self, graph: GraphModule, values: Values) -> None:
+    def __init__(self, graph: GraphModule, machine: SimulatedMachine) -> None:
         super().__init__(graph)
-        self._values = values
+        self._machine = machine
+        self._values = machine.values
         self._shapes: Any = None
         """Of the results of what is run now, where they are known before."""
         self.extra_traceback = False  # an index out of range is the user's
@@ -136,16 +140,25 @@ class _Computing(Interpreter):
             return target(*args, **kwargs)  # of sizes
         if isinstance(target, OpOverload) and self._shapes is not None:
             self._values.work.expect(target, args, kwargs, self._shapes)
-        computed = self._values.run(_operator(target), args, kwargs)
+        if _is_of_torch(target):
+            computed = self._values.run(_operator(target), args, kwargs)
+        else:
+            # A kernel of Triton's that is launched for the CPU would compute nothing.
+            with mock.patch.object(self._machine, "kernel_wrote", _refused):
+                computed = self._values.run(_operator(target), args, kwargs)
         if computed is None:
             raise _UncomputableError
         return computed
 
 
+def _refused(*_: Any) -> NoReturn:
+    raise RuntimeError("a kernel for a GPU was launched on the CPU")
+
+
 @cache
 def _operator(target: Any) -> Operator:
     drawn = _DRAWN.get(target)
-    if drawn is None and isinstance(target, OpOverload):
+    if drawn is None and isinstance(target, OpOverload) and _is_of_torch(target):
         return Operator.of(_SHARED.get(target, target))
     return Operator.by(target if drawn is None else drawn)
 
@@ -180,6 +193,11 @@ Source: torch/_inductor/inductor_prims.py and fx_passes/replace_random.py, torch
 _FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
 """Operators of higher order that have an implementation on the CPU that is made of operators."""
 
+_LAID_OUT = re.compile("_stride$")
+"""Arguments that say how a view lies in what is copied."""
+_FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
+"""Operators of higher order that call one that writes to its arguments, for copies of them."""
+
 _OF_STORAGES = re.compile("as_strided|eager_offset")
 """Operators that ask for the strides, or for the random numbers, of a GPU."""
 
@@ -190,13 +208,32 @@ def _lacking(node: Node) -> str | None:
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"
     if isinstance(target, HigherOrderOperator):
-        known = target.name() in _FOLLOWED
-    elif isinstance(target, OpOverload):
-        known = target.namespace in _COMPUTED and not _OF_STORAGES.search(target._schema.name)
-        known = known and not Operator.of(target).moves_views
-    else:
-        known = True
-    return None if known else str(target)
+        if target.name() in _FUNCTIONALIZED and not any(map(_LAID_OUT.search, node.kwargs)):
+            return _lacking_operator(cast(OpOverload, node.args[0]))
+        return None if target.name() in _FOLLOWED else str(target)
+    return _lacking_operator(target) if isinstance(target, OpOverload) else None
+
+
+def _lacking_operator(operator: OpOverload) -> str | None:
+    known = _is_of_torch(operator) or _runs_anywhere(operator)
+    known = known and not _OF_STORAGES.search(operator._schema.name)
+    known = known and not Operator.of(operator).moves_views
+    return None if known else str(operator)
+
+
+def _is_of_torch(target: Any) -> bool:
+    return not isinstance(target, OpOverload) or target.namespace in _COMPUTED
+
+
+def _runs_anywhere(operator: OpOverload) -> bool:
+    """Whether somebody's own operator says that it runs on the CPU, or that it runs anywhere.
+
+    ``torch.library.custom_op`` says the latter where it is told no ``device_types``. Nothing else
+    that is written for all devices does: collectives are, too.
+    """
+    name = operator.name()
+    anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")
+    return anywhere or _has_kernel(name, "CPU")
 
 
 def _copied_to_host(graph: GraphModule) -> str | None:

@@ -67,6 +67,9 @@ _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
 """Where the files are that simulate, and compute what compiled code asks for."""
 
+_LIBRARY = f"{Path(torch.__file__).parent / '_library'}{os.sep}"
+"""Where torch calls what gives the shapes of a custom operator, which on a GPU nobody runs."""
+
 libraries_compile: set[CodeType] = set()
 """Functions of this package that stand for what a library gives to ``torch.compile``."""
 
@@ -333,7 +336,8 @@ class _ButOwn:
         filename = sys._getframe(1).f_code.co_filename
         is_this_packages = is_own(frame.f_code.co_filename)
         passed_on = frame.f_code is _MODULE_CALL or frame.f_code in libraries_compile
-        if passed_on or not (is_this_packages or is_own(filename)):
+        is_shapes = filename.startswith(_LIBRARY)
+        if passed_on or not (is_this_packages or is_shapes or is_own(filename)):
             return self._callback(frame, *state)
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
         from torch._dynamo.types import ConvertFrameReturn
@@ -342,7 +346,8 @@ class _ButOwn:
             return ConvertFrameReturn()
 
         # What measures around ``Module.__call__`` calls what is to be compiled.
-        below = _FrameAction.SKIP if filename.startswith(_SIMULATED) else _FrameAction.DEFAULT
+        is_simulated = is_shapes or filename.startswith(_SIMULATED)
+        below = _FrameAction.SKIP if is_simulated else _FrameAction.DEFAULT
         skipped = _FrameExecStrategy(_FrameAction.SKIP, below)
         return ConvertFrameReturn(frame_exec_strategy=skipped, apply_to_code=False)
 

@@ -117,8 +117,6 @@ class Tracing:
             with self.entered(), standing_in(), config.patch(UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
-                if options.get("cudagraphs"):
-                    raise CompiledCodeError("values are computed, which its CUDA graphs do not")
                 computed = Computed(self._machine, graph)  # Inductor changes the graph
                 if computed.lacks is not None and not options.get("is_backward"):
                     raise CompiledCodeError(

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from pytest_gpumem import simulate
 from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.simulated.simulation import SimulatedGPU
 from tests.pytest_project import Project
 
 pytestmark = [
@@ -176,6 +178,113 @@ def test_in_a_cuda_graph_each_replay_computes_it() -> None:
         assert y.tolist() == [70.0, 70.0]
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # Inductor's first one
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_replays_of_its_own_graphs_compute_too(mode: str | None) -> None:
+    """The first call warms up, the second is captured; memory is as without values."""
+    happened, values = [], []
+    for real_values, how in ((False, "always"), (True, "always"), (True, "eager")):
+        with simulate("A100-40GB", real_values=real_values, compile=how) as gpu:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU()).cuda()
+            loss_of = compiled(lambda x: model(x).square().mean(), mode=mode)  # noqa: B023  # at once
+            losses = []
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = loss_of(torch.randn(4, 8, device="cuda"))
+                loss.backward()
+                losses.append(loss.detach().clone())
+            happened.append([(event.action, event.size) for event in gpu.trace])
+            if real_values:
+                kept = [*losses, *(each.grad for each in model.parameters()), *model.buffers()]
+                values.append([each.cpu() for each in kept if each is not None])
+            if how == "always":
+                assert gpu.notes == ()
+    assert len(values[0]) == 4 + 4 + 3
+    for computed, eager in zip(*values, strict=True):
+        torch.testing.assert_close(computed, eager, rtol=1e-4, atol=1e-5)
+    assert happened[0] == happened[1]
+
+
+@torch.library.custom_op("gpumem_computed::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+
+scaled.register_fake(lambda x, by: torch.empty_like(x))
+
+
+def _remember(ctx: Any, inputs: tuple[torch.Tensor, float], output: torch.Tensor) -> None:
+    ctx.by = inputs[1]
+
+
+scaled.register_autograd(
+    lambda context, gradient: (scaled(gradient, context.by), None), setup_context=_remember
+)
+
+
+@torch.library.custom_op("gpumem_computed::add_into", mutates_args=("into",))
+def add_into(into: torch.Tensor, x: torch.Tensor) -> None:
+    into.add_(x)
+
+
+@torch.library.custom_op("gpumem_computed::tripled", mutates_args=(), device_types="cuda")
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@tripled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("gpumem_computed::launching", mutates_args=())
+def launching(x: torch.Tensor) -> torch.Tensor:
+    """On a GPU a kernel of Triton's fills it; nothing does on the CPU."""
+    filled = torch.zeros_like(x)
+    if not x.is_cuda:
+        running[-1].kernel_wrote(filled)
+    return filled
+
+
+launching.register_fake(torch.empty_like)
+running: list[SimulatedMachine] = []
+"""The machine that a launch tells of."""
+
+
+def test_custom_operators_that_run_on_the_cpu_are_computed() -> None:
+    def run(x: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        add_into(into, x.detach())
+        doubled: torch.Tensor = scaled(x.square(), 2.0)
+        return doubled + 1
+
+    with simulate("A100-40GB", real_values=True, compile="always"):
+        x = torch.arange(3.0, device="cuda").requires_grad_()
+        into = torch.ones(3, device="cuda")
+        y = compiled(run)(x, into)
+        y.sum().backward()
+        assert y.tolist() == [1.0, 3.0, 9.0]
+        assert into.tolist() == [1.0, 2.0, 3.0]
+        assert x.grad is not None
+        assert x.grad.tolist() == [0.0, 4.0, 8.0]
+
+
+def test_a_custom_operator_for_gpus_alone_runs_eagerly() -> None:
+    with simulate("A100-40GB", real_values=True) as gpu:
+        y = compiled(lambda x: tripled(x.sin()) + 1)(torch.ones(3, device="cuda"))
+        assert "those of gpumem_computed.tripled.default not beside kernels" in gpu.notes[0]
+        with pytest.raises(UnknownValueError, match="tripled"):
+            y.tolist()
+
+
+def test_a_kernel_launched_for_the_cpu_computes_nothing() -> None:
+    with SimulatedGPU("A100-40GB", real_values=True, compile="always").active() as gpu:
+        running.append(gpu.simulation)
+        y = compiled(lambda x: launching(x.sin()) + 1)(torch.ones(3, device="cuda"))
+        with pytest.raises(UnknownValueError, match="launching"):
+            y.tolist()
+
+
 def test_what_makes_sizes_of_values_stays_outside_of_graphs() -> None:
     with simulate("A100-40GB", real_values=True, compile="always"):
         positive = compiled(lambda x: (x + 1)[x > 0] * 2)
@@ -192,7 +301,6 @@ def test_an_index_out_of_range_is_an_error_as_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("function", "options", "reason"),
     [
-        (lambda x: x.sin(), {"mode": "reduce-overhead"}, "which its CUDA graphs do not"),
         (lambda x: x.sin().as_strided((2,), (2,)), {}, "aten.as_strided.default not beside"),
         (lambda x: x.sin().cpu(), {}, "which copies to the CPU, not beside kernels"),
     ],

@@ -43,7 +43,7 @@ def held_after_forward() -> int:
     before = torch.cuda.memory_allocated()
     x = torch.ones(256, 1024, device="cuda", requires_grad=True)  # 1 MiB
     y = torch.compile(gated)(x)
-    held = (torch.cuda.memory_allocated() - before) // MIB
+    held = round((torch.cuda.memory_allocated() - before) / MIB)  # other threads hold some bytes
     y.sum().backward()
     return held
 
