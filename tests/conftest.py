@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from _pytest.pytester import SysModulesSnapshot
 
 from tests import distributions
 from tests.forked import quick
@@ -26,6 +27,16 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["LANGUAGE"] = "C"
 
 hypothesis.settings.register_profile("thorough", max_examples=500)
+
+ONCE = {"readline", "zope", "mpmath", "numpy", "sympy", "torch", "triton"}
+"""What cannot be imported twice, or takes seconds."""
+
+# pytester takes what a run in this process imported out of sys.modules.
+setattr(  # noqa: B010  # its name belongs to the class
+    pytest.Pytester,
+    "_Pytester__take_sys_modules_snapshot",
+    lambda _: SysModulesSnapshot(lambda name: name.partition(".")[0] in ONCE),
+)
 
 MANY = 50
 """Modules that are worth another look at the whole heap."""
@@ -80,8 +91,7 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
-    # pytester takes what a test imported out of sys.modules: torch cannot be imported twice, and
-    # all else would be imported in each of hundreds of runs.
+    # Each of hundreds of runs would import it.
     import torch._dynamo  # noqa: F401
 
     for name in _OF_EVERY_RUN.split():

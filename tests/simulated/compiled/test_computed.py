@@ -190,6 +190,7 @@ def test_replays_of_its_own_graphs_compute_too(mode: str | None) -> None:
             loss_of = compiled(lambda x: model(x).square().mean(), mode=mode)  # noqa: B023  # at once
             losses = []
             for _ in range(4):
+                model.zero_grad()  # of the run before, which this one overwrites
                 torch.compiler.cudagraph_mark_step_begin()
                 loss = loss_of(torch.randn(4, 8, device="cuda"))
                 loss.backward()
