@@ -30,7 +30,12 @@ from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
-from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, not_followed, note_at_line
+from pytest_gpumem.simulated.compiled.refusals import (
+    CompiledCodeError,
+    another_goes_on,
+    not_followed,
+    note_at_line,
+)
 from pytest_gpumem.simulated.compiled.settings import HELPERS, no_helpers
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
@@ -252,11 +257,15 @@ class Compilation:
 
     def _tracer(self) -> Tracing:
         if self._tracing is None:
-            self._by_itself.close()
-            with self._alone():
-                from pytest_gpumem.simulated.compiled.tracing import Tracing
+            # Torch's progress bars have started a thread by then, and nobody is alone beside one.
+            with self._resting() as rest:
+                if not rest:
+                    raise another_goes_on()
+                self._by_itself.close()
+                with self._alone():
+                    from pytest_gpumem.simulated.compiled.tracing import Tracing
 
-                self._tracing = Tracing(self._machine, self._bare, self._code, self._resting)
+                    self._tracing = Tracing(self._machine, self._bare, self._code, self._resting)
             self._begin(self._tracing)
         return self._tracing
 

@@ -17,6 +17,14 @@ class CompiledCodeError(RuntimeError):
     """Compiled code that cannot be followed, where all of it is to be: the test fails."""
 
 
+def another_goes_on() -> CompiledCodeError:
+    """The error where another thread does not rest, for which all would be replaced, too."""
+    return CompiledCodeError(
+        f"{OF_COMPILED_CODE} {user_line()} compiles, and another thread goes on that may use "
+        "torch: let it end before, or use compile='eager'"
+    )
+
+
 def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
     """Note what becomes of the compiled code that the user's line calls."""
     sentence = f"{OF_COMPILED_CODE} {user_line()} {predicate}"

@@ -42,11 +42,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pytest_gpumem.garbage import paused
-from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own, user_line
+from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
-from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError, note_at_line
+from pytest_gpumem.simulated.compiled.refusals import (
+    CompiledCodeError,
+    another_goes_on,
+    note_at_line,
+)
 from pytest_gpumem.simulated.compiled.settings import HELPERS, TUNING, UNTUNED, no_helpers
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
@@ -251,10 +255,7 @@ class Tracing:
         """
         with self._resting() as rest:
             if not rest:
-                raise CompiledCodeError(
-                    f"torch.compile at {user_line()} compiles a backward pass, and another thread "
-                    "goes on that may use torch: let it end before, or use compile='eager'"
-                )
+                raise another_goes_on()
             with self._entered():
                 yield
 

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pytest_gpumem import simulate
+from tests.forked import quick
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"
@@ -57,6 +58,31 @@ def test_a_graph_is_compiled_with_what_autograd_makes_of_it() -> None:
     with simulate("A100-40GB") as gpu:
         fused: Any = torch._inductor.compile(chain(), [of_a_mib()])
         assert taken(gpu, fused, of_a_mib()) == [MIB]
+
+
+ASIDE = """
+import threading, time
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from pytest_gpumem import simulate
+
+with simulate("A100-40GB") as gpu:
+    over = threading.Event()
+    threading.Thread(target=over.wait).start()
+    x = torch.ones(256, 1024, device="cuda")
+    fused = torch._inductor.compile(make_fx(lambda x: (x.sin().cos().tanh(),))(x), [x])
+    before = len(gpu.trace)
+    fused(x)
+    over.set()
+    print([event.size for event in gpu.trace[before:] if event.action == "alloc"])
+"""
+
+
+def test_inductor_comes_first_and_a_thread_is_there() -> None:
+    """As the one of torch's progress bars is."""
+    command = [str(quick(compilers=False)), "-c", ASIDE]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.stdout == f"[{MIB}]\n", ran.stderr
 
 
 def test_aot_autograd_by_itself_ends_in_inductor() -> None:
