@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -484,7 +485,17 @@ METHODS: dict[str, list[Callable[[Any], Any]]] = {
 _TAKES_META_FOR_CUDA = frozenset({"one_hot", "pad_sequence", "storage"})
 """Begin in C++ with a factory that is told the device alone, which is ``meta`` for both."""
 
+
+def _gradient_of_a_loop() -> Any:
+    x = untyped.arange(3.0, requires_grad=True)
+    count = untyped.tensor(0)
+    _, y = while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, x * 2), (count, x))
+    y.sum().backward()
+    return x.grad
+
+
 FUNCTIONS: dict[str, list[Call]] = {
+    "materialize_as_graph": [_gradient_of_a_loop],
     "device": [
         lambda: untyped.device("cpu"),
         lambda: untyped.device("cpu", 0),
