@@ -163,18 +163,18 @@ class Compilation:
         patches.plan(
             eval_frame, "_callback_from_stance", self._asked(eval_frame._callback_from_stance)
         )
-        of_backend = eval_frame._create_wrapped_callback
-        patches.plan(
-            eval_frame,
-            "_create_wrapped_callback",
-            lambda backend: self._callback(of_backend(backend)),
-        )
         patches.plan(convert_frame, "_compile", self._compiling(convert_frame._compile))
         patches.plan(torch._dynamo, "reset", self._reset(torch._dynamo.reset))
         counts = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
         if counts is not None:
             patches.plan(eval_frame, "set_fullgraph_compiled_frame_count", self._counting(counts))
         if torch.__version__ >= FOLLOWED_SINCE:
+            of_backend = eval_frame._create_wrapped_callback
+            patches.plan(
+                eval_frame,
+                "_create_wrapped_callback",
+                lambda backend: self._callback(of_backend(backend)),
+            )
             backward = compiled_autograd.AutogradCompilerInstance
             patches.plan(backward, "begin_capture", self._capturing(backward.begin_capture))
             name = "extract_bw_module"
