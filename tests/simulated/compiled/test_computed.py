@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,15 +20,7 @@ from tests.pytest_project import Project
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
-    pytest.mark.skipif(torch.__version__ < "2.11", reason="compiled code runs eagerly"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def wrappers_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
