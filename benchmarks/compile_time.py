@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 class Logits(GPT2LMHeadModel):
     def forward(self, tokens):
         return super().forward(tokens).logits
-model = Logits(GPT2Config())
+model = Logits(GPT2Config(use_cache=False))
 """
 
 _BEGIN = f"""
