@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from pytest_gpumem.simulated.machine.real import kernels as real_kernels
 from pytest_gpumem.simulated.operators import reductions
@@ -28,7 +26,7 @@ from pytest_gpumem.simulated.operators.layout import (
     copied,
     suggested_format,
 )
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, is_traced, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -102,9 +100,7 @@ def rms_norm(
         and not input.is_complex()
         and (weight is None or weight.dtype == input.dtype)
     ):
-        fused = (
-            _TracedRmsNorm if isinstance(input, (FakeTensor, FunctionalTensor)) else _FusedRmsNorm
-        )
+        fused = _TracedRmsNorm if is_traced(input) else _FusedRmsNorm
         return fused.apply(gpu, input, list(normalized_shape), weight, eps)  # type: ignore[no-any-return, no-untyped-call]  # torch's
     return _rms_norm(input, normalized_shape, weight, eps)  # type: ignore[no-any-return]  # an operator
 

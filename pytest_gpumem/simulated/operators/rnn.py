@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.backends.cudnn import rnn as cudnn_rnn
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.operators import cudnn
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, is_traced
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -208,7 +207,7 @@ def _gru_cell(
 ) -> Any:
     if not input.is_cuda:
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
-    if isinstance(input, (FakeTensor, FunctionalTensor)):
+    if is_traced(input):
         # torch has no shapes for it: compiled code stops here, and goes on behind.
         raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
     gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))

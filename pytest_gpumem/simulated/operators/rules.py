@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
 from pytest_gpumem.simulated.common.callsite import provenance
 from pytest_gpumem.simulated.operators.calls import Signature
 
@@ -175,3 +178,8 @@ def passing(gpu: Device, *sizes: int) -> None:
     """Allocate ``sizes`` bytes one after the other, then free them, newest first."""
     if sizes:
         Scratch(gpu, *sizes).free()
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a compiler traces what is done with ``tensor``: a composite is to stay in parts."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
