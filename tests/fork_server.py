@@ -8,7 +8,7 @@ import fcntl
 import gc
 import importlib
 import io
-import json
+import marshal
 import multiprocessing
 import os
 import random
@@ -16,11 +16,12 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -29,11 +30,21 @@ import torch  # noqa: F401
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
+from tests import distributions
+
 REWRITTEN = (
-    *("_hypothesis_globals", "hypothesis", "anyio.pytest_plugin", "xdist.newhooks"),
-    *("pytest_gpumem.plugin", "pytest_gpumem.session.item", "pytest_gpumem.session.ahead"),
-    *("pytest_gpumem.session.measuring", "pytest_gpumem.device.simulated"),
+    *("_hypothesis_globals", "hypothesis", "anyio.pytest_plugin", "xdist.newhooks", "xdist._path"),
+    *("pytest_gpumem.plugin", "pytest_gpumem.hookspecs", "pytest_gpumem.device.host_gpus"),
+    *("pytest_gpumem.device.simulated", "pytest_gpumem.sharing.watched"),
+    *("pytest_gpumem.baseline.renamed", "pytest_gpumem.baseline.unused"),
+    *("pytest_gpumem.report.header", "pytest_gpumem.session.ahead", "pytest_gpumem.session.hooks"),
+    *("pytest_gpumem.session.item", "pytest_gpumem.session.learning"),
+    *("pytest_gpumem.session.measuring", "pytest_gpumem.session.missing"),
+    *("pytest_gpumem.session.watched",),
 )
+"""What runs import by pytest's import hook."""
+
+PLAIN = ("faulthandler", "pdb", "readline")
 
 
 MOST_FILES = 250
@@ -46,23 +57,76 @@ COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.ao
 def serve(number: int, *, compilers: bool) -> None:
     """Fork for each that connects to the listening socket ``number``, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork's keeper
     _import_rewritten()
+    _remember_distributions()
     for name in COMPILERS if compilers else ():
         importlib.import_module(name)
     beginning = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) | {""}
     sys.path[:] = [entry for entry in sys.path if entry not in beginning]
     gc.freeze()  # no fork is to go through all of torch
+    # Torch's libraries of operators, which every fork would take apart when it ends.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    forks: list[_Fork] = []
     with socket.socket(fileno=number) as listening:
         while True:
-            ready, _, _ = select.select([listening.fileno(), 0], [], [])
+            connections = [fork.connection for fork in forks]
+            ready, _, _ = select.select([0, listening, *forks, *connections], [], [])
+            for fork in [each for each in forks if each in ready or each.connection in ready]:
+                fork.end()
+                forks.remove(fork)
+            if listening in ready:
+                _serve_next(listening, forks)
             if 0 in ready:
-                return
-            connection, _ = listening.accept()
-            if os.fork() == 0:
-                listening.close()
-                _keep(connection)
-            connection.close()
+                break
+    for fork in forks:
+        fork.end()
+
+
+class _Fork:
+    """A fork and who asked for it, who is told how it ended; it goes when they go."""
+
+    def __init__(self, process: int, connection: socket.socket) -> None:
+        self.connection = connection
+        self._process = process
+        self._ended = os.pidfd_open(process)
+        self._tell(process)
+
+    def fileno(self) -> int:
+        return self._ended
+
+    def end(self) -> None:
+        os.kill(self._process, signal.SIGKILL)  # which is nothing to one that has ended
+        _, status = os.waitpid(self._process, 0)
+        self._tell(status)
+        self.close()
+
+    def close(self) -> None:
+        self.connection.close()
+        os.close(self._ended)
+
+    def _tell(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # it was killed before
+            self.connection.sendall(f"{number}\n".encode())
+
+
+def _serve_next(listening: socket.socket, forks: list[_Fork]) -> None:
+    connection, _ = listening.accept()
+    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
+    length = int.from_bytes(size, "little")
+    try:
+        request = marshal.loads(connection.recv(length, socket.MSG_WAITALL))
+    except (EOFError, ValueError, OSError):  # it was killed before
+        connection.close()
+    else:
+        process = os.fork()
+        if process == 0:
+            for one in (listening, connection, *forks):
+                one.close()
+            _run(files, **request)
+        forks.append(_Fork(process, connection))
+    for file in files:
+        os.close(file)
 
 
 def _import_rewritten() -> None:
@@ -70,47 +134,38 @@ def _import_rewritten() -> None:
     config = get_config([])
     hook = install_importhook(config)
     hook.mark_rewrite(*{name.partition(".")[0] for name in REWRITTEN})
-    for name in REWRITTEN:
+    for name in (*REWRITTEN, *PLAIN):
         importlib.import_module(name)
     config._ensure_unconfigure()
 
 
-def _keep(connection: socket.socket) -> None:
-    """Fork, wait for the fork, and tell who connected how it ended; it goes when they go."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
-    (length,) = struct.unpack("q", size)
-    request = json.loads(connection.recv(length, socket.MSG_WAITALL))
-    places = request.pop("files")
-    fork = os.fork()
-    if fork == 0:
-        connection.close()
-        # Out of each other's way first.
-        above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(places) + 1) for file in files]
-        for file in files:
-            os.close(file)
-        for file, place in zip(above, places, strict=True):
-            os.dup2(file, place)
-            os.close(file)
-        _run(**request)
-    for file in (0, 1, 2, *files):
-        os.close(file)
-    ended = os.pidfd_open(fork)
-    with contextlib.suppress(OSError):  # it was killed before
-        connection.sendall(f"{fork}\n".encode())
-        ready, _, _ = select.select([ended, connection.fileno()], [], [])
-        if ended not in ready:
-            os.kill(fork, signal.SIGKILL)
-    _, status = os.waitpid(fork, 0)
-    with contextlib.suppress(OSError):
-        connection.sendall(f"{status}\n".encode())
-    os._exit(0)
+def _remember_distributions() -> None:
+    for one in distributions.remembering():
+        for part in ("metadata", "entry_points", "files"):
+            getattr(one, part)
+    metadata.distributions = distributions.remembering  # type: ignore[assignment]
 
 
 def _run(
-    program: str, folder: str, environment: Mapping[str, str], arguments: Sequence[str]
+    handed: Sequence[int],
+    *,
+    files: Sequence[int],
+    program: str,
+    folder: str,
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
 ) -> None:
-    """Be ``python -u`` with these arguments: with ``-c``, ``-m`` or a script."""
+    """Be ``python -u`` with these arguments: with ``-c``, ``-m`` or a script.
+
+    What it was ``handed`` are its open ``files``.
+    """
+    # Out of each other's way first.
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(files) + 1) for file in handed]
+    for file in handed:
+        os.close(file)
+    for file, place in zip(above, files, strict=True):
+        os.dup2(file, place)
+        os.close(file)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     os.environ.clear()

@@ -29,8 +29,9 @@ REPOSITORY = Path(__file__).parent.parent
 
 SERVE = "from tests.fork_server import serve; serve({number}, compilers={compilers})"
 
+# By the modules under socket and signal, which import for longer than all the rest takes.
 _QUICK = """#!{python} -IS
-import json, os, signal, socket, struct, sys
+import _signal, _socket, array, marshal, os, sys
 
 flags = [flag for flag in sys.argv[1:3] if flag in ("-u", "-B")]
 rest = sys.argv[1 + len(flags):]
@@ -43,7 +44,7 @@ folder = os.open("/proc/self/fd", os.O_RDONLY)
 files = sorted({{int(name) for name in os.listdir(folder)}} - {{folder}})
 files = [number for number in files if os.path.exists(f"/proc/self/fd/{{number}}")]
 os.close(folder)
-request = json.dumps(
+request = marshal.dumps(
     dict(
         program=sys.argv[0],
         folder=os.getcwd(),
@@ -51,21 +52,33 @@ request = json.dumps(
         files=files,
         arguments=rest,
     )
-).encode()
-server = socket.socket(socket.AF_UNIX)
+)
+server = _socket.socket(_socket.AF_UNIX)
 server.connect({address!r})
-socket.send_fds(server, [struct.pack("q", len(request))], files)
+handed = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", files))
+server.sendmsg([len(request).to_bytes(8, "little")], [handed])
 server.sendall(request)
-answers = server.makefile()
-fork = int(answers.readline() or -1)
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda number, frame: os.kill(fork, number))
+
+def answer():
+    told = b""
+    while not told.endswith(b"\\n"):
+        received = server.recv(1)
+        if not received:
+            return None
+        told += received
+    return int(told)
+
+fork = answer() or -1
+for number in (_signal.SIGINT, _signal.SIGTERM):
+    _signal.signal(number, lambda number, frame: os.kill(fork, number))
 for number in files:
     os.close(number)
-status = int(answers.readline() or 256)
+status = answer()
+if status is None:
+    status = 256
 if os.WIFSIGNALED(status):
-    if os.WTERMSIG(status) != signal.SIGKILL:  # which nobody handles
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+    if os.WTERMSIG(status) != _signal.SIGKILL:  # which nobody handles
+        _signal.signal(os.WTERMSIG(status), _signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
 os._exit(os.waitstatus_to_exitcode(status))
 """

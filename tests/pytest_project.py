@@ -22,12 +22,15 @@ DEVICE = "--gpumem-device=sim:T4"
 PYTEST = "import pytest; raise SystemExit(pytest.main())"
 
 PLUGINS_OF_SOME_TESTS = (
+    "anyio",
     "asyncio",
+    "platformdirs",
     "randomly",
     "rerunfailures",
     "subtests",
     "cacheprovider",
     "hypothesispytest",
+    "xdist.looponfail",
 )
 
 _TERMINAL = """

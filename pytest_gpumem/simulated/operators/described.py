@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ _D = TypeVar("_D", bound=Description)
 
 _OPERATOR = re.compile(r"\w+::\w+(\.\w+)?")
 _PATH = re.compile(r"\w+(\.\w+)+")
+_TARGET = "the description"
 _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 
 
@@ -238,21 +240,27 @@ def path_of(function: Any) -> str:
 
 
 def _calling(target: Callable[..., Any], like: CodeType) -> CodeType:
+    code = _template(like.co_freevars)
+    constants = [target if value == _TARGET else value for value in code.co_consts]
+    return code.replace(co_consts=tuple(constants), co_name=like.co_name)
+
+
+@cache
+def _template(free: tuple[str, ...]) -> CodeType:
     # A function's closure has to fit its code: the free variables are named, and left alone.
-    free = ", ".join(like.co_freevars)
+    names = ", ".join(free)
     source = (
-        f"def make({free}):\n"
+        f"def make({names}):\n"
         f"    def call(*args, **options):\n"
-        f"        ({free + ',' if free else ''})\n"
-        f"        target = 'the description'\n"
+        f"        ({names + ',' if names else ''})\n"
+        f"        target = {_TARGET!r}\n"
         f"        return target(*args, **options)\n"
         f"    return call\n"
     )
     space: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), space)
-    code: CodeType = space["make"](*[None] * len(like.co_freevars)).__code__
-    constants = [target if value == "the description" else value for value in code.co_consts]
-    return code.replace(co_consts=tuple(constants), co_name=like.co_name)
+    code: CodeType = space["make"](*[None] * len(free)).__code__
+    return code
 
 
 # From what the caller wrote to what is described.

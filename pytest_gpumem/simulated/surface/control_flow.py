@@ -24,9 +24,10 @@ _TRACED = "materialize_as_graph"
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Let the machine see what is traced of control flow."""
-    package = torch._higher_order_ops.__name__
-    for name, owner in list(sys.modules.items()):
-        if name.startswith(package) and _TRACED in vars(owner):
+    package = torch._higher_order_ops
+    for name in vars(package):  # where most modules are hidden by a function of their name
+        owner = sys.modules.get(f"{package.__name__}.{name}")
+        if owner is not None and _TRACED in vars(owner):
             patches.plan(owner, _TRACED, _in_view(machine, vars(owner)[_TRACED]))
 
 

@@ -59,12 +59,14 @@ class Extensions:
             _replace(found, self._open)
 
     def _look(self) -> None:
-        new = sys.modules.keys() - self._seen
-        self._seen |= new
+        new = [name for name in sys.modules if name not in self._seen]
+        self._seen.update(new)
         for name in new:
+            if name.startswith("torch."):
+                continue
             module = sys.modules[name]
             loader = getattr(getattr(module, "__spec__", None), "loader", None)
-            if not isinstance(loader, ExtensionFileLoader) or name.startswith("torch."):
+            if not isinstance(loader, ExtensionFileLoader):
                 continue
             for attribute, value in vars(module).items():
                 if _takes_tensors(value):
