@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy.random  # noqa: F401  # what a fork is to have
 import torch  # noqa: F401
@@ -70,8 +71,8 @@ def serve(number: int, *, compilers: bool) -> None:
     forks: list[_Fork] = []
     with socket.socket(fileno=number) as listening:
         while True:
-            connections = [fork.connection for fork in forks]
-            ready, _, _ = select.select([0, listening, *forks, *connections], [], [])
+            watched: list[Any] = [0, listening, *forks, *(fork.connection for fork in forks)]
+            ready, _, _ = select.select(watched, [], [])
             for fork in [each for each in forks if each in ready or each.connection in ready]:
                 fork.end()
                 forks.remove(fork)
@@ -121,8 +122,10 @@ def _serve_next(listening: socket.socket, forks: list[_Fork]) -> None:
     else:
         process = os.fork()
         if process == 0:
-            for one in (listening, connection, *forks):
-                one.close()
+            listening.close()
+            connection.close()
+            for fork in forks:
+                fork.close()
             _run(files, **request)
         forks.append(_Fork(process, connection))
     for file in files:
@@ -143,7 +146,7 @@ def _remember_distributions() -> None:
     for one in distributions.remembering():
         for part in ("metadata", "entry_points", "files"):
             getattr(one, part)
-    metadata.distributions = distributions.remembering  # type: ignore[assignment]
+    metadata.distributions = distributions.remembering
 
 
 def _run(

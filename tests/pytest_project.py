@@ -30,6 +30,7 @@ PLUGINS_OF_SOME_TESTS = (
     "subtests",
     "cacheprovider",
     "hypothesispytest",
+    "logging",
     "xdist.looponfail",
 )
 

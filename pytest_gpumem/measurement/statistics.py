@@ -274,7 +274,7 @@ def _current(stats: Mapping[str, Any], key: str) -> int:
 
 def _peaks(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, int]]:
     for key, value in stats.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from _peaks(value, (*path, key))
         elif key == "peak":
             yield path, value
@@ -283,7 +283,7 @@ def _peaks(stats: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, in
 def _raised(stats: Mapping[str, Any], peaks: Mapping[Path, int], path: Path = ()) -> dict[str, Any]:
     return {
         key: _raised(value, peaks, (*path, key))
-        if isinstance(value, Mapping)
+        if isinstance(value, dict)
         else max(value, peaks.get(path, 0))
         if key == "peak"
         else value

@@ -72,7 +72,7 @@ class Readings(AllocatorState):
     @property
     def peak_allocated(self) -> int:
         """Highest :attr:`allocated` since the last reset (``max_memory_allocated``)."""
-        return self._every.current_and_peak("allocated_bytes")[1]
+        return self._every.highest
 
     @property
     def peak_reserved(self) -> int:

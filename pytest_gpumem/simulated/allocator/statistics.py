@@ -13,6 +13,7 @@ follow from the highest allocated value since pending last changed (:meth:`Devic
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, Final
 
 _FIELDS: Final = {
@@ -28,8 +29,16 @@ _FIELDS: Final = {
 }
 """torch's quantities and what they are called here."""
 
-_ACTIVE: Final = frozenset({"active", "active_bytes"})
-_ALLOCATED: Final = frozenset({"allocation", "allocated_bytes"})
+_currents: Final = attrgetter(*_FIELDS.values())
+_peaks: Final = attrgetter(*(f"{field}_peak" for field in _FIELDS.values()))
+_outs: Final = attrgetter(*(f"{field}_out" for field in _FIELDS.values()))
+
+_WITH_PENDING: Final = tuple(
+    (_FIELDS[active], list(_FIELDS).index(allocated), list(_FIELDS).index(active))
+    for allocated, active in (("allocation", "active"), ("allocated_bytes", "active_bytes"))
+)
+"""Fields that pending is added to, and which quantities are without it and with it."""
+
 _SPLITS: Final = ("splits", "split_bytes")
 """What is not counted of expandable segments."""
 
@@ -99,21 +108,27 @@ class DeviceTally:
         self.pending["blocks"] += blocks
         self.pending["bytes"] += size
 
-    def current_and_peak(self, quantity: str) -> tuple[int, int]:
-        """Current value and peak of one of torch's quantities."""
-        field = _FIELDS[quantity]
-        current, peak = self.current(field), getattr(self, f"{field}_peak")
-        if quantity in _ACTIVE:
+    def currents_and_peaks(self) -> list[tuple[int, int]]:
+        """Current value and peak of each of torch's quantities."""
+        found = list(zip(_currents(self), _peaks(self), strict=True))
+        for field, allocated, active in _WITH_PENDING:
+            current, peak = found[allocated]
             pending = self.pending[field]
-            return current + pending, max(self.active_peaks[field], peak + pending)
-        if quantity in _ALLOCATED:
-            peak = max(self.earlier_peaks[field], peak)
-        return current, peak
+            found[active] = current + pending, max(self.active_peaks[field], peak + pending)
+            found[allocated] = current, max(self.earlier_peaks[field], peak)
+        return found
+
+    @property
+    def highest(self) -> int:
+        """Peak of the allocated bytes."""
+        return max(self.earlier_peaks["bytes"], self.bytes_peak)
 
     def reset_peaks(self) -> None:
         """Set every peak to the current value."""
-        for field in _FIELDS.values():
-            setattr(self, f"{field}_peak", self.current(field))
+        self.blocks_peak, self.bytes_peak = self.blocks, self.bytes
+        self.requested_peak = self.requested
+        self.splits_peak, self.split_bytes_peak = self.splits, self.split_bytes
+        self.segments_peak, self.reserved_peak = self.segments, self.reserved
         for field, pending in self.pending.items():
             self.earlier_peaks[field] = self.current(field)
             self.active_peaks[field] = self.current(field) + pending
@@ -138,7 +153,7 @@ class PoolTally(DeviceTally):
         self.blocks_out = self.bytes_out = self.requested_out = 0
         self.splits_out = self.split_bytes_out = 0
         self.segments_out = self.reserved_out = 0
-        self._zero: dict[str, tuple[int, int]] = {}
+        self._zero = [(0, 0)] * len(_FIELDS)
 
     def change(self, field: str, amount: int) -> None:
         """Add to a field, or take away."""
@@ -146,21 +161,31 @@ class PoolTally(DeviceTally):
         if amount < 0:
             setattr(self, f"{field}_out", getattr(self, f"{field}_out") - amount)
 
-    def allocated_and_freed(self, quantity: str) -> tuple[int, int]:
-        """All that was added to, and taken from, a quantity since the last reset of the totals."""
-        went_in, went_out = self._totals(quantity)
-        zero_in, zero_out = self._zero.get(quantity, (0, 0))
-        return went_in - zero_in, went_out - zero_out
+    def allocated_and_freed(self) -> list[tuple[int, int]]:
+        """All that was added to, and taken from, each quantity since the last reset of the totals.
+
+        In the order of :meth:`currents_and_peaks`.
+        """
+        return [
+            (went_in - zero_in, went_out - zero_out)
+            for (went_in, went_out), (zero_in, zero_out) in zip(
+                self._totals(), self._zero, strict=True
+            )
+        ]
 
     def reset_totals(self) -> None:
         """Start ``allocated`` and ``freed`` again at 0."""
-        self._zero = {quantity: self._totals(quantity) for quantity in _FIELDS}
+        self._zero = self._totals()
 
-    def _totals(self, quantity: str) -> tuple[int, int]:
-        field = _FIELDS[quantity]
-        pending = self.pending[field] if quantity in _ACTIVE else 0
-        went_out = getattr(self, f"{field}_out")
-        return self.current(field) + went_out, went_out - pending
+    def _totals(self) -> list[tuple[int, int]]:
+        found = [
+            (current + went_out, went_out)
+            for current, went_out in zip(_currents(self), _outs(self), strict=True)
+        ]
+        for field, _, active in _WITH_PENDING:
+            went_in, went_out = found[active]
+            found[active] = went_in, went_out - self.pending[field]
+        return found
 
 
 class UnsplitDeviceTally(DeviceTally):
@@ -288,8 +313,21 @@ def memory_stats(
     }
     if version >= (2, 12):
         result["num_oom_rejections"] = counters.num_oom_rejections
-    for quantity in _FIELDS:
-        result[quantity] = _three_scopes(quantity, every, small, large)
+    for quantity, of_all, of_small, of_large, small_totals, large_totals in zip(
+        _FIELDS,
+        every.currents_and_peaks(),
+        small.currents_and_peaks(),
+        large.currents_and_peaks(),
+        small.allocated_and_freed(),
+        large.allocated_and_freed(),
+        strict=True,
+    ):
+        totals = [sum(of_both) for of_both in zip(small_totals, large_totals, strict=True)]
+        result[quantity] = {
+            "all": _stat(*of_all, *totals),
+            "small_pool": _stat(*of_small, *small_totals),
+            "large_pool": _stat(*of_large, *large_totals),
+        }
     if version >= (2, 13):
         result["reserved_bytes_by_private_pools"] = {
             pool_id: {scope: stat.to_dict() for scope, stat in scopes.items()}
@@ -298,19 +336,6 @@ def memory_stats(
     result["oversize_allocations"] = counters.oversize_allocations.to_dict()
     result["oversize_segments"] = counters.oversize_segments.to_dict()
     return result
-
-
-def _three_scopes(
-    quantity: str, every: DeviceTally, small: PoolTally, large: PoolTally
-) -> dict[str, dict[str, int]]:
-    small_totals = small.allocated_and_freed(quantity)
-    large_totals = large.allocated_and_freed(quantity)
-    totals = (small_totals[0] + large_totals[0], small_totals[1] + large_totals[1])
-    return {
-        "all": _stat(*every.current_and_peak(quantity), *totals),
-        "small_pool": _stat(*small.current_and_peak(quantity), *small_totals),
-        "large_pool": _stat(*large.current_and_peak(quantity), *large_totals),
-    }
 
 
 def _stat(current: int, peak: int, allocated: int, freed: int) -> dict[str, int]:

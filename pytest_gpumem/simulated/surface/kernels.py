@@ -59,8 +59,9 @@ class Extensions:
             _replace(found, self._open)
 
     def _look(self) -> None:
-        new = [name for name in sys.modules if name not in self._seen]
-        self._seen.update(new)
+        seen = self._seen
+        new = [name for name in sys.modules if name not in seen]
+        seen.update(new)
         for name in new:
             if name.startswith("torch."):
                 continue
