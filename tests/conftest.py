@@ -12,7 +12,7 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 
 from tests import distributions
-from tests.forked import quick
+from tests.forked import begin_to_serve, quick
 from tests.pytest_project import Project
 
 pytest_plugins = ["pytester"]
@@ -54,6 +54,10 @@ _OF_EVERY_RUN = """
     pytest_gpumem.session.progress
     pytest_gpumem.session.rerun pytest_gpumem.session.second_run pytest_gpumem.session.watched
 """
+
+
+def pytest_configure() -> None:
+    begin_to_serve()
 
 
 @pytest.hookimpl(trylast=True)

@@ -26,12 +26,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy.random  # noqa: F401  # what a fork is to have
-import torch  # noqa: F401
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
 from tests import distributions
+
+IMPORTED = ("numpy.random", "torch")
 
 REWRITTEN = (
     *("_hypothesis_globals", "hypothesis", "anyio.pytest_plugin", "xdist.newhooks", "xdist._path"),
@@ -46,40 +46,65 @@ REWRITTEN = (
 """What runs import by pytest's import hook."""
 
 PLAIN = ("faulthandler", "pdb", "readline")
-
+"""What they import besides."""
 
 MOST_FILES = 250
 """Open files that Linux hands over at once (SCM_MAX_FD), nearly."""
 
-
 COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
 
 
-def serve(number: int, *, compilers: bool) -> None:
-    """Fork for each that connects to the listening socket ``number``, until stdin ends."""
+def serve(plain: int, full: int) -> None:
+    """Fork for each that connects to one of two listening sockets, until stdin ends.
+
+    Who connects to ``full`` gets processes that have torch's compilers, too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _import_rewritten()
-    _remember_distributions()
-    for name in COMPILERS if compilers else ():
-        importlib.import_module(name)
-    beginning = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) | {""}
-    sys.path[:] = [entry for entry in sys.path if entry not in beginning]
+    with socket.socket(fileno=plain) as of_plain, socket.socket(fileno=full) as of_full:
+        if not _asked(of_plain, of_full):
+            return
+        for name in IMPORTED:
+            importlib.import_module(name)
+        _import_rewritten()
+        _remember_distributions()
+        beginning = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) | {""}
+        sys.path[:] = [entry for entry in sys.path if entry not in beginning]
+        process = os.fork()
+        if process == 0:
+            of_plain.close()
+            if _asked(of_full):
+                for name in COMPILERS:
+                    importlib.import_module(name)
+                _fork_for_each(of_full)
+            os._exit(0)
+        of_full.close()
+        _fork_for_each(of_plain)
+    os.waitpid(process, 0)
+
+
+def _asked(*listening: socket.socket) -> bool:
+    """Wait until somebody connects; return whether stdin is still open."""
+    watched: list[Any] = [0, *listening]
+    ready, _, _ = select.select(watched, [], [])
+    return 0 not in ready
+
+
+def _fork_for_each(listening: socket.socket) -> None:
     gc.freeze()  # no fork is to go through all of torch
     # Torch's libraries of operators, which every fork would take apart when it ends.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
     forks: list[_Fork] = []
-    with socket.socket(fileno=number) as listening:
-        while True:
-            watched: list[Any] = [0, listening, *forks, *(fork.connection for fork in forks)]
-            ready, _, _ = select.select(watched, [], [])
-            for fork in [each for each in forks if each in ready or each.connection in ready]:
-                fork.end()
-                forks.remove(fork)
-            if listening in ready:
-                _serve_next(listening, forks)
-            if 0 in ready:
-                break
+    while True:
+        watched: list[Any] = [0, listening, *forks, *(fork.connection for fork in forks)]
+        ready, _, _ = select.select(watched, [], [])
+        for fork in [each for each in forks if each in ready or each.connection in ready]:
+            fork.end()
+            forks.remove(fork)
+        if listening in ready:
+            _serve_next(listening, forks)
+        if 0 in ready:
+            break
     for fork in forks:
         fork.end()
 

@@ -2,10 +2,11 @@
 
 A new Python imports torch and this package for seconds of processor time, and torch's compilers for
 as many again, which threads and optimizers need; the tests here start hundreds. ``quick`` is a
-program that is called as Python is: with ``-c``, with ``-m`` or with a script. It asks a server of
-this test process for a fork, hands it its folder, environment, arguments and its open files, passes
-signals on, and ends as the fork did. Nothing ran in the server before: no pytest, no
-simulated device, no thread. What is called otherwise is a new Python.
+program that is called as Python is: with ``-c``, with ``-m`` or with a script. It asks a server
+for a fork, hands it its folder, environment, arguments and its open files, passes signals on, and
+ends as the fork did. Nothing ran in the server before: no pytest, no simulated device, no thread.
+What is called otherwise is a new Python. One server is for all workers of a run of these tests, and
+imports nothing until it is asked.
 
 The workers of pytest-xdist in runs that tests start are such processes, too, and so is what a fork
 starts as ``sys.executable`` or by ``multiprocessing``.
@@ -20,14 +21,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from functools import cache
 from pathlib import Path
 
 from execnet import gateway_io
 
 REPOSITORY = Path(__file__).parent.parent
 
-SERVE = "from tests.fork_server import serve; serve({number}, compilers={compilers})"
+SERVE = "from tests.fork_server import serve; serve({plain}, {full})"
+
+_FOLDER = "QUICK_PYTHONS"
+"""The variable that tells the workers where the programs are."""
 
 # By the modules under socket and signal, which import for longer than all the rest takes.
 _QUICK = """#!{python} -IS
@@ -84,32 +87,48 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@cache
 def quick(*, compilers: bool = True) -> Path:
-    """Return the program; it serves until this process ends.
+    """Return the program; it serves until the process that began to serve ends.
 
     Its processes have Dynamo and Inductor already, but without ``compilers``.
     """
+    return begin_to_serve() / ("full" if compilers else "plain") / "python"
+
+
+def begin_to_serve() -> Path:
+    """Start the server of this process and of those that it starts, if there is none."""
+    if _FOLDER in os.environ:
+        return Path(os.environ[_FOLDER])
     folder = Path(tempfile.mkdtemp(prefix="quick-python-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ[_FOLDER] = str(folder)
+    listening = {name: _listening(folder / name) for name in ("plain", "full")}
+    numbers = {name: one.fileno() for name, one in listening.items()}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE.format(**numbers)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,  # which closes with this process
+        pass_fds=list(numbers.values()),
+    )
+    for one in listening.values():
+        one.close()
+    assert server.stdin is not None
+    atexit.register(server.wait)
+    atexit.register(server.stdin.close)
+    return folder
+
+
+def _listening(folder: Path) -> socket.socket:
+    """Write a program into ``folder``, and return the socket that it connects to."""
+    folder.mkdir()
     address, program = folder / "server", folder / "python"
     program.write_text(_QUICK.format(python=sys.executable, address=str(address)))
     program.chmod(0o700)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(str(address))
     listening.listen(64)
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVE.format(number=listening.fileno(), compilers=compilers)],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.PIPE,  # which closes with this process
-        pass_fds=[listening.fileno()],
-    )
-    listening.close()
-    assert server.stdin is not None
-    atexit.register(server.wait)
-    atexit.register(server.stdin.close)
-    return program
+    return listening
 
 
 def quicken_workers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -139,7 +138,7 @@ assert {thread.name for thread in threading.enumerate()} <= {"MainThread", "tqdm
 def test_it_may_be_imported_before_or_inside(before: str) -> None:
     """In a process of its own: it is imported once, and nobody has compiled anything before."""
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WHOLE.replace("BEFORE", before)],
+        [quick(compilers=bool(before)), "-c", WHOLE.replace("BEFORE", before)],
         capture_output=True,
         text=True,
         check=False,
