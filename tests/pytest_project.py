@@ -121,7 +121,8 @@ class Project:
         """Run pytest in a process of its own, on a terminal; return what it wrote there."""
         self._pytester.makepyfile(on_terminal=_TERMINAL)
         script = self.path / "on_terminal.py"
-        written = self._pytester.run(sys.executable, script, quick(), *_arguments(args, device, ()))
+        arguments = _arguments(args, device, ("logging",))
+        written = self._pytester.run(sys.executable, script, quick(), *arguments)
         return written.stdout.str()
 
     def run_without_plugin(self, *args: str) -> pytest.RunResult:

@@ -37,6 +37,7 @@ from pytest_gpumem.simulated.compiled.refusals import (
     note_at_line,
 )
 from pytest_gpumem.simulated.compiled.settings import HELPERS, no_helpers
+from pytest_gpumem.simulated.compiled.steps import MarkedSteps
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Compilation:
         """Of Inductor, where somebody calls it who has not come by ``torch.compile``."""
         self._ran_eagerly = False
         self._inside = ExitStack()
+        self._steps = MarkedSteps()
 
     @contextmanager
     def going(self) -> Iterator[None]:
@@ -124,6 +126,7 @@ class Compilation:
         with ExitStack() as self._inside:
             self._inside.enter_context(launched.told_to(self._machine.kernel_wrote))
             self._inside.enter_context(trace_log.only_if_asked_for())
+            self._inside.enter_context(self._steps.counted())
             self._patches.apply()
             self._inside.callback(self._patches.undo)
             if self._tracing is not None:
@@ -317,6 +320,8 @@ class Compilation:
         Dynamo keeps but a few results of each frame, and takes for dynamic what had other sizes
         before: what a test allocates would depend on those that ran before it.
         """
+        if own:
+            self._steps.forget()
         ended = [code for code, other in _compiled.items() if own or other() is not self]
         if not ended:
             return

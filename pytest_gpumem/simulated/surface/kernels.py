@@ -63,7 +63,7 @@ class Extensions:
         new = [name for name in sys.modules if name not in seen]
         seen.update(new)
         for name in new:
-            if name.startswith("torch."):
+            if not isinstance(name, str) or name.startswith("torch."):
                 continue
             module = sys.modules[name]
             loader = getattr(getattr(module, "__spec__", None), "loader", None)
