@@ -59,24 +59,6 @@ def test_who_reads_one_after_the_next_run_is_told(
     assert "return x * x * x" in str(told.value)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_only_steps_that_code_of_the_same_machine_has_marked_count(own: bool) -> None:
-    """As long as such a step goes on, all that its runs return stays."""
-    with simulate("A100-40GB", compile="eager"):
-        torch.compiler.cudagraph_mark_step_begin()
-    with simulate("A100-40GB", compile="always"):
-        run = torch.compile(cube, mode="reduce-overhead")
-        x = torch.ones(4, device="cuda")
-        if own:
-            torch.compiler.cudagraph_mark_step_begin()
-        first, _ = run(x), run(x)
-        if own:
-            assert (first + first).is_cuda
-        else:
-            with pytest.raises(RuntimeError, match=OVERWRITTEN):
-                first + first
-
-
 def test_what_such_a_result_was_like_may_be_asked(results: Results) -> None:
     overwritten, _ = results
     assert (overwritten.shape, overwritten.dtype, overwritten.is_cuda) == (
