@@ -38,10 +38,14 @@ setattr(  # noqa: B010  # its name belongs to the class
     lambda _: SysModulesSnapshot(lambda name: name.partition(".")[0] in ONCE),
 )
 
-MANY = 50
-"""Modules that are worth another look at the whole heap."""
+LONG = ("test_terminal_output", "test_largest_batch", "test_docs")
+"""Modules that begin, for no worker to be left with one of their tests when the others end."""
 
-_frozen_modules = 0
+MANY_MODULES = 50
+MANY_TESTS = 100
+"""What is worth another look at the heap: what tests leave is looked through by those after them."""
+
+_frozen_modules = _tests = 0
 
 _OF_EVERY_RUN = """
     sqlite3 filelock pytest_gpumem.device.simulated
@@ -56,14 +60,20 @@ _OF_EVERY_RUN = """
 """
 
 
-def pytest_configure() -> None:
-    begin_to_serve()
+def pytest_configure(config: pytest.Config) -> None:
+    # Who runs tests in workers will need it, and they collect tests meanwhile.
+    begin_to_serve(at_once=bool(config.getoption("numprocesses", None)))
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with tests that go through the whole heap, before others fill it."""
-    items.sort(key=lambda item: "thawed" not in getattr(item, "fixturenames", ()))
+    """Begin with tests that go through the whole heap, before others fill it, and with long ones."""
+    items.sort(
+        key=lambda item: (
+            "thawed" not in getattr(item, "fixturenames", ()),
+            item.path.stem not in LONG,
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -71,8 +81,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
+    global _tests
+    _tests += 1
     # What a test imported stays: libraries of models are a million objects.
-    if len(sys.modules) > _frozen_modules + MANY:
+    if len(sys.modules) > _frozen_modules + MANY_MODULES or _tests % MANY_TESTS == 0:
         _freeze()
 
 

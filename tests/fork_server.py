@@ -54,14 +54,15 @@ MOST_FILES = 250
 COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
 
 
-def serve(plain: int, full: int) -> None:
+def serve(plain: int, full: int, *, at_once: bool) -> None:
     """Fork for each that connects to one of two listening sockets, until stdin ends.
 
-    Who connects to ``full`` gets processes that have torch's compilers, too.
+    Who connects to ``full`` gets processes that have torch's compilers, too. What the processes
+    have is imported ``at_once``, or when the first is asked for.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=plain) as of_plain, socket.socket(fileno=full) as of_full:
-        if not _asked(of_plain, of_full):
+        if not (at_once or _asked(of_plain, of_full)):
             return
         for name in IMPORTED:
             importlib.import_module(name)
@@ -72,7 +73,7 @@ def serve(plain: int, full: int) -> None:
         process = os.fork()
         if process == 0:
             of_plain.close()
-            if _asked(of_full):
+            if at_once or _asked(of_full):
                 for name in COMPILERS:
                     importlib.import_module(name)
                 _fork_for_each(of_full)
@@ -182,11 +183,14 @@ def _run(
     folder: str,
     environment: Mapping[str, str],
     arguments: Sequence[str],
+    leads: bool,
 ) -> None:
     """Be ``python -u`` with these arguments: with ``-c``, ``-m`` or a script.
 
-    What it was ``handed`` are its open ``files``.
+    What it was ``handed`` are its open ``files``. It ``leads`` a process group of its own, or not.
     """
+    if leads:
+        os.setpgid(0, 0)
     # Out of each other's way first.
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(files) + 1) for file in handed]
     for file in handed:

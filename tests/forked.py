@@ -5,8 +5,7 @@ as many again, which threads and optimizers need; the tests here start hundreds.
 program that is called as Python is: with ``-c``, with ``-m`` or with a script. It asks a server
 for a fork, hands it its folder, environment, arguments and its open files, passes signals on, and
 ends as the fork did. Nothing ran in the server before: no pytest, no simulated device, no thread.
-What is called otherwise is a new Python. One server is for all workers of a run of these tests, and
-imports nothing until it is asked.
+What is called otherwise is a new Python. One server is for all workers of a run of these tests.
 
 The workers of pytest-xdist in runs that tests start are such processes, too, and so is what a fork
 starts as ``sys.executable`` or by ``multiprocessing``.
@@ -27,7 +26,7 @@ from execnet import gateway_io
 
 REPOSITORY = Path(__file__).parent.parent
 
-SERVE = "from tests.fork_server import serve; serve({plain}, {full})"
+SERVE = "from tests.fork_server import serve; serve({plain}, {full}, at_once={at_once})"
 
 _FOLDER = "QUICK_PYTHONS"
 """The variable that tells the workers where the programs are."""
@@ -54,6 +53,7 @@ request = marshal.dumps(
         environment=dict(os.environ),
         files=files,
         arguments=rest,
+        leads=os.getpgrp() == os.getpid(),
     )
 )
 server = _socket.socket(_socket.AF_UNIX)
@@ -72,8 +72,9 @@ def answer():
     return int(told)
 
 fork = answer() or -1
+pass_on = os.killpg if os.getpgrp() == os.getpid() else os.kill  # as a terminal does, or a shell
 for number in (_signal.SIGINT, _signal.SIGTERM):
-    _signal.signal(number, lambda number, frame: os.kill(fork, number))
+    _signal.signal(number, lambda number, frame: pass_on(fork, number))
 for number in files:
     os.close(number)
 status = answer()
@@ -95,8 +96,11 @@ def quick(*, compilers: bool = True) -> Path:
     return begin_to_serve() / ("full" if compilers else "plain") / "python"
 
 
-def begin_to_serve() -> Path:
-    """Start the server of this process and of those that it starts, if there is none."""
+def begin_to_serve(*, at_once: bool = False) -> Path:
+    """Start the server of this process and of those that it starts, if there is none.
+
+    It imports what it has to ``at_once``, or when it is first asked.
+    """
     if _FOLDER in os.environ:
         return Path(os.environ[_FOLDER])
     folder = Path(tempfile.mkdtemp(prefix="quick-python-"))
@@ -105,7 +109,7 @@ def begin_to_serve() -> Path:
     listening = {name: _listening(folder / name) for name in ("plain", "full")}
     numbers = {name: one.fileno() for name, one in listening.items()}
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVE.format(**numbers)],
+        [sys.executable, "-c", SERVE.format(**numbers, at_once=at_once)],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.PIPE,  # which closes with this process
