@@ -23,6 +23,9 @@ REPOSITORY = Path(__file__).parent.parent
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# Workers and what they start share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # argparse would look on the disk for a translation of each of its words, whenever it says one.
 os.environ["LANGUAGE"] = "C"
 
@@ -43,7 +46,7 @@ LONG = ("test_terminal_output", "test_largest_batch", "test_docs")
 
 MANY_MODULES = 50
 MANY_TESTS = 100
-"""What is worth another look at the heap: what tests leave is looked through by those after them."""
+"""What is worth another look at the heap, which those after them would go through."""
 
 _frozen_modules = _tests = 0
 
@@ -67,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with tests that go through the whole heap, before others fill it, and with long ones."""
+    """Begin with tests that go through the whole heap, before others fill it; then long ones."""
     items.sort(
         key=lambda item: (
             "thawed" not in getattr(item, "fixturenames", ()),

@@ -47,8 +47,8 @@ MIB = 1024 * KIB
 
 @pytest.fixture(autouse=True)
 def old_objects() -> Iterator[None]:
-    """Half a million, as torch has them: CPython looks at old ones when it has a quarter more."""
-    kept: list[list[object]] = [[] for _ in range(500_000)]
+    """As torch has them, and more: CPython looks at old ones when it has a quarter more."""
+    kept: list[list[object]] = [[] for _ in range(200_000)]
     gc.collect()
     yield
     kept.clear()

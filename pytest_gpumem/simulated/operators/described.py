@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeVar
@@ -99,50 +98,67 @@ class Descriptions:
                 self._open = None
 
 
-@dataclass
 class _Replaced:
     """A function that is described: ``owner.name``."""
 
-    owner: Any
-    name: str
-    function: Any
-    description: Description
+    def __init__(self, owner: Any, name: str, function: Any, description: Description) -> None:
+        self.owner = owner
+        self.name = name
+        self.function = function
+        self.description = description
+        self._wrote: Wrote = _nobody
+        self._codes: tuple[CodeType, CodeType] | None = None
+        """The function's own code, and what calls the description instead."""
 
     @contextmanager
     def applied(self, wrote: Wrote) -> Iterator[None]:
         """Call the description instead, whatever name the function was imported under."""
         function = self.function
-        if isinstance(function, FunctionType):
-            code = function.__code__
+        outer, self._wrote = self._wrote, wrote
+        try:
+            if isinstance(function, FunctionType):
+                own, calling = self._coded(function)
+                function.__code__ = calling
+                try:
+                    yield
+                finally:
+                    function.__code__ = own
+            else:
+                setattr(self.owner, self.name, self._chosen(getattr(self.owner, self.name)))
+                try:
+                    yield
+                finally:
+                    setattr(self.owner, self.name, function)
+        finally:
+            self._wrote = outer
+
+    def _coded(self, function: FunctionType) -> tuple[CodeType, CodeType]:
+        if self._codes is None or self._codes[0] is not function.__code__:
+            own = function.__code__
             real = FunctionType(
-                code,
+                own,
                 function.__globals__,
                 function.__name__,
                 function.__defaults__,
                 function.__closure__,
             )
             real.__kwdefaults__ = function.__kwdefaults__
-            function.__code__ = _calling(self._chosen(real, wrote), code)
-            try:
-                yield
-            finally:
-                function.__code__ = code
-        else:
-            setattr(self.owner, self.name, self._chosen(getattr(self.owner, self.name), wrote))
-            try:
-                yield
-            finally:
-                setattr(self.owner, self.name, function)
+            self._codes = own, _calling(self._chosen(real), own)
+        return self._codes
 
-    def _chosen(self, real: Callable[..., Any], wrote: Wrote) -> Callable[..., Any]:
+    def _chosen(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if not on_gpu(args, options):
                 return real(*args, **options)
             result = self.description(*args, **options)
-            wrote(args, options, result)
-            return _told(result, wrote) if isinstance(result, SimpleNamespace) else result
+            self._wrote(args, options, result)
+            return _told(result, self._wrote) if isinstance(result, SimpleNamespace) else result
 
         return call
+
+
+def _nobody(*values: Any) -> None:
+    """Tell nobody of what a kernel has made."""
 
 
 def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:

@@ -29,6 +29,8 @@ class Extensions:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
+        self._newest: tuple[int, str] = (0, "")
+        """How many modules there were, and the last of them, which an import changes."""
         self._found: list[tuple[Any, str, _Guarded]] = []
         self._open: ExitStack | None = None
 
@@ -59,6 +61,10 @@ class Extensions:
             _replace(found, self._open)
 
     def _look(self) -> None:
+        newest = len(sys.modules), next(reversed(sys.modules))
+        if newest == self._newest:
+            return
+        self._newest = newest
         seen = self._seen
         new = [name for name in sys.modules if name not in seen]
         seen.update(new)
