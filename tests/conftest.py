@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -13,7 +14,9 @@ from _pytest.pytester import SysModulesSnapshot
 
 from tests import distributions
 from tests.forked import begin_to_serve, quick
-from tests.pytest_project import Project
+
+if TYPE_CHECKING:
+    from tests.pytest_project import Project
 
 pytest_plugins = ["pytester"]
 
@@ -133,6 +136,8 @@ def project(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Project:
     """A user's project, on which pytest runs with this plugin."""
+    from tests.pytest_project import Project  # with torch, which who hands tests out need not have
+
     for name in ("CI", "GITHUB_ACTIONS", "GITLAB_CI"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
