@@ -76,6 +76,9 @@ _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARY = f"{Path(torch.__file__).parent / '_library'}{os.sep}"
 """Where torch calls what gives the shapes of a custom operator, which on a GPU nobody runs."""
 
+_HIGHER_ORDER = f"{Path(torch.__file__).parent / '_higher_order_ops'}{os.sep}"
+"""Where torch compiles what it runs eagerly, with backend ``"eager"``: branches and loops."""
+
 libraries_compile: set[CodeType] = set()
 """Functions of this package that stand for what a library gives to ``torch.compile``."""
 
@@ -226,9 +229,9 @@ class Compilation:
             backend = inner
         name = str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
         if name == "eager":
-            return None
-        reason = self._reason(name)
-        if reason is not None:
+            if torch.__version__ < FOLLOWED_SINCE or not _is_control_flow():
+                return None
+        elif (reason := self._reason(name)) is not None:
             self._say_eager(reason)
             return None
         from pytest_gpumem.simulated.compiled.backend import Backend
@@ -332,6 +335,16 @@ class Compilation:
             reset_code(code)
             del _compiled[code]
         reset_code_state()
+
+
+def _is_control_flow() -> bool:
+    """Whether torch itself compiles: a branch or loop, whose gradients need what it closes over."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_HIGHER_ORDER):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,6 +120,33 @@ def test_gradients_of_control_flow_are_traced_on_the_device() -> None:
         assert x.grad is not None
         assert (x.grad.device, x.grad.shape) == (x.device, x.shape)
         assert torch.ones(1, device="cuda").is_cuda
+
+
+Body = Callable[[Tensor, Tensor], Tensor]
+
+ZERO = torch.tensor(0)
+
+
+@pytest.mark.parametrize("how", ["auto", "eager", "always"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x, w: torch.cond(x.sum() > 0, lambda x: x * w, lambda x: x + w, (x,)),
+        lambda x, w: torch.cond(x.sum() > 0, lambda x: {1: x * w}, lambda x: {1: x + w}, (x,))[1],
+        lambda x, w: while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x * w), (ZERO, x))[1],
+        lambda x, w: scan(lambda held, x: (held * x, held + x * w), x[0], x, dim=0)[1],
+    ],
+    ids=["cond", "a dictionary", "while_loop", "scan"],
+)
+def test_branches_and_loops_have_gradients_for_what_they_close_over(body: Body, how: str) -> None:
+    with simulate("A100-40GB", compile=how) as gpu:
+        x = torch.ones(3, 4, device="cuda", requires_grad=True)
+        w = torch.ones(4, device="cuda", requires_grad=True)
+        body(x, w).sum().backward()
+        for each in (x, w):
+            assert each.grad is not None
+            assert (each.grad.device, each.grad.shape) == (each.device, each.shape)
+        assert gpu.notes == ()
 
 
 def test_a_scan_runs_eagerly_step_by_step() -> None:
