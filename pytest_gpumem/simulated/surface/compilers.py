@@ -59,10 +59,10 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
             if name not in sys.modules:
                 inside.enter_context(StandIn(name, answers, importing, known).in_place())
 
-        if _DYNAMO in sys.modules:
-            inside.enter_context(present())
         inside.callback(left_alone.forget)
         inside.enter_context(LateImports("torch", alone, but=_OF_TESTS).watched())
+        if _DYNAMO in sys.modules:  # who waits for a module of torch's is asked before all of torch
+            inside.enter_context(present())
         stand_in(_SYMPY, _of_sympy, alone)
         stand_in(_FUNCTIONS, _of_functions, alone)
         stand_in(_SHAPES, _of_symbolic_shapes, alone, _there())
