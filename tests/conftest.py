@@ -67,8 +67,9 @@ _OF_EVERY_RUN = """
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Who runs tests in workers will need it, and they collect tests meanwhile.
-    begin_to_serve(at_once=bool(config.getoption("numprocesses", None)))
+    # One for all workers, which will need it and collect tests meanwhile.
+    if sys.platform == "linux" and config.getoption("numprocesses", None):
+        begin_to_serve(at_once=True)
 
 
 @pytest.hookimpl(trylast=True)
