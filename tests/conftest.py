@@ -13,7 +13,7 @@ import pytest
 from _pytest.pytester import SysModulesSnapshot
 
 from tests import distributions
-from tests.forked import begin_to_serve, quick
+from tests.forked import be_usual, begin_to_serve, is_quick, quick, quicken_workers
 
 if TYPE_CHECKING:
     from tests.pytest_project import Project
@@ -67,9 +67,12 @@ _OF_EVERY_RUN = """
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # One for all workers, which will need it and collect tests meanwhile.
-    if sys.platform == "linux" and config.getoption("numprocesses", None):
+    if os.environ.get("PYTEST_XDIST_WORKER") and is_quick():
+        be_usual()
+    # One for all workers, which are its first forks.
+    elif sys.platform == "linux" and config.getoption("numprocesses", None):
         begin_to_serve(at_once=True)
+        quicken_workers()
 
 
 @pytest.hookimpl(trylast=True)

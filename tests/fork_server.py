@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import inspect
 import io
 import marshal
 import multiprocessing
@@ -36,22 +37,34 @@ IMPORTED = ("numpy.random", "torch")
 REWRITTEN = (
     *("_hypothesis_globals", "hypothesis", "anyio.pytest_plugin", "xdist.newhooks", "xdist._path"),
     *("pytest_gpumem.plugin", "pytest_gpumem.hookspecs", "pytest_gpumem.device.host_gpus"),
-    *("pytest_gpumem.device.simulated", "pytest_gpumem.sharing.watched"),
+    *("pytest_gpumem.device.device", "pytest_gpumem.device.simulated"),
     *("pytest_gpumem.baseline.renamed", "pytest_gpumem.baseline.unused"),
-    *("pytest_gpumem.report.header", "pytest_gpumem.session.ahead", "pytest_gpumem.session.hooks"),
+    *("pytest_gpumem.report.header", "pytest_gpumem.report.reported_run"),
+    *("pytest_gpumem.report.written", "pytest_gpumem.session.ahead"),
+    *("pytest_gpumem.session.faults", "pytest_gpumem.session.hooks"),
+    *("pytest_gpumem.session.hosts", "pytest_gpumem.session.isolated"),
     *("pytest_gpumem.session.item", "pytest_gpumem.session.learning"),
     *("pytest_gpumem.session.measuring", "pytest_gpumem.session.missing"),
-    *("pytest_gpumem.session.watched",),
+    *("pytest_gpumem.session.passage", "pytest_gpumem.session.placement"),
+    *("pytest_gpumem.session.sharing", "pytest_gpumem.session.waiting"),
+    *("pytest_gpumem.session.watched", "pytest_gpumem.session.yielding"),
+    *("pytest_gpumem.sharing.admission", "pytest_gpumem.sharing.gate"),
+    *("pytest_gpumem.sharing.ledger", "pytest_gpumem.sharing.need"),
+    *("pytest_gpumem.sharing.place", "pytest_gpumem.sharing.reach"),
+    *("pytest_gpumem.sharing.usage", "pytest_gpumem.sharing.watched"),
+    *("xdist.dsession", "xdist.remote", "xdist.report", "xdist.scheduler", "xdist.workermanage"),
 )
 """What runs import by pytest's import hook."""
 
-PLAIN = ("faulthandler", "pdb", "readline")
+PLAIN = ("faulthandler", "multiprocessing.synchronize", "pdb", "readline")
 """What they import besides."""
 
 MOST_FILES = 250
 """Open files that Linux hands over at once (SCM_MAX_FD), nearly."""
 
 COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
+
+CHECKPOINTS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "state_dict"))
 
 
 def serve(plain: int, full: int, *, at_once: bool) -> None:
@@ -74,7 +87,7 @@ def serve(plain: int, full: int, *, at_once: bool) -> None:
         if process == 0:
             of_plain.close()
             if at_once or _asked(of_full):
-                for name in COMPILERS:
+                for name in (*COMPILERS, *CHECKPOINTS):
                     importlib.import_module(name)
                 _fork_for_each(of_full)
             os._exit(0)
@@ -95,6 +108,8 @@ def _fork_for_each(listening: socket.socket) -> None:
     # Torch's libraries of operators, which every fork would take apart when it ends.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
+    # Whoever shows a traceback looks for its modules, once among all.
+    inspect.getmodule(_fork_for_each.__code__)
     forks: list[_Fork] = []
     while True:
         watched: list[Any] = [0, listening, *forks, *(fork.connection for fork in forks)]

@@ -7,13 +7,14 @@ for a fork, hands it its folder, environment, arguments and its open files, pass
 ends as the fork did. Nothing ran in the server before: no pytest, no simulated device, no thread.
 What is called otherwise is a new Python. One server is for all workers of a run of these tests.
 
-The workers of pytest-xdist in runs that tests start are such processes, too, and so is what a fork
+The workers of pytest-xdist, of such a run and in runs that tests start, are such processes, too, and so is what a fork
 starts as ``sys.executable`` or by ``multiprocessing``.
 """
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import shutil
 import socket
@@ -140,3 +141,14 @@ def quicken_workers() -> None:
     usual = gateway_io.popen_args
     if usual.__module__ != __name__:
         gateway_io.popen_args = lambda spec: [str(quick()), *usual(spec)[1:]]
+
+
+def is_quick() -> bool:
+    """Whether this process is such a one."""
+    return sys.executable.startswith(os.environ.get(_FOLDER, "/dev/null"))
+
+
+def be_usual() -> None:
+    """Start new Pythons from here on, in this process that has torch already."""
+    sys.executable = sys.orig_argv[0]
+    multiprocessing.set_executable(sys.executable)
