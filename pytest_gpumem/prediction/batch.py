@@ -111,8 +111,7 @@ def fit_batch(
             from pytest_gpumem.simulated.run import simulate
 
             around.enter_context(simulate(gpu))
-        if _is_shapes_only():
-            around.enter_context(unfilled())
+        around.enter_context(unfilled())
         runs = Runs(step, ordered[0], in_a_row)
         runs.begin()
         ordered = runs.known(ordered)
@@ -130,11 +129,3 @@ def _usable_memory() -> int:
     """Return the bytes that the process may allocate on the current device."""
     _, total = torch.cuda.mem_get_info()
     return int(total * torch.cuda.get_per_process_memory_fraction())
-
-
-def _is_shapes_only() -> bool:
-    """Whether the device is a simulated one that computes nothing."""
-    from pytest_gpumem.simulated.simulation import active_simulation
-
-    simulation = active_simulation()
-    return simulation is not None and not simulation.values.everything

@@ -98,7 +98,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             return custom.custom(self._runner, func, handler)
         handler = self._machine.values.work.counting(func, handler)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return noting_randomness(self._machine, handler)
+            return noting_randomness(self._machine, func, handler)
         return handler
 
     def _without_gpu(self, func: Any) -> Handler:

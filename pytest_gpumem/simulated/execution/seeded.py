@@ -1,15 +1,27 @@
-"""Random operators: in a capture they may need memory for the generator's state."""
+"""Random operators: memory for the generator's state in a capture, and numbers nobody waits for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
+import torch
+
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
+SMALLEST = 1 << 16
+"""Numbers of a tensor that is worth leaving unfilled; what code may decide by is smaller."""
 
-def noting_randomness(machine: SimulatedMachine, handler: Handler) -> Handler:
-    """Wrap a random operator: in a capture it may need memory for its state."""
+
+def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
+    """Wrap a random operator: in a capture it may need memory for its state.
+
+    On the CPU it may be left out, if ``machine`` leaves large tensors unfilled.
+    """
+    unfilled = _UNFILLED.get(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         streams = machine.streams
@@ -18,6 +30,32 @@ def noting_randomness(machine: SimulatedMachine, handler: Handler) -> Handler:
             capture = streams.captures.get((gpu.index, gpu.stream))
             if capture is not None and capture.graph is not None:
                 capture.graph.use_random_operator(gpu, kwargs.get("generator"))
+        if unfilled is not None and machine.leaves_unfilled:
+            left = unfilled(args, kwargs)
+            if left is not None:
+                return left
         return handler(args, kwargs)
 
     return handle
+
+
+def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    tensor: torch.Tensor = args[0]
+    return None if raw.is_meta(tensor) or tensor.numel() < SMALLEST else tensor
+
+
+def _factory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    device = kwargs.get("device")
+    is_on_host = device is None or device.type == "cpu"
+    if not is_on_host or kwargs.get("pin_memory") or prod(args[0]) < SMALLEST:
+        return None
+    return torch.empty(args[0], **kwargs)
+
+
+_UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | None]] = {
+    torch.ops.aten.uniform_.default: _in_place,
+    torch.ops.aten.normal_.default: _in_place,
+    torch.ops.aten.rand.default: _factory,
+    torch.ops.aten.randn.default: _factory,
+}
+"""What returns a tensor as the system gave it, or ``None`` for one that is to be filled."""

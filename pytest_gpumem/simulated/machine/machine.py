@@ -158,6 +158,8 @@ class SimulatedMachine(Notes):
         self.storages.regrown = self.values.resized
         self.has_real_meta = False
         """Whether the user made meta tensors of their own, which hold no CUDA memory."""
+        self.leaves_unfilled = False
+        """Whether large random tensors on the CPU stay as the system gave them."""
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
         """Which GPU an operator runs on; ``None`` where there is but one."""
         self.streams = Streams(self.gpus[0].timeline)
