@@ -7,8 +7,8 @@ for a fork, hands it its folder, environment, arguments and its open files, pass
 ends as the fork did. Nothing ran in the server before: no pytest, no simulated device, no thread.
 What is called otherwise is a new Python. One server is for all workers of a run of these tests.
 
-The workers of pytest-xdist, of such a run and in runs that tests start, are such processes, too, and so is what a fork
-starts as ``sys.executable`` or by ``multiprocessing``.
+The workers of pytest-xdist are such processes, too, of these tests and in runs that they start; so
+is what a fork starts as ``sys.executable`` or by ``multiprocessing``.
 """
 
 from __future__ import annotations
