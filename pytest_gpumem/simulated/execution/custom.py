@@ -17,7 +17,8 @@ from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.factories import is_factory
-from pytest_gpumem.simulated.execution.runner import TORCHS_OWN, Runner
+from pytest_gpumem.simulated.execution.runner import Runner
+from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 

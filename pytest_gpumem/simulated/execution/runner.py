@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.common.errors import (
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.on_host import OnHost
-from pytest_gpumem.simulated.execution.shapes import Shapes
+from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.execution.words import said_by_aten
 from pytest_gpumem.simulated.machine.checks import devices
 from pytest_gpumem.simulated.machine.checks.dtypes import refuse_types
@@ -32,8 +32,6 @@ from pytest_gpumem.simulated.operators.described import how_to_describe
 
 CUDA = "cuda"
 HOST = "cpu"
-TORCHS_OWN = frozenset({"aten", "prim", "prims"})
-"""Namespaces of operators that are no library's."""
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Tags of operators whose results have sizes that values decide."""
 _OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
@@ -54,7 +52,7 @@ class Runner:
         self.mode = mode
         self.storages = machine.storages
         self.values = machine.values
-        self.shapes = Shapes(machine.storages, self.place)
+        self.shapes = Shapes(machine.storages, self.place, alike=machine.gpus[0].version)
         self.on_host = OnHost(self.storages, self.run, self.unknown)
         self._dispatch = dispatch
 

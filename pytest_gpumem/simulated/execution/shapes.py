@@ -2,12 +2,15 @@
 
 Most meta kernels are Python and cost far more than the bookkeeping around them. What an operator
 returns depends on its arguments' sizes, strides and types and on its other arguments; where that
-has been seen, equal outputs are made directly, and an in-place operator is not run again.
+has been seen, equal outputs are made directly, and an in-place operator is not run again. What
+torch's own operators return, all machines of a process know: tests run the same model again and
+again, each on a machine of its own. Of an operator that computes element by element one size
+tells all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +18,23 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
+from pytest_gpumem.simulated.machine.storages import storage_key
+from pytest_gpumem.simulated.operators import tables
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.storages import Storages
 
 MOST_SHAPES = 50_000
 
+TORCHS_OWN = frozenset({"aten", "prim", "prims"})
+"""Namespaces of operators that are no library's."""
+
 _NUMBERS = frozenset({int, float, bool, complex})
+
+_PLAIN = _NUMBERS | {
+    *(str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+}
+"""What may be remembered for as long as the process runs."""
 
 _MORE_THAN_TYPES = frozenset(
     value
@@ -34,6 +47,9 @@ _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
 """What ``torch.Generator`` is while nothing replaces it."""
 _Make = Callable[[tuple[Any, ...]], Any]
+_Known = dict[Any, "_Make | torch.dtype | None"]
+
+_NO_SIZE: tuple[torch.Size, tuple[int, ...]] = torch.Size(), ()
 
 NEW: Any = object()
 """Stands for what nobody knows yet: how an operator answers arguments of a new kind."""
@@ -43,14 +59,26 @@ class UnknownError(Exception):
     """An argument or result that cannot be described by value."""
 
 
-class Shapes:
-    """What operators returned, by the description of their arguments."""
+_everywhere: dict[Any, _Known] = {}
+"""By what machines have in common: what torch's own operators returned on any of them."""
 
-    def __init__(self, storages: Storages, place: Callable[[torch.Tensor], str]) -> None:
-        self._known: dict[Any, _Make | None] = {}
-        self._kinds: dict[Any, tuple[bool, Callable[[Any], Any]]] = {}
-        """Of each operator: whether it writes, and how its arguments are described."""
+
+class Shapes:
+    """What operators returned, by the description of their arguments.
+
+    ``alike`` is what machines have in common on which torch's own operators return the same.
+    """
+
+    def __init__(
+        self, storages: Storages, place: Callable[[torch.Tensor], str], alike: Hashable = None
+    ) -> None:
+        self._here: _Known = {}
+        self._everywhere = _everywhere.setdefault(alike, {})
+        self._kinds: dict[Any, tuple[bool, bool, Callable[[Any], Any], _Known]] = {}
+        """Of each operator: whether it writes, whether it is of elements, how its arguments are
+        described, what is known."""
         self._of = storages.of
+        self._users_own = storages.users_own
         self._place = place
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -60,8 +88,14 @@ class Shapes:
         """
         kind = self._kinds.get(func)
         if kind is None:
-            kind = self._kinds[func] = func._schema.is_mutable, self._describing(func)
-        is_mutable, describe = kind
+            known = self._everywhere if _is_alike(func) else self._here
+            kind = self._kinds[func] = (
+                func._schema.is_mutable,
+                torch.Tag.pointwise in func.tags,
+                self._describing(func),
+                known,
+            )
+        is_mutable, is_pointwise, describe, known = kind
         try:
             key = (
                 func,
@@ -72,7 +106,12 @@ class Shapes:
             if is_mutable and _has_values(args):
                 # CPU tensors are real: writing to them must happen.
                 return None, NEW
-            return key, self._known.get(key, NEW)
+            make = known.get(key, NEW)
+            if make is NEW and is_pointwise:
+                make = _of_other_sizes(known, key)
+                if make is not NEW:
+                    _remember(known, key, make)
+            return key, make
         except (UnknownError, TypeError):
             return None, NEW
 
@@ -83,9 +122,14 @@ class Shapes:
         if torch.Tag.inplace_view not in key[0].tags:
             with suppress(UnknownError):
                 make = recipe(result, args, storages_in((args, kwargs)))
-        if len(self._known) >= MOST_SHAPES:
-            self._known.clear()
-        self._known[key] = make
+        _, is_pointwise, _, known = self._kinds[key[0]]
+        _remember(known, key, make)
+        if is_pointwise and make is not None:
+            sizeless, size, stride = _without_size(key)
+            if size and args and result is args[0]:
+                _remember(known, sizeless, make)
+            elif size and (result.shape, result.stride()) == (size, stride):
+                _remember(known, sizeless, result.dtype)
 
     def _describing(self, func: Any) -> Callable[[Any], Any]:
         if is_of_lists(func):
@@ -106,7 +150,7 @@ class Shapes:
             dtype = value.dtype
             if dtype in _MORE_THAN_TYPES or value.layout is not torch.strided:
                 raise UnknownError
-            where = True if self._of(value) is not None else self._place(value)
+            where = True if self._of(value) is not None else self._elsewhere(value)
             return value.shape, value.stride(), dtype, where
         if isinstance(value, (list, tuple)):
             return tuple([self._describe(item) for item in value])
@@ -115,7 +159,62 @@ class Shapes:
         if isinstance(value, _Generator):
             return None
         # True == 1 == 1.0, but they promote differently.
-        return value.__class__, value
+        kind = value.__class__
+        if kind not in _PLAIN:
+            raise UnknownError
+        return kind, value
+
+    def _elsewhere(self, tensor: torch.Tensor) -> Any:
+        place = self._place(tensor)
+        return (place, storage_key(tensor) in self._users_own) if place == "meta" else place
+
+
+def _remember(known: _Known, key: Any, make: _Make | torch.dtype | None) -> None:
+    if len(known) >= MOST_SHAPES:
+        known.clear()
+    known[key] = make
+
+
+def _of_other_sizes(known: _Known, key: Any) -> Any:
+    """How the results of ``key`` are made by what tensors of other sizes had; else ``NEW``."""
+    sizeless, size, stride = _without_size(key)
+    found = known.get(sizeless, NEW) if size else NEW
+    if not isinstance(found, torch.dtype):
+        return found
+    return lambda args: _empty_strided(size, stride, dtype=found, device=META)
+
+
+def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
+    """The description of a call by element, and the one size and stride of all its tensors.
+
+    The size is empty unless all are dense and in order, to which TensorIterator (``fast_set_up`` of
+    aten/src/ATen/TensorIterator.cpp) answers in kind. Numbers on tensors may stand beside them.
+    """
+    func, default, args, kwargs = key
+    size, stride = _NO_SIZE
+    others = []
+    for each in args:
+        if each and each[0].__class__ is torch.Size and each[0]:
+            if size and each[:2] != (size, stride):
+                return None, *_NO_SIZE
+            size, stride = each[:2]
+            others.append(each[2:])
+        else:
+            others.append(each)
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if step != expected:
+            return None, *_NO_SIZE
+        expected *= length
+    if kwargs and any(each and each[0] is torch.memory_format for _, each in kwargs):
+        return None, *_NO_SIZE
+    return (func, default, tuple(others), kwargs), size, stride
+
+
+def _is_alike(func: Any) -> bool:
+    """Whether ``func`` returns the same on machines that are alike, and nobody can change it."""
+    rule = tables.rule_of(func) if func.namespace in TORCHS_OWN else None
+    return func.namespace in TORCHS_OWN and (rule is None or rule.shapes is None)
 
 
 def is_of_lists(func: Any) -> bool:

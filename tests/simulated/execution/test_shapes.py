@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pytest_gpumem import simulate
+from pytest_gpumem.simulated.execution import shapes
+from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.execution.shapes import Shapes
 
 
@@ -118,11 +122,93 @@ def test_cpu_tensors_are_written_every_time() -> None:
 
 
 def test_memory_of_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_gpumem.simulated.execution.shapes.MOST_SHAPES", 5)
-    with simulate("T4") as gpu:
+    monkeypatch.setattr(shapes, "MOST_SHAPES", 5)
+    known: dict[Any, Any] = {}
+    monkeypatch.setattr(shapes, "_everywhere", known)
+    with simulate("T4"):
         for size in range(1, 20):
             assert (torch.ones(size, device="cuda") + 1).shape == (size,)
-        assert len(gpu._gpu.simulation.execution._shapes._known) <= 5
+    (of_this_torch,) = known.values()
+    assert 0 < len(of_this_torch) <= 5
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that are run for what they return, nothing being known at first."""
+    names: list[str] = []
+    kernel = Runner.run
+
+    def noting(runner: Runner, func: Any, *args: Any, **options: Any) -> Any:
+        names.append(func._schema.name.removeprefix("aten::"))
+        return kernel(runner, func, *args, **options)
+
+    monkeypatch.setattr(Runner, "run", noting)
+    monkeypatch.setattr(shapes, "_everywhere", {})
+    return names
+
+
+def test_the_next_machine_knows_what_torchs_own_operators_return(run: list[str]) -> None:
+    for _ in range(2):
+        with simulate("T4"):
+            assert torch.ones(4, 6, device="cuda").sum(0).shape == (6,)
+    assert run.count("sum") == 1
+
+
+def test_with_another_torch_they_are_asked_again(run: list[str]) -> None:
+    for version in ("2.6", "2.13"):
+        with simulate("T4", torch_version=version):
+            torch.ones(4, 6, device="cuda").sum(0)
+    assert run.count("sum") == 2
+
+
+def test_one_size_tells_all_others_where_elements_are_computed_by_themselves(
+    run: list[str],
+) -> None:
+    with simulate("T4"):
+        for size in ((4, 6), (1, 5), (7,)):
+            x = torch.ones(size, device="cuda")
+            assert (x.exp() > 2).shape == size
+            assert x.mul_(x) is x
+        assert (run.count("exp"), run.count("gt"), run.count("mul_")) == (1, 1, 1)
+
+
+BY_ELEMENT: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda x, y: x.exp(),
+    lambda x, y: x + y,
+    lambda x, y: x * y.sum(),
+    lambda x, y: torch.where(x > 0, y, x),
+    lambda x, y: x.clone(memory_format=torch.channels_last) if x.dim() == 4 else x.neg(),
+    lambda x, y: (x > y).logical_not(),
+    lambda x, y: x.add_(y),
+]
+
+SIZES = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+
+
+@given(data=st.data())
+def test_what_is_known_of_other_sizes_is_what_the_operator_returns(data: st.DataObject) -> None:
+    size = data.draw(SIZES)
+    order = data.draw(st.permutations(range(len(size))))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.int64]))
+    is_permuted, is_other = data.draw(st.booleans()), data.draw(st.booleans())
+
+    def operands() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(size, device="cuda")
+        if is_permuted:
+            x = x.permute(order)
+        other = x.to(dtype) if is_other else torch.ones(x.shape[-1:], dtype=dtype, device="cuda")
+        return x, other
+
+    def results() -> list[Any]:
+        with simulate("T4"):
+            return [describe(compute(*operands())) for compute in BY_ELEMENT]
+
+    by_what_is_known = results()
+    known = shapes._everywhere.copy()
+    shapes._everywhere.clear()
+    by_kernels = results()
+    shapes._everywhere.update(known)
+    assert by_what_is_known == by_kernels
 
 
 def test_complex_tensors_are_run_each_time() -> None:
