@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from textwrap import dedent
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,53 +15,58 @@ from pytest_gpumem import simulate
 from pytest_gpumem.measurement.holders import holders_of
 from pytest_gpumem.measurement.statistics import Block
 
-pytestmark = pytest.mark.usefixtures("thawed")
+PLACES = """
+    KEPT = {}
 
-KEPT: dict[str, list[Any]] = {}
+    class Registry:
+        entries = []
+
+    class Node:
+        def __init__(self, value):
+            self.value = value
+"""
 
 
-class Registry:
-    entries: list[Any] = []  # noqa: RUF012  # a list on the class is the case
-
-
-class Node:
-    def __init__(self, value: Any) -> None:
-        self.value = value
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the test's own: older ones are frozen, and no search would find them."""
+    module = ModuleType("places")
+    exec(dedent(PLACES), module.__dict__)
+    monkeypatch.setitem(sys.modules, "places", module)
+    return module
 
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[None]:
     with simulate("T4"):
         yield
-        KEPT.clear()
-        Registry.entries.clear()
 
 
 def block(tensor: torch.Tensor) -> Block:
     return Block(0, tensor.data_ptr(), tensor.untyped_storage().nbytes())
 
 
-def test_a_global_container() -> None:
-    KEPT["losses"] = [None, torch.ones(128, device="cuda")]
-    wanted = block(KEPT["losses"][1])
-    assert holders_of(frozenset({wanted})) == {wanted.address: f"{__name__}.KEPT['losses'][1]"}
+def test_a_global_container(places: ModuleType) -> None:
+    places.KEPT["losses"] = [None, torch.ones(128, device="cuda")]
+    wanted = block(places.KEPT["losses"][1])
+    assert holders_of(frozenset({wanted})) == {wanted.address: "places.KEPT['losses'][1]"}
 
 
-def test_an_attribute_of_an_object_in_a_list_of_a_class() -> None:
-    Registry.entries.append(Node(torch.ones(128, device="cuda")))
-    wanted = block(Registry.entries[0].value)
+def test_an_attribute_of_an_object_in_a_list_of_a_class(places: ModuleType) -> None:
+    places.Registry.entries.append(places.Node(torch.ones(128, device="cuda")))
+    wanted = block(places.Registry.entries[0].value)
     found = holders_of(frozenset({wanted}))
-    assert found == {wanted.address: f"{__name__}.Registry.entries[0].value"}
+    assert found == {wanted.address: "places.Registry.entries[0].value"}
 
 
-def test_what_autograd_saved_is_held_by_the_graph() -> None:
+def test_what_autograd_saved_is_held_by_the_graph(places: ModuleType) -> None:
     weight = torch.ones(128, device="cuda", requires_grad=True)
     saved = weight * 2
     wanted = block(saved)
-    KEPT["loss"] = [(saved * saved).sum()]
+    places.KEPT["loss"] = [(saved * saved).sum()]
     del saved
     found = holders_of(frozenset({wanted}))
-    assert found == {wanted.address: f"the graph of {__name__}.KEPT['loss'][0]"}
+    assert found == {wanted.address: "the graph of places.KEPT['loss'][0]"}
 
 
 def test_a_view_whose_graph_is_gone_is_in_nobodys_way() -> None:
@@ -78,21 +85,23 @@ def test_what_nobody_names_is_left_out() -> None:
     assert holders_of(frozenset({Block(0, 12345, 512)})) == {}
 
 
-def test_an_attribute_in_a_dictionary_that_is_an_objects_own() -> None:
-    node = Node(torch.ones(128, device="cuda"))
+def test_an_attribute_in_a_dictionary_that_is_an_objects_own(places: ModuleType) -> None:
+    node = places.Node(torch.ones(128, device="cuda"))
     attributes = vars(node)
-    KEPT["nodes"] = [node]
+    places.KEPT["nodes"] = [node]
     wanted = block(attributes["value"])
 
     found = holders_of(frozenset({wanted}))
 
-    assert found[wanted.address] in {f"{__name__}.KEPT['nodes'][0].value", "attributes['value']"}
+    assert found[wanted.address] in {"places.KEPT['nodes'][0].value", "attributes['value']"}
 
 
-def test_a_thousand_tensors_among_many_objects_take_little_longer_than_ten() -> None:
-    KEPT["many"] = [[{"object": number}] for number in range(250_000)]
-    Registry.entries.extend(Node(torch.ones(128, device="cuda")) for _ in range(1000))
-    wanted = frozenset(block(node.value) for node in Registry.entries)
+def test_a_thousand_tensors_among_many_objects_take_little_longer_than_ten(
+    places: ModuleType,
+) -> None:
+    places.KEPT["many"] = [[{"object": number}] for number in range(250_000)]
+    places.Registry.entries.extend(places.Node(torch.ones(128, device="cuda")) for _ in range(1000))
+    wanted = frozenset(block(node.value) for node in places.Registry.entries)
     seconds = []
     for blocks in (frozenset(sorted(wanted, key=lambda one: one.address)[:10]), wanted):
         start = time.process_time()
@@ -101,7 +110,7 @@ def test_a_thousand_tensors_among_many_objects_take_little_longer_than_ten() -> 
 
     # One pass over all objects for all of them; one for each would be a hundred times as long.
     assert seconds[1] < 5 * seconds[0]
-    assert found[block(Registry.entries[999].value).address] == (
-        f"{__name__}.Registry.entries[999].value"
+    assert found[block(places.Registry.entries[999].value).address] == (
+        "places.Registry.entries[999].value"
     )
     assert len(found) == 1000
