@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, vocabulary=512, width=128, heads=4, layers=4):
+    def __init__(self, vocabulary=512, width=128, heads=4, layers=2):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -285,7 +285,7 @@ def test_the_first_explained_line_is_the_cause(
     accept(project, baselines)
     project.write(**edited(change))
 
-    report = project.report()
+    report = project.report(f"test_project.py::{change.test}")
 
     verdict = broken(report, change.test, change.phase)
     assert not verdict["passed"]
