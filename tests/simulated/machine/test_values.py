@@ -425,3 +425,13 @@ def test_notes_do_not_grow_without_end() -> None:
         for number in range(1000):
             simulation_note(f"note {number}")
         assert len(gpu.notes) == 20
+
+
+def test_one_number_repeated_by_the_million_is_computed_with_and_no_more() -> None:
+    with simulate("T4"):
+        one = torch.ones(1, dtype=torch.int64, device="cuda")
+        assert one.expand(1 << 20).sum().item() == 1 << 20
+        many = one.expand(1 << 30)
+        assert many[5].item() == 1
+        with pytest.raises(UnknownValueError, match="only shapes are computed"):
+            many.sum().item()

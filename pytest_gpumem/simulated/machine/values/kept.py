@@ -20,6 +20,9 @@ from pytest_gpumem.simulated.machine.values.views import covers, elements, view_
 MOST_INTEGERS = 65_536
 """Elements of an integer or boolean tensor whose values are kept."""
 MOST_FLOATS = 4_096
+MOST_REPEATED = 1 << 20
+"""Elements of a view that are computed with: ``expand`` makes billions of one, as backward does of
+the gradient of a sum."""
 
 _empty = torch.empty
 
@@ -109,6 +112,8 @@ class Kept:
         for value in values:
             if isinstance(value, torch.Tensor):
                 if storage_key(value) in bases:
+                    if value.numel() > MOST_REPEATED and not self.everything:
+                        return True
                     answer = False
                 elif raw.is_meta(value) or is_on_host(value):
                     return True
