@@ -32,7 +32,7 @@ from _pytest.config import get_config
 
 from tests import distributions
 
-IMPORTED = ("numpy.random", "sympy", "torch")
+IMPORTED = ("numpy.random", "torch")
 
 REWRITTEN = (
     *("_hypothesis_globals", "hypothesis", "anyio.pytest_plugin", "xdist.newhooks", "xdist._path"),

@@ -127,7 +127,7 @@ class Project:
 
     def run_without_plugin(self, *args: str) -> pytest.RunResult:
         """Run pytest as if the plugin were not installed."""
-        return self._pytester.runpytest_subprocess(*UNLOADED, *args)
+        return self._pytester.run(quick(), "-c", PYTEST, *UNLOADED, *args)
 
     def report(self, *args: str, apart: bool = False, **options: Any) -> dict[str, Any]:
         """Run pytest and return the JSON report's tests by node id."""
