@@ -75,6 +75,7 @@ PREDICTED = """
 """
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_the_measured_peak_agrees_with_the_prediction(cuda: CudaProject) -> None:
     cuda.write(test_predicted=PREDICTED)
 
