@@ -153,7 +153,7 @@ with simulate("T4"):
 """
 
 
-pytestmark = pytest.mark.usefixtures("forgotten_imports")
+pytestmark = pytest.mark.usefixtures("forgotten_imports", "forked_python")
 
 
 @pytest.fixture(scope="module")
