@@ -115,6 +115,12 @@ def thawed() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture
+def frozen() -> None:
+    """Let only what the test makes be found among the collector's objects."""
+    _freeze()
+
+
 @pytest.fixture(scope="session")
 def _loaded_torch() -> None:
     # Each of hundreds of runs would import it.

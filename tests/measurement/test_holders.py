@@ -27,9 +27,12 @@ PLACES = """
 """
 
 
+pytestmark = pytest.mark.usefixtures("frozen")
+
+
 @pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the test's own: older ones are frozen, and no search would find them."""
+def places(frozen: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the test's own: no search would find older ones."""
     module = ModuleType("places")
     exec(dedent(PLACES), module.__dict__)
     monkeypatch.setitem(sys.modules, "places", module)
