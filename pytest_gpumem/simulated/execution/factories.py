@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from pytest_gpumem.simulated.operators import tables, transfers
 from pytest_gpumem.simulated.operators.rules import Call
 
 
+_IN_CPP = frozenset(
+    f"aten::{name}"
+    for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "scalar_tensor")
+)
+"""Factories whose meta kernels take no longer than to look their shapes up."""
+
+
 def is_factory(func: Any) -> bool:
     """Whether ``func`` is told a device."""
     return any(argument.name == "device" for argument in func._schema.arguments)
@@ -34,6 +42,9 @@ def factory(runner: Runner, func: Any) -> Handler:
     rule = tables.rule_of(func)
     operator = Operator.of(func)
     placement = machine.placement
+    make = partial(runner.run, func)
+    if not copies and func._schema.name not in _IN_CPP:
+        make = partial(runner.run_once, func)
 
     def place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GPU:
         assert placement is not None
@@ -89,7 +100,7 @@ def factory(runner: Runner, func: Any) -> Handler:
             shapes_only = {**kwargs, "generator": None}
         if copies and not raw.is_meta(args[0]):
             running.operator = FROM_HOST
-        result = runner.run(func, args, shapes_only)
+        result = make(args, shapes_only)
         runner.adopt(result, device)
         if copies and runner.storages.of(args[0]) is None:
             non_blocking = bool(kwargs.get("non_blocking"))

@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.common.errors import (
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.on_host import OnHost
-from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN, Shapes
+from pytest_gpumem.simulated.execution.shapes import NEW, TORCHS_OWN, Shapes
 from pytest_gpumem.simulated.execution.words import said_by_aten
 from pytest_gpumem.simulated.machine.checks import devices
 from pytest_gpumem.simulated.machine.checks.dtypes import refuse_types
@@ -69,6 +69,16 @@ class Runner:
             raise
         finally:
             self._dispatch.inside = False
+
+    def run_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel of torch's that makes a tensor, or make what it made of such arguments."""
+        key, make = self.shapes.find(func, args, kwargs)
+        if make is not NEW and make is not None:
+            return make(args)
+        result = self.run(func, args, kwargs)
+        if key is not None and make is NEW:
+            self.shapes.learn(key, args, kwargs, result)
+        return result
 
     def run_seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel of torch's, whose random numbers nobody draws."""

@@ -279,6 +279,7 @@ def _tensor_recipe(tensor: torch.Tensor) -> _Make:
         or tensor.layout is not torch.strided
         or tensor.storage_offset()
         or type(tensor) is not torch.Tensor
+        or torch._is_zerotensor(tensor)
     ):
         raise UnknownError
     size, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype

@@ -162,6 +162,28 @@ def test_with_another_torch_they_are_asked_again(run: list[str]) -> None:
     assert run.count("sum") == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("zeros_like", torch.zeros_like),
+        ("rand_like", lambda x: torch.rand_like(x, dtype=torch.float16)),
+        ("new_full", lambda x: x.new_full((2, 3), 7)),
+        ("empty_like", lambda x: torch.empty_like(x, memory_format=torch.channels_last)),
+        ("randn", lambda x: torch.randn(x.shape, device=x.device)),
+    ],
+)
+def test_what_is_made_like_a_tensor_is_made_again(
+    run: list[str], name: str, make: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    of_the_cpu = describe(make(torch.ones(2, 3, 4, 5)))[:3]
+    with simulate("T4") as gpu:
+        x = torch.ones(2, 3, 4, 5, device="cuda")
+        made = [make(x) for _ in range(2)]
+        assert [describe(each)[:3] for each in made] == [of_the_cpu] * 2
+        assert gpu.allocated == sum(512 if each.nbytes <= 512 else 1024 for each in (x, *made))
+    assert run.count(name) == 1
+
+
 def test_one_size_tells_all_others_where_elements_are_computed_by_themselves(
     run: list[str],
 ) -> None:
