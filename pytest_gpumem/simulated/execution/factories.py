@@ -21,7 +21,6 @@ from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables, transfers
 from pytest_gpumem.simulated.operators.rules import Call
 
-
 _IN_CPP = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "scalar_tensor")
