@@ -76,8 +76,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with tests that go through the whole heap, before others fill it; then long ones."""
+    logs = config.pluginmanager.get_plugin("logging-plugin")
+    if logs and not any("caplog" in getattr(item, "fixturenames", ()) for item in items):
+        # It goes through all loggers there are six times in each test, and torch has a thousand.
+        config.pluginmanager.unregister(logs)
+        logs.log_file_handler.close()
     items.sort(
         key=lambda item: (
             "thawed" not in getattr(item, "fixturenames", ()),

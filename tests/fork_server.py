@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
 import inspect
 import io
 import marshal
+import mmap
 import multiprocessing
 import os
 import random
@@ -62,6 +64,12 @@ PLAIN = ("faulthandler", "multiprocessing.synchronize", "pdb", "readline")
 MOST_FILES = 250
 """Open files that Linux hands over at once (SCM_MAX_FD), nearly."""
 
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+_COLLAPSE = 25
+"""MADV_COLLAPSE of linux/mman.h, since Linux 6.1; older ones do nothing."""
+
 COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
 
 CHECKPOINTS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "state_dict"))
@@ -108,6 +116,7 @@ def _fork_for_each(listening: socket.socket) -> None:
     # Torch's libraries of operators, which every fork would take apart when it ends.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
+    _into_huge_pages()
     # Whoever shows a traceback looks for its modules, once among all.
     inspect.getmodule(_fork_for_each.__code__)
     forks: list[_Fork] = []
@@ -123,6 +132,20 @@ def _fork_for_each(listening: socket.socket) -> None:
             break
     for fork in forks:
         fork.end()
+
+
+def _into_huge_pages() -> None:
+    """Let the kernel copy a page table of hundreds of entries for a fork, where it can."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, _, *name = line.split()
+        if access.startswith("rw") and (not name or name == ["[heap]"]):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+            for how in (mmap.MADV_HUGEPAGE, _COLLAPSE) if start < end else ():
+                advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), how)
 
 
 class _Fork:
