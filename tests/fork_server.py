@@ -70,38 +70,51 @@ HUGE = 2 << 20
 _COLLAPSE = 25
 """MADV_COLLAPSE of linux/mman.h, since Linux 6.1; older ones do nothing."""
 
+SYMBOLIC = ("torch.fx.experimental.symbolic_shapes", "torch.distributed.tensor")
+"""What torch's compilers are built on."""
+
 COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.aot_autograd")
 
 CHECKPOINTS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "state_dict"))
 
 
-def serve(plain: int, full: int, *, at_once: bool) -> None:
-    """Fork for each that connects to one of two listening sockets, until stdin ends.
+def serve(listening: Sequence[int], *, at_once: bool) -> None:
+    """Fork for each that connects to one of the listening sockets, until stdin ends.
 
-    Who connects to ``full`` gets processes that have torch's compilers, too. What the processes
-    have is imported ``at_once``, or when the first is asked for.
+    Who connects to the second gets processes that have more than those of the first, and so on.
+    What the processes have is imported ``at_once``, or when the first is asked for.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=plain) as of_plain, socket.socket(fileno=full) as of_full:
-        if not (at_once or _asked(of_plain, of_full)):
-            return
-        for name in IMPORTED:
-            importlib.import_module(name)
-        _import_rewritten()
-        _remember_distributions()
-        beginning = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) | {""}
-        sys.path[:] = [entry for entry in sys.path if entry not in beginning]
-        process = os.fork()
-        if process == 0:
-            of_plain.close()
-            if at_once or _asked(of_full):
-                for name in (*COMPILERS, *CHECKPOINTS):
-                    importlib.import_module(name)
-                _fork_for_each(of_full)
+    sockets = [socket.socket(fileno=number) for number in listening]
+    if not (at_once or _asked(*sockets)):
+        return
+    _import_plain()
+    first = os.getpid()
+    for names in (SYMBOLIC, (*COMPILERS, *CHECKPOINTS)):
+        if process := os.fork():
+            break
+        sockets.pop(0).close()
+        if not (at_once or _asked(*sockets)):
             os._exit(0)
-        of_full.close()
-        _fork_for_each(of_plain)
-    os.waitpid(process, 0)
+        for name in names:
+            importlib.import_module(name)
+    own, *others = sockets
+    for one in others:
+        one.close()
+    _fork_for_each(own)
+    if process:
+        os.waitpid(process, 0)
+    if os.getpid() != first:
+        os._exit(0)
+
+
+def _import_plain() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    _import_rewritten()
+    _remember_distributions()
+    beginning = set(os.environ.get("PYTHONPATH", "").split(os.pathsep)) | {""}
+    sys.path[:] = [entry for entry in sys.path if entry not in beginning]
 
 
 def _asked(*listening: socket.socket) -> bool:

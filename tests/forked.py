@@ -27,7 +27,10 @@ from execnet import gateway_io
 
 REPOSITORY = Path(__file__).parent.parent
 
-SERVE = "from tests.fork_server import serve; serve({plain}, {full}, at_once={at_once})"
+SERVE = "from tests.fork_server import serve; serve({listening}, at_once={at_once})"
+
+KINDS = ("plain", "symbolic", "full")
+"""Programs, each of whose processes have what those before have, and more."""
 
 _FOLDER = "QUICK_PYTHONS"
 """The variable that tells the workers where the programs are."""
@@ -89,12 +92,13 @@ os._exit(os.waitstatus_to_exitcode(status))
 """
 
 
-def quick(*, compilers: bool = True) -> Path:
+def quick(kind: str = "full") -> Path:
     """Return the program; it serves until the process that began to serve ends.
 
-    Its processes have Dynamo and Inductor already, but without ``compilers``.
+    Its processes have Dynamo and Inductor already, ``"symbolic"`` ones what these are built on, and
+    ``"plain"`` ones no more than torch.
     """
-    return begin_to_serve() / ("full" if compilers else "plain") / "python"
+    return begin_to_serve() / kind / "python"
 
 
 def begin_to_serve(*, at_once: bool = False) -> Path:
@@ -107,16 +111,16 @@ def begin_to_serve(*, at_once: bool = False) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="quick-python-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ[_FOLDER] = str(folder)
-    listening = {name: _listening(folder / name) for name in ("plain", "full")}
-    numbers = {name: one.fileno() for name, one in listening.items()}
+    listening = [_listening(folder / kind) for kind in KINDS]
+    numbers = [one.fileno() for one in listening]
     server = subprocess.Popen(
-        [sys.executable, "-c", SERVE.format(**numbers, at_once=at_once)],
+        [sys.executable, "-c", SERVE.format(listening=numbers, at_once=at_once)],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.PIPE,  # which closes with this process
-        pass_fds=list(numbers.values()),
+        pass_fds=numbers,
     )
-    for one in listening.values():
+    for one in listening:
         one.close()
     assert server.stdin is not None
     atexit.register(server.wait)

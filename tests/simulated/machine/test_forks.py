@@ -115,7 +115,7 @@ def test_the_thread_of_a_workers_queue_imports_no_compilers(tmp_path: Path) -> N
     script = tmp_path / "script.py"
     script.write_text(HAS_COMPILERS)
     ran = subprocess.run(
-        [quick(compilers=False), script],
+        [quick("plain"), script],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

@@ -31,9 +31,12 @@ def train(model, *shape):
 """
 
 
-def run(code: str) -> None:
-    """Run ``code`` where nothing has been imported yet; what it asserts is read from its output."""
-    command = [str(quick(compilers=False)), "-c", PRELUDE + textwrap.dedent(code)]
+def run(code: str, kind: str = "symbolic") -> None:
+    """Run ``code`` where no compiler has been imported yet; its output is what it asserts.
+
+    In a ``"plain"`` process nothing has been imported that compilers are built on either.
+    """
+    command = [str(quick(kind)), "-c", PRELUDE + textwrap.dedent(code)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
 
@@ -56,7 +59,8 @@ def test_a_training_step_imports_none_of_it() -> None:
         assert gpu.peak_allocated > 0
         assert not COMPILERS & set(sys.modules)
         assert not hasattr(zero_grad, "__dynamo_disable")  # what torch has of a stand-in
-        """
+        """,
+        "plain",
     )
 
 
@@ -81,7 +85,8 @@ def test_what_needs_it_imports_it_as_without_a_simulation() -> None:
         assert torch._dynamo.reset.__module__ == "torch._dynamo"
         train_on_cpu = torch.compile(lambda x: x.sin() + 1, backend="eager", fullgraph=True)
         assert train_on_cpu(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0]
-        """
+        """,
+        "plain",
     )
 
 
