@@ -128,8 +128,9 @@ class Shapes:
             sizeless, size, stride = _without_size(key)
             if size and args and result is args[0]:
                 _remember(known, sizeless, make)
-            elif size and (result.shape, result.stride()) == (size, stride):
-                _remember(known, sizeless, result.dtype)
+            elif size and isinstance(result, torch.Tensor):  # frexp makes two
+                if (result.shape, result.stride()) == (size, stride):
+                    _remember(known, sizeless, result.dtype)
 
     def _describing(self, func: Any) -> Callable[[Any], Any]:
         if is_of_lists(func):
@@ -166,6 +167,8 @@ class Shapes:
 
     def _elsewhere(self, tensor: torch.Tensor) -> Any:
         place = self._place(tensor)
+        if place == "cpu" and tensor.dim():  # its values may decide
+            raise UnknownError
         return (place, storage_key(tensor) in self._users_own) if place == "meta" else place
 
 

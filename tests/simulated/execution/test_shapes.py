@@ -16,6 +16,7 @@ from pytest_gpumem import simulate
 from pytest_gpumem.simulated.execution import shapes
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.execution.shapes import NEW, Shapes
+from pytest_gpumem.simulated.machine.storages import Storages
 
 
 def describe(value: Any) -> Any:
@@ -231,6 +232,24 @@ def _known_of_any_size(data: st.DataObject) -> None:
     with patch.object(Shapes, "find", lambda *_: (None, NEW)):
         by_kernels = [describe(compute(*operands())) for compute in BY_ELEMENT]
     assert by_what_is_known == by_kernels
+
+
+def test_tensors_of_the_host_are_described_by_their_place_where_they_are_numbers() -> None:
+    shapes_of = Shapes(Storages(), lambda tensor: "cpu")
+    add = torch.ops.aten.add.Tensor
+    number, _ = shapes_of.find(add, (torch.ones(()), 2), {})
+    assert number is not None
+    assert shapes_of.find(add, (torch.ones(3), 2), {}) == (None, NEW)  # its values may decide
+
+
+def test_two_results_of_each_element_are_two() -> None:
+    with simulate("T4"):
+        for size in ((3,), (4, 5)):
+            found = torch.frexp(torch.ones(size, device="cuda"))
+            assert [(each.shape, each.dtype) for each in found] == [
+                (size, torch.float32),
+                (size, torch.int32),
+            ]
 
 
 def test_complex_tensors_are_run_each_time() -> None:
