@@ -124,13 +124,12 @@ class Shapes:
                 make = recipe(result, args, storages_in((args, kwargs)))
         _, is_pointwise, _, known = self._kinds[key[0]]
         _remember(known, key, make)
-        if is_pointwise and make is not None:
+        if is_pointwise and make is not None and isinstance(result, torch.Tensor):  # not of frexp
             sizeless, size, stride = _without_size(key)
             if size and args and result is args[0]:
                 _remember(known, sizeless, make)
-            elif size and isinstance(result, torch.Tensor):  # frexp makes two
-                if (result.shape, result.stride()) == (size, stride):
-                    _remember(known, sizeless, result.dtype)
+            elif size and (result.shape, result.stride()) == (size, stride):
+                _remember(known, sizeless, result.dtype)
 
     def _describing(self, func: Any) -> Callable[[Any], Any]:
         if is_of_lists(func):
