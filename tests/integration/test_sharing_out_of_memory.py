@@ -269,7 +269,7 @@ for _ in range(int(sys.argv[2])):
     while not device.take(10 << 30):
         time.sleep(0.01)
     Path("taken").touch()
-    time.sleep(4)
+    time.sleep(2)
     device.give(10 << 30)
     time.sleep(0.5)
 time.sleep(600)

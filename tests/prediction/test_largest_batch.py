@@ -61,7 +61,7 @@ def runs(step: Step, gpu: str, *batches: int) -> bool:
 
 @pytest.mark.parametrize("gpu", sorted(GPUS)[::2])
 def test_alexnet(gpu: str) -> None:
-    fit = fit_batch(train_alexnet, [8, 16, 32], gpu=gpu)
+    fit = fit_batch(train_alexnet, [256, 512, 1024], gpu=gpu)
     assert fit.largest is not None
     assert runs(train_alexnet, gpu, fit.largest)
     assert not runs(train_alexnet, gpu, fit.largest + 1)
