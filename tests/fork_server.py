@@ -25,6 +25,7 @@ import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -215,7 +216,8 @@ def _import_rewritten() -> None:
     hook = install_importhook(config)
     hook.mark_rewrite(*{name.partition(".")[0] for name in REWRITTEN})
     for name in (*REWRITTEN, *PLAIN):
-        importlib.import_module(name)
+        if find_spec(name.partition(".")[0]):  # not every environment has all of the plugins
+            importlib.import_module(name)
     config._ensure_unconfigure()
 
 
