@@ -7,7 +7,9 @@ import textwrap
 from importlib.util import find_spec
 
 import pytest
+import torch
 
+from pytest_gpumem.simulated.compiled.entry import FOLLOWED_SINCE
 from tests.forked import quick
 
 PRELUDE = """
@@ -90,6 +92,9 @@ def test_what_needs_it_imports_it_as_without_a_simulation() -> None:
     )
 
 
+@pytest.mark.skipif(
+    torch.__version__ < FOLLOWED_SINCE, reason=f"compiled code is followed since {FOLLOWED_SINCE}"
+)
 def test_dynamo_that_was_imported_in_the_middle_compiles_for_the_simulation_and_after_it() -> None:
     run(
         """
