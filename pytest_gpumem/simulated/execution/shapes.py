@@ -214,9 +214,14 @@ def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
 
 
 def _is_alike(func: Any) -> bool:
-    """Whether ``func`` returns the same on machines that are alike, and nobody can change it."""
-    rule = tables.rule_of(func) if func.namespace in TORCHS_OWN else None
-    return func.namespace in TORCHS_OWN and (rule is None or rule.shapes is None)
+    """Whether ``func`` returns the same on machines that are alike, and nobody can change it.
+
+    Descriptions of lists, of hundreds of tensors each, go with their machine.
+    """
+    if func.namespace not in TORCHS_OWN or is_of_lists(func):
+        return False
+    rule = tables.rule_of(func)
+    return rule is None or rule.shapes is None
 
 
 def is_of_lists(func: Any) -> bool:
