@@ -47,7 +47,7 @@ SPARE = 2_000_000
 
 
 class Collector:
-    """Runs the collector when a simulated GPU says so, and else not."""
+    """Runs the collector when a simulated GPU has grown, and at no other moment."""
 
     def __init__(self) -> None:
         self._collections = 0

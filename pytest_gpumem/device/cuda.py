@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from pytest_gpumem.device.collector import collect_young
 from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.fault import fault_of
+from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.device.quota import limited
 from pytest_gpumem.device.refusals import RELAY, told_to
@@ -139,12 +140,14 @@ class CudaDevice:
         """See which threads still run; the memory of a real device cannot be arranged anew."""
         self._notes = self._threads.notes
 
-    def measuring(self, name: str) -> AbstractContextManager[object]:
-        """Let threads that start inside be those of ``name``.
+    @contextmanager
+    def measuring(self, name: str) -> Iterator[None]:
+        """Count threads that start inside as those of ``name``.
 
         The collector goes on by itself: without it a body may not fit.
         """
-        return self._threads.started_by(name)
+        with self._threads.started_by(name), imports_watched():
+            yield
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """Return a context that does nothing: there are no sentences but those of others."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_shared
 from pytest_gpumem.device.quota import inherited
 from pytest_gpumem.device.refusals import told_to
@@ -131,6 +132,7 @@ class SimulatedDevice:
         self._simulation.compilation.forget()
         earlier = [self._set_up[one] for one in shared if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
+        self._simulation.begin(has_real_meta=any(each.has_real_meta for each in earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]
         self._simulation.current_index = chosen[-1] if chosen else self.index
         for position, gpu in enumerate(self._gpus):
@@ -148,7 +150,11 @@ class SimulatedDevice:
 
         The garbage collector runs at moments that the GPUs' blocks decide.
         """
-        with self._simulation.threads.owned_by(name), self._collector.in_charge():
+        with (
+            self._simulation.threads.owned_by(name),
+            imports_watched(),
+            self._collector.in_charge(),
+        ):
             yield
 
     @contextmanager
@@ -198,7 +204,9 @@ class SimulatedDevice:
             yield
         after = self._simulation.current_index
         chosen = {} if sizes == earlier else dict(sizes)
-        self._set_up[fixture] = _SetUp(logs, after if after != before else None, chosen)
+        self._set_up[fixture] = _SetUp(
+            logs, after if after != before else None, chosen, self._simulation.has_real_meta
+        )
 
     def forget(self, fixture: object) -> None:
         """Drop the log of a fixture that has been torn down."""
@@ -311,3 +319,5 @@ class _SetUp:
     """The device that it made the current one."""
     workspace_sizes: dict[str, int]
     """Bytes by library, where it set a workspace's size; see ``WorkspaceSettings.chosen``."""
+    has_real_meta: bool
+    """Whether there were meta tensors of the user's own by then."""

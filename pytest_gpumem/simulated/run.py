@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pytest_gpumem.attribution.composition import Composition, compositions
+from pytest_gpumem.device.collector import Collector
+from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
@@ -197,6 +199,8 @@ def simulate(
     ``"A100-80GB*2"`` is a machine with two of them; a ``GpuModel`` need not be in the catalogue.
     ``compile`` says what becomes of compiled code: ``"auto"`` follows Inductor and runs eagerly
     what cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
+    Python's garbage collector runs at moments that the GPU decides, as in a measured test: see
+    :mod:`pytest_gpumem.device.collector`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; the others are not there. Such machines have as many
     GPUs as ``model`` says, without a star up to eight. Without one, a process that torchrun has
@@ -219,8 +223,14 @@ def simulate(
         compile=compile,
     )
     own = gpus[gpus[0].simulation.first_index]
+    collector = Collector()
     with ExitStack() as inside:
         inside.enter_context(own.active())
+        inside.enter_context(imports_watched())
+        inside.enter_context(collector.in_charge())
+        collector.restart()
+        for gpu in gpus:
+            gpu.restart_collector(collector)
         statistics = CudaStatistics()
         tracker = PhaseTracker(statistics, SimulatedRecorder(own.simulation).positions)
         runs = tuple(SimulatedRun(gpu, statistics, tracker) for gpu in gpus)

@@ -10,6 +10,12 @@ import torch
 META = torch.device("meta")
 CPU = torch.device("cpu")
 
+empty = torch.empty
+empty_permuted = torch.empty_permuted
+empty_strided = torch.empty_strided
+"""Factories as torch has them: while a simulation is active, torch's names watch for tensors that
+the user makes on ``meta``."""
+
 _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
 

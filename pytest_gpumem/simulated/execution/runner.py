@@ -160,7 +160,11 @@ class Runner:
             if self.storages.is_on_host(tensor):
                 owner = HOST
             elif machine.has_real_meta and raw.is_meta(tensor):
-                machine.here.on_meta = True
+                if storage_key(tensor) not in self.storages.numbers:
+                    machine.here.on_meta = True
+                elif not machine.here.on_meta:
+                    # C++ made it for the CUDA tensors of the operator before, as quantile() does.
+                    return CUDA
         return owner
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:

@@ -265,6 +265,11 @@ class SimulatedMachine(Notes):
         for _, record in written:
             self.values.forget(record.key)
 
+    def begin(self, *, has_real_meta: bool) -> None:
+        """Begin a test; ``has_real_meta`` says whether its fixtures made meta tensors."""
+        self.has_real_meta = has_real_meta
+        self.here.on_meta = False
+
     def forget_reads(self) -> None:
         """Begin anew to count what is read, and to see what the host has room for."""
         self.neutral_reads.clear()

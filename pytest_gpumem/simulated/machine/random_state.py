@@ -49,7 +49,9 @@ class RandomState:
 
     def register(self, graph: object, state: object, gpu: Device) -> None:
         """``register_graph`` of a generator's state, up to 2.11."""
-        if state not in self._shared:
+        known = self._shared.get(state)
+        # A test before this one may have left a graph, in a memory that is no longer the GPU's.
+        if known is None or known[1] is not gpu.allocator:
             self._shared[state] = (set(), gpu.allocator, state_tensors(gpu, gpu.stream))
         self._shared[state][0].add(id(graph))
 

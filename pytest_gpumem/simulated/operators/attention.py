@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import reductions
 from pytest_gpumem.simulated.operators.attention_choice import (
@@ -309,7 +310,7 @@ def _gradients_by_length(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the efficient kernel: up to 2.13 torch's shapes are those of equal heads."""
     by_query, by_key, by_value = (
-        torch.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype, device=META)
+        raw.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype, device=META)
         for tensor in (query, key, value)
     )
     if attn_bias is None or not grad_input_mask[3]:
@@ -321,7 +322,7 @@ def gradient_of_bias(bias: Tensor) -> Tensor:
     """The gradient of an efficient kernel's bias, on meta: rows begin as those of a mask do."""
     *sizes, last = bias.shape
     rows = round_up(last, _MASK_ALIGNMENT)
-    return torch.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
+    return raw.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
 
 
 def _backward_blocks(gpu: GPU, half: bool, size: int) -> tuple[int, int]:

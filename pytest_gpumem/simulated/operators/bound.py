@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.operators.suggested import (
     CHECK,
     WIDEST,
@@ -120,7 +121,7 @@ def _example(kind: str) -> Any:
     """Something of the type, as far as a description asks."""
     if "Tensor" not in kind:
         return None
-    tensor = torch.empty(0, device="meta")
+    tensor = raw.empty(0, device=raw.META)
     return [tensor] if kind.startswith("List[") else tensor
 
 

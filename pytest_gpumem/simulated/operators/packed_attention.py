@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.operators import attention
 from pytest_gpumem.simulated.operators.layout import copied
@@ -102,10 +103,10 @@ def _gradients(
     made: list[Tensor]
     if shared_storage_dqdkdv:
         shape = (*query.shape[:-2], 3, *query.shape[-2:])
-        made = list(torch.empty(shape, dtype=query.dtype, device=META).unbind(-3))
+        made = list(raw.empty(shape, dtype=query.dtype, device=META).unbind(-3))
     else:
         tensors = (query, key, value)
-        made = [torch.empty(each.shape, dtype=each.dtype, device=META) for each in tensors]
+        made = [raw.empty(each.shape, dtype=each.dtype, device=META) for each in tensors]
     by_bias = None
     if bias is not None and bias_requires_grad:
         by_bias = attention.gradient_of_bias(bias)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.real.kernels import (
     attention,
@@ -128,8 +129,8 @@ def _pads_sums() -> bool:
 
     In 2.6 they do, in 2.13 one row of them has all sequences; the kernel for ``meta`` says which.
     """
-    query = torch.empty((1, 1, 8), dtype=torch.bfloat16, device="meta")
-    ends = torch.empty(2, dtype=torch.int32, device="meta")
+    query = raw.empty((1, 1, 8), dtype=torch.bfloat16, device=raw.META)
+    ends = raw.empty(2, dtype=torch.int32, device=raw.META)
     given = query, query, query, ends, ends, 1, 1, 0.0, False, False
     return bool(torch.ops.aten._flash_attention_forward(*given)[1].dim() == 3)
 
