@@ -270,7 +270,7 @@ def _category_outside(history: History, life: Life, origin: Origin) -> str:
     if life.died < history.next_backward(life.born):
         return TEMPORARIES
     # A copy of parameters, for instance: what autograd does not record, backward does not need.
-    return OTHER if id(life) in history.unrecorded else ACTIVATIONS
+    return ACTIVATIONS if origin.has_node else OTHER
 
 
 class ForwardLives:

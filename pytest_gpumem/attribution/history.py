@@ -48,6 +48,10 @@ class Origin(Protocol):
         """Autograd's: of the node that ran, else of the next to be made; -1 where unknown."""
 
     @property
+    def has_node(self) -> bool:
+        """Whether autograd made a node for the operator that ran; true where that is unknown."""
+
+    @property
     def shape(self) -> Sequence[int] | None:
         """Of the tensor that the block was allocated for."""
 
@@ -128,8 +132,6 @@ class History:
     locate: Callable[[Origin], tuple[str, int, str] | None] | None = None
     """What names the line of an allocation, where it is not the innermost of the user's code."""
     lives: list[Life] = field(init=False)
-    unrecorded: frozenset[int] = field(init=False)
-    """Identities of lives of operators that autograd did not record, as far as that is known."""
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +140,6 @@ class History:
         for begin, end in self.asides:
             self._put_before(begin, end)
         self._recognise()
-        self.unrecorded = frozenset(_unrecorded(self.lives))
 
     def peaks(self) -> Mapping[str, int]:
         """Return by phase the position after whose event it allocated the most."""
@@ -226,18 +227,6 @@ class History:
                 alive = life.born < sighting.position <= life.died
                 if alive and _is_better(sighting, life.sighting):
                     life.sighting = sighting
-
-
-def _unrecorded(lives: Iterable[Life]) -> Iterable[int]:
-    """Yield lives since whose predecessor autograd has made no node: they belong to none."""
-    before: int | None = None
-    for life in sorted(lives, key=lambda life: life.born):
-        origin = life.origin
-        if origin is None or origin.node is not None or origin.sequence < 0:
-            continue
-        if origin.sequence == before:
-            yield id(life)
-        before = origin.sequence
 
 
 PARAMETERS = "parameters"

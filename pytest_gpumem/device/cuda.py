@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,10 @@ from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.device import Renewed
+    from pytest_gpumem.measurement.composition import Held
 
 
 def find_device(
@@ -136,9 +140,20 @@ class CudaDevice:
         """Make the device the current one, if it was named: else CUDA's own choice stands."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
-    def begin_test(self, name: str, shared: Iterable[object]) -> None:
+    def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """See which threads still run; the memory of a real device cannot be arranged anew."""
         self._notes = self._threads.notes
+
+    def apart(self, fixtures: Iterable[object]) -> Sequence[object]:
+        """Return none: there is one memory."""
+        return ()
+
+    def held_by(self, fixtures: Iterable[object]) -> Mapping[int, Held]:
+        """Return none."""
+        return {}
+
+    def begin_body(self) -> None:
+        """Do nothing: fixtures stay where their set-up put them."""
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.measurement.composition import Held
+from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.gate import HostDevice
 from pytest_gpumem.sharing.refusal import Refusal
+
+
+Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
+"""(fixture, by device: what its set-up holds, and how far it went above its start)."""
 
 
 class Device(Protocol):
@@ -44,8 +50,21 @@ class Device(Protocol):
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""
 
-    def begin_test(self, name: str, shared: Iterable[object]) -> None:
-        """Begin the test ``name``: forget earlier ones, but for ``shared`` fixtures of theirs."""
+    def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
+        """Begin the test ``name``: forget earlier ones, but for what its ``fixtures`` hold.
+
+        They are in the order in which pytest sets them up, whether they are set up by now or not.
+        ``renewed`` is told of each whose set-up the device repeats.
+        """
+
+    def apart(self, fixtures: Iterable[object]) -> Sequence[object]:
+        """Return those ``fixtures`` whose blocks are not in the memory of the present test."""
+
+    def held_by(self, fixtures: Iterable[object]) -> Mapping[int, Held]:
+        """Return by device the blocks of such fixtures."""
+
+    def begin_body(self) -> None:
+        """Begin a run of the test's body: its fixtures are set up."""
 
     def measuring(self, name: str) -> AbstractContextManager[object]:
         """Let the test ``name`` go from set-up to teardown inside.

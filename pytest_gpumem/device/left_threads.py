@@ -40,6 +40,11 @@ class LeftThreads:
         )
 
 
+def is_set_up(fixture: object) -> bool:
+    """Whether pytest's ``fixture`` has a value now."""
+    return getattr(fixture, "cached_result", None) is not None
+
+
 def is_shared(fixture: object) -> bool:
     """Whether pytest's ``fixture`` outlives a test."""
     return getattr(fixture, "scope", "function") != "function"

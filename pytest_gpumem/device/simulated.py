@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.device.collector import Collector
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.device.imports import imports_watched
-from pytest_gpumem.device.left_threads import is_shared
+from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited
 from pytest_gpumem.device.refusals import told_to
+from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.placement import Spot, take_place
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
+from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.distributed.world import Seat, world_of
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
@@ -30,6 +32,8 @@ from pytest_gpumem.simulated.run import hash_of_events, workspaces_of
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 if TYPE_CHECKING:
+    from pytest_gpumem.device.device import Renewed
+    from pytest_gpumem.measurement.composition import Held
     from pytest_gpumem.simulated.distributed.process_groups import Membership
 
 
@@ -71,6 +75,11 @@ class SimulatedDevice:
         self._simulation = self._gpus[0].simulation
         self._own = self._gpus[self._simulation.first_index]
         self._set_up: dict[object, _SetUp] = {}
+        self._expected: list[object] = []
+        """Fixtures of the present test whose memory is not there yet, in order."""
+        self._present: set[object] = set()
+        """Those whose memory is there."""
+        self._renewed: Renewed = lambda *_: None
         self._stray: dict[str, int] = {}
         self._shared: dict[str, SimulatedGPU] = {}
         """By name: the GPUs whose memory other processes take from, too."""
@@ -121,8 +130,10 @@ class SimulatedDevice:
             finally:
                 self._simulation.streams.abandon_captures()
 
-    def begin_test(self, name: str, shared: Iterable[object]) -> None:
-        """Begin with an empty device on which only the ``shared`` fixtures have been set up.
+    def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
+        """Begin with an empty device on which only ``fixtures`` are set up, in this order.
+
+        Each that is set up by now follows those before it, which the test may still have to set up.
 
         A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
         the device that another test made the current one.
@@ -130,19 +141,58 @@ class SimulatedDevice:
         self._forget()
         self._simulation.threads.begin(name)
         self._simulation.compilation.forget()
-        earlier = [self._set_up[one] for one in shared if one in self._set_up]
+        # One that was set up while there was no device holds nothing on it.
+        self._expected = [one for one in fixtures if one in self._set_up or not is_set_up(one)]
+        self._present.clear()
+        self._renewed = renewed
+        earlier = [self._set_up[one] for one in fixtures if one in self._set_up]
         self._simulation.streams.reset(keep=bool(earlier))
         self._simulation.begin(has_real_meta=any(each.has_real_meta for each in earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]
         self._simulation.current_index = chosen[-1] if chosen else self.index
-        for position, gpu in enumerate(self._gpus):
+        for gpu in self._gpus:
             gpu.allocator.trace.clear()
             gpu.estimates.clear()
             # Also where nothing is held: a test may have changed settings, or the memory fraction.
-            gpu.renew([each.logs[position] for each in earlier])
+            gpu.renew()
             for each in earlier:
                 gpu.workspaces.settings.chosen.update(each.workspace_sizes)
+        self._repeat()
+        for gpu in self._gpus:
+            gpu.allocator.trace.clear()
+            gpu.allocator.reset_peak_stats()
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
+
+    def apart(self, fixtures: Iterable[object]) -> Sequence[object]:
+        """Return those that the body asked for and that an earlier test had set up."""
+        return [one for one in fixtures if one in self._set_up and one not in self._present]
+
+    def held_by(self, fixtures: Iterable[object]) -> Mapping[int, Held]:
+        """Return by device what is left of the set-up of ``fixtures``, in an earlier memory."""
+        return {
+            position: [
+                held for each in fixtures for held in self._set_up[each].logs[position].held()
+            ]
+            for position in (range(len(self._gpus)) if fixtures else ())
+        }
+
+    def begin_body(self) -> None:
+        """Repeat the set-up of fixtures that follow one which the test turned out not to use."""
+        self._expected = [one for one in self._expected if one in self._set_up]
+        self._repeat()
+
+    def _repeat(self) -> None:
+        """Repeat the set-ups that are next, as far as they are known."""
+        while self._expected and self._expected[0] in self._set_up:
+            fixture = self._expected.pop(0)
+            self._present.add(fixture)
+            logs = self._set_up[fixture].logs
+            taken = [gpu.repeat(log) for gpu, log in zip(self._gpus, logs, strict=True)]
+            self._renewed(
+                fixture,
+                {i: Bytes(one.allocated, one.reserved) for i, one in enumerate(taken)},
+                {i: Bytes(one.peak_allocated, one.peak_reserved) for i, one in enumerate(taken)},
+            )
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
@@ -166,8 +216,9 @@ class SimulatedDevice:
             yield
 
     def restart_collector(self) -> None:
-        """Let the garbage collector begin anew."""
+        """Begin anew what depends on all that has run: the collector, autograd's numbering."""
         self._collector.restart()
+        running.begin()
         for gpu in self._gpus:
             gpu.restart_collector(self._collector)
 
@@ -207,6 +258,11 @@ class SimulatedDevice:
         self._set_up[fixture] = _SetUp(
             logs, after if after != before else None, chosen, self._simulation.has_real_meta
         )
+        self._present.add(fixture)
+        if fixture in self._expected:
+            self._expected.remove(fixture)
+        if not self._own.is_logging:
+            self._repeat()
 
     def forget(self, fixture: object) -> None:
         """Drop the log of a fixture that has been torn down."""

@@ -34,6 +34,9 @@ from pytest_gpumem.measurement.recorder import Recorder, Segments
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.measurement.witness import Witness
 
+Held = Sequence[tuple[int, int, Origin | None]]
+"""Address, bytes and origin of live blocks."""
+
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
@@ -42,7 +45,7 @@ class Beginning:
     """What every device held when the body began, and how far its allocator had come."""
 
     positions: Positions
-    held: Mapping[int, list[tuple[int, int, Origin | None]]]
+    held: Mapping[int, Held]
     segments: Mapping[int, Segments] = field(default_factory=dict)
     """What was held from the driver, where a report shows it over time."""
 
@@ -51,7 +54,7 @@ class Beginning:
         """Return the present state; ``own`` are the test's own blocks, ``None`` where all are."""
         positions = recorder.positions()
         addresses = None if own is None else {block.address for block in own}
-        held = {
+        held: dict[int, Held] = {
             device: [
                 block
                 for block in recorder.held(device)
@@ -100,6 +103,22 @@ class Account:
         if self.timelines:
             devices = range(len(self._beginning.positions))
             self._beginning.segments = {one: self._recorder.segments(one) for one in devices}
+
+    def found(self, values: Iterable[Any], held: Mapping[int, Held]) -> None:
+        """Take in fixtures that the body asked for and an earlier test had set up.
+
+        ``values`` are theirs, and ``held`` are their blocks by device.
+        """
+        for holder in _holders(values):
+            self.witness.watch(holder)
+        begun = self._beginning.held
+        self._beginning = replace(
+            self._beginning,
+            held={
+                device: [*begun.get(device, ()), *held.get(device, ())]
+                for device in {*begun, *held}
+            },
+        )
 
     def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
         """See what memory is for inside, and find the phases of ``tracker``."""

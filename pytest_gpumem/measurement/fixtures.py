@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pytest_gpumem.measurement.phases import Bytes, Extent
@@ -91,6 +91,19 @@ class FixtureLedger:
     def record(self, fixture: FixtureKey) -> FixtureRecord:
         """Return the record of a fixture, an empty one where its set-up was not metered."""
         return self._records.get(fixture, FixtureRecord())
+
+    def renewed(
+        self, fixture: FixtureKey, held: Mapping[int, Bytes], peak: Mapping[int, Bytes]
+    ) -> None:
+        """Take what the set-up of ``fixture`` holds and reached where the device has repeated it.
+
+        How many bytes it reserves depends on what was set up before it.
+        """
+        record = self._records.get(fixture)
+        if record is not None:
+            self._know(record.held, -1)
+            self._know(held, +1)
+            self._records[fixture] = replace(record, held=held, peak=peak)
 
     def forget(self, fixture: FixtureKey) -> None:
         """Drop the record of a fixture that has been torn down."""

@@ -15,7 +15,7 @@ from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.device.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import Compiling
-from pytest_gpumem.measurement.composition import Account, composed, leaks
+from pytest_gpumem.measurement.composition import Account, Held, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
 from pytest_gpumem.measurement.libraries import kept_by_libraries
@@ -135,6 +135,14 @@ class Meter:
         if self._account is None:
             return None
         return self._account.out_of_memory(device, self.tracker, total=total, version=version)
+
+    def found(self, fixtures: Iterable[FixtureKey], held: Mapping[int, Held]) -> None:
+        """Know ``fixtures`` that the body asked for and an earlier test had set up.
+
+        ``held`` are their blocks by device, where those are not among the device's own.
+        """
+        if self._account is not None and held:
+            self._account.found(values_of(fixtures), held)
 
     def watching(self) -> AbstractContextManager[None]:
         """Find phases by themselves inside, and see what memory is for."""

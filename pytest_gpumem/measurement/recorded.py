@@ -36,6 +36,7 @@ class RecordedOrigin:
 
     frames: Sequence[dict[str, Any]]
     sequence: int = -1
+    has_node: bool = True
     shape: None = None
     dtype: None = None
 

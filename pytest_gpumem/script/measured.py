@@ -74,7 +74,7 @@ def run_measured(
     resources.enter_context(statistics.screened())
     account = Account(_recorder(device, resources), os.getcwd())  # noqa: PTH109 - a string
     meter = _Meter(statistics, FixtureLedger(), account)
-    device.begin_test(script.name, ())
+    device.begin_test(script.name, (), lambda *_: None)
     counter = Steps(steps, lambda more: meter.tracker.iterated(more=more))
     alarm = Alarm(seconds)
     begin = time.monotonic()

@@ -25,7 +25,7 @@ from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
-from pytest_gpumem.session.used_fixtures import active_fixtures, fixtures_of, shared_before
+from pytest_gpumem.session.used_fixtures import active_fixtures, expected_fixtures, fixtures_of
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.simulated.common.errors import SimulationError
@@ -117,7 +117,8 @@ class MeasuredItem:
             self._meter = Meter(statistics, ledger, account, numbered=numbered)
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
-            device.begin_test(item.nodeid, ledger.with_nested(shared_before(item)))
+            fixtures = ledger.with_nested(expected_fixtures(item))
+            device.begin_test(item.nodeid, fixtures, ledger.renewed)
             self._quota = quota
             self._refusals: Sequence[Refusal] = ()
             if quota is not None or settings.share:
@@ -344,6 +345,7 @@ class MeasuredItem:
 
     @contextmanager
     def _run(self) -> Iterator[None]:
+        self.device.begin_body()
         with self._meter.running(fixtures_of(self._item)):
             self._in_body = True
             self._expected = Expected(self._expected_before)
@@ -413,6 +415,8 @@ class MeasuredItem:
     def _measured(self, *, passed: bool) -> dict[str, Measurement]:
         """Return what the last run came to, by device."""
         fixtures = fixtures_of(self._item)
+        apart = self.device.apart(fixtures)
+        self._meter.found(apart, self.device.held_by(apart))
         found = self._meter.measurements(
             fixtures,
             self._holders(fixtures),

@@ -29,17 +29,30 @@ def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
     return list(ordered)
 
 
-def shared_before(item: pytest.Item) -> list[FixtureDef[Any]]:
-    """Return the fixtures that ``item`` will find set up, in the order in which pytest does it."""
+def expected_fixtures(item: pytest.Item) -> list[FixtureDef[Any]]:
+    """Return the fixtures that ``item`` names, in the order in which pytest sets them up.
+
+    That is the order of scopes, and each fixture comes after those that its arguments name. What
+    an earlier test has set up does not change it. Source: ``FixtureManager.getfixtureclosure`` and
+    ``FixtureDef.execute`` of _pytest/fixtures.py.
+    """
     info = getattr(item, "_fixtureinfo", None)
     if info is None:
         return []
-    return [
-        fixture
-        for name in info.names_closure
-        for fixture in info.name2fixturedefs.get(name, ())
-        if fixture.cached_result is not None
-    ]
+    known: Mapping[str, Sequence[FixtureDef[Any]]] = info.name2fixturedefs
+    ordered: dict[FixtureDef[Any], None] = {}
+
+    def visit(same_name: Sequence[FixtureDef[Any]]) -> None:
+        if not same_name or same_name[-1] in ordered:
+            return
+        fixture = same_name[-1]
+        for name in fixture.argnames:
+            visit(same_name[:-1] if name == fixture.argname else known.get(name, ()))
+        ordered[fixture] = None
+
+    for name in info.names_closure:
+        visit(known.get(name, ()))
+    return list(ordered)
 
 
 def _overridden(

@@ -17,6 +17,7 @@ from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.record import PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, CudaStatistics, Readings
 from pytest_gpumem.simulated.allocator.snapshot import snapshot
+from pytest_gpumem.simulated.common.callsite import running
 from pytest_gpumem.simulated.compiled.entry import AUTO
 from pytest_gpumem.simulated.distributed.nccl import sentence
 from pytest_gpumem.simulated.distributed.world import (
@@ -229,6 +230,7 @@ def simulate(
         inside.enter_context(imports_watched())
         inside.enter_context(collector.in_charge())
         collector.restart()
+        running.begin()
         for gpu in gpus:
             gpu.restart_collector(collector)
         statistics = CudaStatistics()

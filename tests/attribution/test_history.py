@@ -20,6 +20,7 @@ class Made:
     library: str | None = None
     node: str | None = None
     sequence: int = -1
+    has_node: bool = True
     shape: Sequence[int] | None = (2, 2)
     dtype: object = "torch.float32"
     frames: Sequence[Mapping[str, Any]] = ()

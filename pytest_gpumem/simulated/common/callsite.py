@@ -68,6 +68,12 @@ class Running(threading.local):
     """The overload that was dispatched last."""
     purpose: Purpose | None = None
     """What allocations are for, whatever operator makes them."""
+    sequence = -1
+    """Autograd's sequence number at the last allocation, or where a test or fixture began."""
+
+    def begin(self) -> None:
+        """Begin a test or the set-up of a fixture: nodes that were made before belong to others."""
+        self.sequence = _sequence()
 
     @contextmanager
     def doing(self, purpose: Purpose) -> Iterator[None]:
@@ -93,6 +99,7 @@ class Provenance:
         "_entries",
         "_frames",
         "dtype",
+        "has_node",
         "library",
         "nbytes",
         "node",
@@ -114,6 +121,11 @@ class Provenance:
         """Bytes of the block, after rounding."""
         self.sequence = -1
         """Autograd's sequence number: of the node that runs, else of the next one to be made."""
+        self.has_node = True
+        """Whether autograd has made a node since the last allocation of this thread.
+
+        A node is made just before its operator runs; without one the operator has none.
+        """
         self.node: str | None = None
         """The name of autograd's node that ran: ``AddmmBackward0``; ``None`` outside backward."""
         self.library: str | None = None
@@ -208,6 +220,8 @@ def provenance() -> Provenance:
     found = Provenance(entries)
     if _graph_task() == -1:
         found.sequence = _sequence()
+        found.has_node = found.sequence != running.sequence
+        running.sequence = found.sequence
     else:
         node = _current_node()
         if node is not None:

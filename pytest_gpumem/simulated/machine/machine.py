@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -90,16 +90,22 @@ class GPU(Device):
             addresses = {event.addr for event in log.events}
             log.records = self.simulation.storages.at(addresses, self.allocator)
 
-    def renew(self, logs: Iterable[SetupLog]) -> None:
-        """Go on with an empty allocator in which only ``logs`` have happened, in this order.
+    def renew(self) -> None:
+        """Go on with an empty allocator.
 
-        What they allocated and still lives moves over; everything else stays behind and is seen no
-        more. So what a test finds does not depend on the tests before it, to the last address.
+        What lives stays behind and is seen no more, but for what :meth:`repeat` moves over. So what
+        a test finds does not depend on the tests before it, to the last address.
         """
-        memory = self.forget()
-        for log in logs:
-            log.repeat(memory)
-        self.go_on_with(memory)
+        self.go_on_with(self.forget())
+
+    def repeat(self, log: SetupLog) -> Taken:
+        """Do again what ``log`` says; what it allocated and still lives moves over."""
+        return log.repeat(self.allocator)
+
+    @property
+    def is_logging(self) -> bool:
+        """Whether :meth:`logging` goes on."""
+        return bool(self._open_logs)
 
     @property
     def left_behind(self) -> int:
@@ -115,6 +121,15 @@ class GPU(Device):
         return self.empty_memory(self.index + len(self.simulation.gpus))
 
 
+class Taken(NamedTuple):
+    """Bytes that a repeated set-up left behind, and how far it went above its start."""
+
+    allocated: int
+    reserved: int
+    peak_allocated: int
+    peak_reserved: int
+
+
 @dataclass(eq=False)
 class SetupLog:
     """What happened to a device while something was set up."""
@@ -124,13 +139,24 @@ class SetupLog:
     """By address: the storages that were left in the end."""
     position: int = 0
 
-    def repeat(self, memory: Memory) -> None:
-        """Let the same happen in ``memory``, which takes over what is still held."""
+    def held(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield pointer, bytes and origin of each block that is still held."""
+        for record in self.records.values():
+            if record() is not None:
+                context = record.allocator.live_contexts().get(record.address)
+                yield record.pointer, record.allocator.block(record.address), context
+
+    def repeat(self, memory: Memory) -> Taken:
+        """Do the same in ``memory``, which takes over what is still held."""
+        allocated, reserved = memory.allocated, memory.reserved
+        peak_allocated, peak_reserved = allocated, reserved
         addresses: dict[int, int] = {}
         for event in self.events:
             if event.action == "alloc":
                 address = memory.malloc(event.size, event.stream, event.context)
                 addresses[event.addr] = address
+                peak_allocated = max(peak_allocated, memory.allocated)
+                peak_reserved = max(peak_reserved, memory.reserved)
             elif event.action == "free_completed" and event.addr in addresses:
                 memory.free(addresses.pop(event.addr))
         for before, address in addresses.items():
@@ -140,6 +166,12 @@ class SetupLog:
             else:
                 record.allocator, record.address = memory, address
         memory.empty_cache()
+        return Taken(
+            memory.allocated - allocated,
+            memory.reserved - reserved,
+            peak_allocated - allocated,
+            peak_reserved - reserved,
+        )
 
 
 class SimulatedMachine(Notes):

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.gpu.memory import Memory
 
 
+ELSEWHERE = 1 << 48
+"""Added to addresses of memory that is not the present test's; CUDA's have 47 bits."""
+
 MOST_POISONED = 65_536
 """Elements of a CPU tensor of unknown values that are made unlike any result."""
 
@@ -31,6 +34,16 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     """A storage's block on a simulated device; dies with the storage, at that moment."""
 
     __slots__ = ("address", "allocator", "device", "key", "nbytes")
+
+    @property
+    def pointer(self) -> int:
+        """The address as code under test sees it, unlike that of any other live storage.
+
+        A test's memory begins at the addresses at which the memory of the test before it began.
+        """
+        if self.allocator is self.device.allocator or self.allocator is NOBODYS:
+            return self.address
+        return self.address + ELSEWHERE
 
     key: int
     address: int

@@ -14,16 +14,21 @@ from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.machine import GPU
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from pytest_gpumem.simulated.gpu.workspaces import Workspaces
 
 
 class SharedGPU(GPU):
-    """A GPU with a memory for strangers; others pay for the question who asks only meanwhile."""
+    """A GPU with a memory beside its own, for threads of earlier tests.
+
+    A GPU without such threads does not ask which thread uses it.
+    """
 
     strangers: Collection[int]
-    """The threads that are."""
+    """The threads of earlier tests."""
+    met: Callable[[int], None]
+    """Called with each of these threads that uses the GPU."""
     beside: tuple[Memory, Workspaces]
     """What they have."""
     alone: type[GPU]
@@ -35,7 +40,11 @@ class SharedGPU(GPU):
     def allocator(self) -> Memory:
         """The memory of the thread that asks."""
         own: Memory = vars(self)["allocator"]
-        return self.beside[0] if get_ident() in self.strangers else own
+        thread = get_ident()
+        if thread not in self.strangers:
+            return own
+        self.met(thread)
+        return self.beside[0]
 
     @allocator.setter
     def allocator(self, memory: Memory) -> None:
@@ -62,13 +71,16 @@ def _shared_kind(kind: type[GPU]) -> type[SharedGPU]:
     return _KINDS[kind]
 
 
-def keep_apart(gpu: GPU, strangers: Collection[int]) -> None:
-    """Give ``strangers`` a memory of their own on ``gpu`` for as long as there are any."""
+def keep_apart(gpu: GPU, strangers: Collection[int], met: Callable[[int], None]) -> None:
+    """Give ``strangers`` a memory of their own on ``gpu`` for as long as there are any.
+
+    ``met`` is called with each that uses the GPU.
+    """
     shared: Any = gpu
     if not strangers:
         shared.__class__ = getattr(gpu, "alone", type(gpu))
     elif not isinstance(gpu, SharedGPU):
         memory = gpu.memory_beside()
         shared.beside = memory, gpu.workspaces_in(memory)
-        shared.strangers = strangers
+        shared.strangers, shared.met = strangers, met
         shared.__class__ = _shared_kind(type(gpu))

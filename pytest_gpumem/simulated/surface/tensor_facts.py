@@ -63,13 +63,13 @@ class TensorFacts:
             self._refuse_on_host(tensor, "data_ptr()")
             return int(_data_ptr(tensor))
         self._storages.refuse_taken_back(block.key)
-        return block.address + int(tensor.storage_offset()) * tensor.element_size()
+        return block.pointer + int(tensor.storage_offset()) * tensor.element_size()
 
     def storage_data_ptr(self, storage: torch.UntypedStorage) -> int:
         block = self._storages.by_key.get(storage._cdata)
         if block is not None:
             self._storages.refuse_taken_back(block.key)
-            return block.address
+            return block.pointer
         if storage._cdata in self._storages.on_host:
             # There is nothing to be read there: safetensors and ctypes would take it for empty.
             raise UnknownValueError(self._unknown("data_ptr()"))

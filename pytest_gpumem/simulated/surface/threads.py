@@ -55,8 +55,8 @@ class Threads:
         """Of what is started now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
         """By thread: what runs there."""
-        self._strangers: set[int] = set()
-        """Threads that do what an earlier test has started."""
+        self._strangers: dict[int, Task] = {}
+        """By thread: what an earlier test has started and that still runs."""
         self._failures: dict[threading.Thread, SimulationError] = {}
         """By thread: what it could not run; raised again where somebody joins it."""
         self.first = get_ident()
@@ -201,16 +201,19 @@ class Threads:
             else:
                 self._tasks[thread] = outer
             if thread in self._strangers:
-                self._strangers.discard(thread)
+                del self._strangers[thread]
                 self._keep_apart()
 
     def _estrange(self, thread: int, task: Task) -> None:
-        self._strangers.add(thread)
+        self._strangers[thread] = task
         self._keep_apart()
-        self._machine.note(
-            f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
-        )
 
     def _keep_apart(self) -> None:
         for gpu in self._machine.gpus:
-            keep_apart(gpu, self._strangers)
+            keep_apart(gpu, self._strangers, self._note)
+
+    def _note(self, thread: int) -> None:
+        task = self._strangers[thread]
+        self._machine.note(
+            f"{task.owner} left {task.name!r} running in a thread: what it allocates is not charged"
+        )

@@ -45,43 +45,51 @@ OPERATORS = {
         torch.full((4,), 10),
     ),
     "attention": lambda: F.scaled_dot_product_attention(*(randn(2, 8, 128, 64) for _ in range(3))),
-    "half attention": lambda: F.scaled_dot_product_attention(
-        *(randn(2, 8, 128, 64).half().requires_grad_() for _ in range(3)), is_causal=True
-    )
-    .sum()
-    .backward(),
-    "multi-head": lambda: nn.MultiheadAttention(64, 4).cuda()(*[randn(16, 2, 64)] * 3)[0]
-    .sum()
-    .backward(),
+    "half attention": lambda: (
+        F.scaled_dot_product_attention(
+            *(randn(2, 8, 128, 64).half().requires_grad_() for _ in range(3)), is_causal=True
+        )
+        .sum()
+        .backward()
+    ),
+    "multi-head": lambda: (
+        nn.MultiheadAttention(64, 4).cuda()(*[randn(16, 2, 64)] * 3)[0].sum().backward()
+    ),
     "LSTM": lambda: nn.LSTM(64, 128, 2).cuda()(randn(16, 4, 64))[0].sum().backward(),
     "GRU both ways": lambda: nn.GRU(64, 64, bidirectional=True).cuda()(randn(16, 4, 64))[0].sum(),
     "packed LSTM": lambda: nn.LSTM(8, 8).cuda()(
         nn.utils.rnn.pack_padded_sequence(randn(5, 3, 8), [5, 3, 2])
     ),
     "convolution": lambda: nn.Conv2d(3, 64, 3).cuda()(randn(4, 3, 64, 64)).sum().backward(),
-    "convolution of halves": lambda: nn.Conv2d(64, 64, 3).cuda().half()(
-        randn(4, 64, 32, 32, dtype=torch.float16)
-    )
-    .sum()
-    .backward(),
-    "channels last": lambda: nn.Conv2d(64, 64, 3)
-    .cuda()
-    .to(memory_format=torch.channels_last)(
-        randn(4, 64, 32, 32).to(memory_format=torch.channels_last)
-    )
-    .sum()
-    .backward(),
+    "convolution of halves": lambda: (
+        nn.Conv2d(64, 64, 3)
+        .cuda()
+        .half()(randn(4, 64, 32, 32, dtype=torch.float16))
+        .sum()
+        .backward()
+    ),
+    "channels last": lambda: (
+        nn.Conv2d(64, 64, 3)
+        .cuda()
+        .to(memory_format=torch.channels_last)(
+            randn(4, 64, 32, 32).to(memory_format=torch.channels_last)
+        )
+        .sum()
+        .backward()
+    ),
     "transposed convolution": lambda: nn.ConvTranspose2d(16, 8, 3).cuda()(randn(2, 16, 16, 16)),
     "convolution in three dimensions": lambda: nn.Conv3d(3, 8, 3).cuda()(randn(1, 3, 16, 16, 16)),
     "batch norm": lambda: nn.BatchNorm2d(64).cuda()(randn(8, 64, 16, 16)).sum().backward(),
     "max pool": lambda: F.max_pool2d(randn(2, 8, 32, 32, requires_grad=True), 2).sum().backward(),
-    "embedding": lambda: nn.Embedding(1000, 64).cuda()(torch.arange(100, device="cuda"))
-    .sum()
-    .backward(),
-    "sparse embedding": lambda: nn.Embedding(1000, 64, sparse=True)
-    .cuda()(torch.arange(100, device="cuda"))
-    .sum()
-    .backward(),
+    "embedding": lambda: (
+        nn.Embedding(1000, 64).cuda()(torch.arange(100, device="cuda")).sum().backward()
+    ),
+    "sparse embedding": lambda: (
+        nn.Embedding(1000, 64, sparse=True)
+        .cuda()(torch.arange(100, device="cuda"))
+        .sum()
+        .backward()
+    ),
     "sparse sum": lambda: torch.sparse_coo_tensor(
         torch.arange(64, device="cuda").repeat(2, 1), randn(64), (64, 64)
     ).coalesce(),

@@ -19,13 +19,19 @@ def set_up(gpu: SimulatedGPU) -> tuple[SetupLog, nn.Linear]:
     return log, model
 
 
+def renew(gpu: SimulatedGPU, *logs: SetupLog) -> None:
+    gpu.renew()
+    for log in logs:
+        gpu.repeat(log)
+
+
 def test_what_was_set_up_moves_into_the_new_allocator() -> None:
     gpu = SimulatedGPU("T4", torch_version="2.6")
     with gpu.active():
         log, model = set_up(gpu)
         alone = (gpu.allocator.allocated, gpu.allocator.reserved)
         stray = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
-        gpu.renew([log])
+        renew(gpu, log)
         assert (gpu.allocator.allocated, gpu.allocator.reserved) == alone
         assert gpu.left_behind == 5 * MIB
         assert alone == (4_000_256 + 4096, 22 * MIB)
@@ -41,10 +47,10 @@ def test_what_died_since_is_not_set_up_again() -> None:
     with gpu.active():
         log, model = set_up(gpu)
         del model.bias
-        gpu.renew([log])
+        renew(gpu, log)
         assert gpu.allocator.allocated == 4_000_256
         del model
-        gpu.renew([log])
+        renew(gpu, log)
         assert gpu.allocator.allocated == 0
 
 
@@ -57,7 +63,7 @@ def test_an_address_that_somebody_else_has_now_is_not_theirs() -> None:
         del x
         stranger = torch.empty(1024, dtype=torch.uint8, device="cuda")
         assert stranger.data_ptr() == address
-        gpu.renew([log])
+        renew(gpu, log)
         assert gpu.allocator.allocated == 0
 
 
@@ -71,7 +77,7 @@ def test_a_log_inside_another_keeps_its_own_events() -> None:
     assert [e.size for e in outer.events if e.action == "alloc"] == [2048, 8192]
     assert [e.size for e in inner.events if e.action == "alloc"] == [4096]
     with gpu.active():
-        gpu.renew([inner, outer])
+        renew(gpu, inner, outer)
         assert a.data_ptr() - b.data_ptr() == 4096
         assert c.data_ptr() - a.data_ptr() == 2048
 
@@ -82,7 +88,7 @@ def test_renewing_twice_follows_the_blocks() -> None:
         log, model = set_up(gpu)
         for _ in range(3):
             stray = torch.empty(MIB, device="cuda")
-            gpu.renew([log])
+            renew(gpu, log)
             assert gpu.allocator.allocated == sum(
                 gpu.allocator.block(parameter.data_ptr()) for parameter in model.parameters()
             )
@@ -96,7 +102,7 @@ def test_workspaces_do_not_survive(history: bool) -> None:
     with gpu.active():
         log, model = set_up(gpu)
         model(torch.ones(1, 1000, device="cuda"))
-        gpu.renew([log])
+        renew(gpu, log)
         assert gpu.workspaces.live == {}
         model(torch.ones(1, 1000, device="cuda"))
         assert list(gpu.workspaces.live.values()) == [8_519_680]
