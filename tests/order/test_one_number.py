@@ -1,0 +1,168 @@
+"""A test's numbers are the same alone, in any order, under any option that does not change it.
+
+The corpus is a project of some 140 measured tests. Every part of every measurement is compared with
+that of a run in file order: peaks, phases, leaks, categories, source lines and notes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from tests.forked import quick
+
+CORPUS = Path(__file__).parent / "corpus"
+
+INI = """
+[pytest]
+filterwarnings = ignore
+"""
+
+REVERSING = "def pytest_collection_modifyitems(items):\n    items.reverse()\n"
+
+RUN_TWICE = """
+import sys, pytest
+first, second = sys.argv[1:3]
+for report in (first, second):
+    pytest.main([*sys.argv[3:], f"--gpumem-report=json:{report}"])
+"""
+
+ALWAYS = ("-p", "no:cacheprovider", "--gpumem-device=sim:A100-40GB")
+IN_FILE_ORDER = ("-p", "no:randomly")
+
+MODES = {
+    "reversed": ("-p", "no:randomly", "-p", "reversing"),
+    **{f"seed {seed}": ("-p", "randomly", f"--randomly-seed={seed}") for seed in (1, 2, 3)},
+    "two workers": (*IN_FILE_ORDER, "-n2"),
+    "worksteal": (*IN_FILE_ORDER, "-n2", "--dist=worksteal"),
+    "session scope": (*IN_FILE_ORDER, "--gpumem-sim-scope=session"),
+    "all": (*IN_FILE_ORDER, "--gpumem-all"),
+    "share": (*IN_FILE_ORDER, "-n2", "--gpumem-share"),
+    "explained": (*IN_FILE_ORDER, "--gpumem-explain=always"),
+}
+"""Options of pytest; coverage, twice in a process and each test alone have tests of their own."""
+
+ALONE = 10
+"""Tests that are run alone, others in each run; all of them with ``thorough``."""
+
+NOT_ITS_OWN = "stray"
+"""The field of a measurement that says what others had left."""
+
+Numbers = Mapping[str, Any]
+
+
+class Corpus:
+    """A copy of the corpus, and what runs of it report."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.copytree(CORPUS, folder / "corpus", ignore=shutil.ignore_patterns("__pycache__"))
+        self._folder = folder / "corpus"
+        (self._folder / "pytest.ini").write_text(INI)
+        (self._folder / "reversing.py").write_text(REVERSING)
+        self._runs = 0
+        self.in_file_order = self.run(*IN_FILE_ORDER)
+
+    def run(self, *arguments: str, runner: tuple[str, ...] = ("-m", "pytest")) -> Numbers:
+        """Return the measurement of each test, by node id."""
+        report = self._new_report()
+        self._call(*runner, *arguments, f"--gpumem-report=json:{report}")
+        return _numbers(report)
+
+    def run_twice(self) -> tuple[Numbers, Numbers]:
+        """Return those of two runs in one process."""
+        reports = self._new_report(), self._new_report()
+        self._call("-c", RUN_TWICE, *map(str, reports), *IN_FILE_ORDER)
+        return _numbers(reports[0]), _numbers(reports[1])
+
+    def _new_report(self) -> Path:
+        self._runs += 1
+        return self._folder.parent / f"{self._runs}.json"
+
+    def _call(self, *arguments: str) -> None:
+        # No other test, no compiler has run in this process: what is first here is first.
+        ran = subprocess.run(
+            [str(quick("plain")), *arguments, *ALWAYS],
+            cwd=self._folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths(self._folder))},
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def _paths(folder: Path) -> Iterator[str]:
+    yield str(folder)
+    yield str(CORPUS.parents[2])
+
+
+def _numbers(report: Path) -> Numbers:
+    tests = json.loads(report.read_text())["tests"]
+    return {
+        test["nodeid"]: {
+            "outcome": test["outcome"],
+            **{k: v for k, v in (test["measurement"] or {}).items() if k != NOT_ITS_OWN},
+        }
+        for test in tests
+    }
+
+
+def differing(expected: Numbers, found: Numbers) -> dict[str, dict[str, Any]]:
+    """Return by test what differs: the field, and its value on both sides."""
+    return {
+        nodeid: {
+            field: (expected[nodeid].get(field), numbers.get(field))
+            for field in {**expected[nodeid], **numbers}
+            if expected[nodeid].get(field) != numbers.get(field)
+        }
+        for nodeid, numbers in found.items()
+        if nodeid in expected and expected[nodeid] != numbers
+    }
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_the_corpus_is_large_and_measured(corpus: Corpus) -> None:
+    assert len(corpus.in_file_order) >= 120
+    peaks = [numbers["peak_allocated"] for numbers in corpus.in_file_order.values()]
+    assert peaks.count(0) == 1  # of the test whose first allocation finds no memory
+    assert len(set(peaks)) > 80
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_number_in_every_mode(corpus: Corpus, mode: str) -> None:
+    found = corpus.run(*MODES[mode])
+    assert found.keys() >= corpus.in_file_order.keys()
+    assert differing(corpus.in_file_order, found) == {}
+
+
+def test_one_number_under_coverage(corpus: Corpus) -> None:
+    found = corpus.run(*IN_FILE_ORDER, runner=("-m", "coverage", "run", "-m", "pytest"))
+    assert found.keys() == corpus.in_file_order.keys()
+    assert differing(corpus.in_file_order, found) == {}
+
+
+def test_one_number_twice_in_a_process(corpus: Corpus) -> None:
+    first, second = corpus.run_twice()
+    assert first.keys() == second.keys() == corpus.in_file_order.keys()
+    assert differing(corpus.in_file_order, first) == {}
+    assert differing(corpus.in_file_order, second) == {}
+
+
+def test_one_number_alone(corpus: Corpus) -> None:
+    chosen = list(corpus.in_file_order)
+    if hypothesis.settings().max_examples < 500:
+        chosen = random.sample(chosen, ALONE)
+    found = {nodeid: corpus.run(nodeid)[nodeid] for nodeid in chosen}
+    assert differing(corpus.in_file_order, found) == {}
