@@ -29,7 +29,6 @@ from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed
-    from pytest_gpumem.measurement.composition import Held
 
 
 def find_device(
@@ -144,13 +143,12 @@ class CudaDevice:
         """See which threads still run; the memory of a real device cannot be arranged anew."""
         self._notes = self._threads.notes
 
-    def apart(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return none: there is one memory."""
+    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
+        """Return none: all tests have one memory."""
         return ()
 
-    def held_by(self, fixtures: Iterable[object]) -> Mapping[int, Held]:
-        """Return none."""
-        return {}
+    def bring(self, fixture: object) -> None:
+        """Do nothing: it is there."""
 
     def begin_body(self) -> None:
         """Do nothing: fixtures stay where their set-up put them."""

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.composition import Held
 from pytest_gpumem.measurement.phases import Bytes
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.gate import HostDevice
 from pytest_gpumem.sharing.refusal import Refusal
-
 
 Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 """(fixture, by device: what its set-up holds, and how far it went above its start)."""
@@ -57,11 +55,11 @@ class Device(Protocol):
         ``renewed`` is told of each whose set-up the device repeats.
         """
 
-    def apart(self, fixtures: Iterable[object]) -> Sequence[object]:
+    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
         """Return those ``fixtures`` whose blocks are not in the memory of the present test."""
 
-    def held_by(self, fixtures: Iterable[object]) -> Mapping[int, Held]:
-        """Return by device the blocks of such fixtures."""
+    def bring(self, fixture: object) -> None:
+        """Repeat in the memory of the present test the set-up of such a fixture."""
 
     def begin_body(self) -> None:
         """Begin a run of the test's body: its fixtures are set up."""

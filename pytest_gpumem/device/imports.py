@@ -58,7 +58,7 @@ class _ImportWatch(MetaPathFinder):
             spec = self._found(fullname, path, target)
         finally:
             self._busy.discard(thread)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
+        if spec is not None and spec.loader is not None and hasattr(spec.loader, "exec_module"):
             spec.loader = _TidyLoader(spec.loader, self._busy)
         return spec
 
@@ -108,10 +108,8 @@ class _TidyLoader(Loader):
             self._loader.exec_module(module)
         finally:
             self._busy.discard(thread)
-        generations = _YOUNG
-        if get_stats()[-1]["collections"] != collected:
-            generations = (*_YOUNG, _OLDEST)
-        _let_go_of(sys._getframe(), generations)
+        is_young = get_stats()[-1]["collections"] == collected
+        _let_go_of(sys._getframe(), _YOUNG if is_young else (*_YOUNG, _OLDEST))
 
 
 def _let_go_of(importing: FrameType, generations: Sequence[int]) -> None:

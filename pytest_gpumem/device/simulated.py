@@ -33,7 +33,6 @@ from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed
-    from pytest_gpumem.measurement.composition import Held
     from pytest_gpumem.simulated.distributed.process_groups import Membership
 
 
@@ -163,18 +162,20 @@ class SimulatedDevice:
             gpu.allocator.reset_peak_stats()
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
-    def apart(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return those that the body asked for and that an earlier test had set up."""
+    def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
+        """Return those that the body asked for and that an earlier test has set up."""
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
-    def held_by(self, fixtures: Iterable[object]) -> Mapping[int, Held]:
-        """Return by device what is left of the set-up of ``fixtures``, in an earlier memory."""
-        return {
-            position: [
-                held for each in fixtures for held in self._set_up[each].logs[position].held()
-            ]
-            for position in (range(len(self._gpus)) if fixtures else ())
-        }
+    def bring(self, fixture: object) -> None:
+        """Repeat the set-up of ``fixture`` in the memory of the present test."""
+        self._present.add(fixture)
+        logs = self._set_up[fixture].logs
+        taken = [gpu.repeat(log) for gpu, log in zip(self._gpus, logs, strict=True)]
+        self._renewed(
+            fixture,
+            {i: Bytes(one.allocated, one.reserved) for i, one in enumerate(taken)},
+            {i: Bytes(one.peak_allocated, one.peak_reserved) for i, one in enumerate(taken)},
+        )
 
     def begin_body(self) -> None:
         """Repeat the set-up of fixtures that follow one which the test turned out not to use."""
@@ -184,15 +185,7 @@ class SimulatedDevice:
     def _repeat(self) -> None:
         """Repeat the set-ups that are next, as far as they are known."""
         while self._expected and self._expected[0] in self._set_up:
-            fixture = self._expected.pop(0)
-            self._present.add(fixture)
-            logs = self._set_up[fixture].logs
-            taken = [gpu.repeat(log) for gpu, log in zip(self._gpus, logs, strict=True)]
-            self._renewed(
-                fixture,
-                {i: Bytes(one.allocated, one.reserved) for i, one in enumerate(taken)},
-                {i: Bytes(one.peak_allocated, one.peak_reserved) for i, one in enumerate(taken)},
-            )
+            self.bring(self._expected.pop(0))
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:

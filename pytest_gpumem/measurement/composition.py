@@ -34,9 +34,6 @@ from pytest_gpumem.measurement.recorder import Recorder, Segments
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.measurement.witness import Witness
 
-Held = Sequence[tuple[int, int, Origin | None]]
-"""Address, bytes and origin of live blocks."""
-
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
@@ -45,7 +42,7 @@ class Beginning:
     """What every device held when the body began, and how far its allocator had come."""
 
     positions: Positions
-    held: Mapping[int, Held]
+    held: Mapping[int, list[tuple[int, int, Origin | None]]]
     segments: Mapping[int, Segments] = field(default_factory=dict)
     """What was held from the driver, where a report shows it over time."""
 
@@ -54,7 +51,7 @@ class Beginning:
         """Return the present state; ``own`` are the test's own blocks, ``None`` where all are."""
         positions = recorder.positions()
         addresses = None if own is None else {block.address for block in own}
-        held: dict[int, Held] = {
+        held = {
             device: [
                 block
                 for block in recorder.held(device)
@@ -104,21 +101,10 @@ class Account:
             devices = range(len(self._beginning.positions))
             self._beginning.segments = {one: self._recorder.segments(one) for one in devices}
 
-    def found(self, values: Iterable[Any], held: Mapping[int, Held]) -> None:
-        """Take in fixtures that the body asked for and an earlier test had set up.
-
-        ``values`` are theirs, and ``held`` are their blocks by device.
-        """
+    def found(self, values: Iterable[Any]) -> None:
+        """Know ``values`` of fixtures that the body asked for and an earlier test had set up."""
         for holder in _holders(values):
             self.witness.watch(holder)
-        begun = self._beginning.held
-        self._beginning = replace(
-            self._beginning,
-            held={
-                device: [*begun.get(device, ()), *held.get(device, ())]
-                for device in {*begun, *held}
-            },
-        )
 
     def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
         """See what memory is for inside, and find the phases of ``tracker``."""

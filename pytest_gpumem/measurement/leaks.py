@@ -88,6 +88,16 @@ def holders_of_class(cls: type) -> list[Any]:
     return [value for value in attributes if isinstance(value, kinds)]
 
 
+def values_given(fixtures: Iterable[Any], item: Any) -> list[Any]:
+    """Return the values that pytest's ``item`` was given, which may keep memory after its body.
+
+    ``fixtures`` are those of its fixtures.
+    """
+    values = [*fixtures, *getattr(item, "funcargs", {}).values()]
+    instance = getattr(item, "instance", None)
+    return values if instance is None else [*values, instance, *holders_of_class(type(instance))]
+
+
 def graph_of(tensor: torch.Tensor) -> Any:
     """Return ``tensor.grad_fn``; ``None``, too, for a view whose graph was lost.
 

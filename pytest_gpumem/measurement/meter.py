@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from pytest_gpumem.attribution.timeline import timeline_of
 from pytest_gpumem.device.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import Compiling
-from pytest_gpumem.measurement.composition import Account, Held, composed, leaks
+from pytest_gpumem.measurement.composition import Account, composed, leaks
 from pytest_gpumem.measurement.fixtures import FixtureKey, FixtureLedger
 from pytest_gpumem.measurement.leaks import blocks_reachable, leaked_blocks
 from pytest_gpumem.measurement.libraries import kept_by_libraries
@@ -136,13 +136,19 @@ class Meter:
             return None
         return self._account.out_of_memory(device, self.tracker, total=total, version=version)
 
-    def found(self, fixtures: Iterable[FixtureKey], held: Mapping[int, Held]) -> None:
-        """Know ``fixtures`` that the body asked for and an earlier test had set up.
+    def found(self, fixture: FixtureKey, bring: Callable[[], None]) -> None:
+        """Meter a fixture that the body asks for and that an earlier test has set up.
 
-        ``held`` are their blocks by device, where those are not among the device's own.
+        ``bring`` puts what it holds into the memory of this test, as its set-up would do now.
         """
-        if self._account is not None and held:
-            self._account.found(values_of(fixtures), held)
+        with (
+            garbage_kept(),
+            self.tracker.aside(lambda: self._ledger.record(fixture).held),
+        ):
+            bring()
+        self._charged.append(fixture)
+        if self._account is not None:
+            self._account.found(values_of([fixture]))
 
     def watching(self) -> AbstractContextManager[None]:
         """Find phases by themselves inside, and see what memory is for."""

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,16 +17,16 @@ from pytest_gpumem.marker import Expectation
 from pytest_gpumem.measurement.composition import Account, explained_by
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.history import write_snapshot
-from pytest_gpumem.measurement.leaks import holders_of_class
+from pytest_gpumem.measurement.leaks import values_given
 from pytest_gpumem.measurement.meter import Meter, values_of
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.measurement.unmeasured import pausable
 from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
+from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.kept import process_kept
 from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
-from pytest_gpumem.session.used_fixtures import active_fixtures, expected_fixtures, fixtures_of
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.simulated.common.errors import SimulationError
@@ -117,7 +118,7 @@ class MeasuredItem:
             self._meter = Meter(statistics, ledger, account, numbered=numbered)
             starting.enter_context(pausable(self._meter.unmeasured))
             starting.enter_context(pausable(device.unmeasured))
-            fixtures = ledger.with_nested(expected_fixtures(item))
+            fixtures = ledger.with_nested(used_fixtures.expected_fixtures(item))
             device.begin_test(item.nodeid, fixtures, ledger.renewed)
             self._quota = quota
             self._refusals: Sequence[Refusal] = ()
@@ -144,15 +145,22 @@ class MeasuredItem:
         self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Iterator[None]:
         """Meter the set-up of one fixture."""
-        found = set(active_fixtures(request).values())
-        if not self._in_body:
+        found = set(used_fixtures.active_fixtures(request).values())
+        if self._in_body:
+            self._bring_fixtures()
+        else:
             self.device.restart_collector()
         with self._meter.setting_up(fixture) as nested:
             try:
                 yield
             finally:
-                asked_for = set(active_fixtures(request).values()) - found - {fixture}
+                asked_for = set(used_fixtures.active_fixtures(request).values()) - found - {fixture}
                 nested.extend(asked_for - set(nested))
+
+    def _bring_fixtures(self) -> None:
+        """Put into this test's memory what its body has asked for and earlier tests have set up."""
+        for fixture in self.device.absent(used_fixtures.fixtures_of(self._item)):
+            self._meter.found(fixture, partial(self.device.bring, fixture))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -346,11 +354,14 @@ class MeasuredItem:
     @contextmanager
     def _run(self) -> Iterator[None]:
         self.device.begin_body()
-        with self._meter.running(fixtures_of(self._item)):
+        with self._meter.running(used_fixtures.fixtures_of(self._item)):
             self._in_body = True
             self._expected = Expected(self._expected_before)
             try:
-                with self._meter.watching():
+                with (
+                    self._meter.watching(),
+                    used_fixtures.fixtures_found(self._item, self._bring_fixtures),
+                ):
                     self.device.restart_collector()
                     with process_kept():
                         yield
@@ -414,12 +425,10 @@ class MeasuredItem:
 
     def _measured(self, *, passed: bool) -> dict[str, Measurement]:
         """Return what the last run came to, by device."""
-        fixtures = fixtures_of(self._item)
-        apart = self.device.apart(fixtures)
-        self._meter.found(apart, self.device.held_by(apart))
+        fixtures = used_fixtures.fixtures_of(self._item)
         found = self._meter.measurements(
             fixtures,
-            self._holders(fixtures),
+            values_given(values_of(fixtures), self._item),
             device=self.device.index,
             passed=passed,
             max_leak=self._expectation.max_leak if self._expectation else None,
@@ -429,15 +438,6 @@ class MeasuredItem:
         own = f"cuda:{self.device.index}"
         measured[own] = replace(measured[own], expected=dict(self._expected.categories))
         return measured
-
-    def _holders(self, fixtures: Sequence[FixtureDef[Any]]) -> list[Any]:
-        """Return what may keep memory after the body: the values that the test was given."""
-        values = values_of(fixtures)
-        values += getattr(self._item, "funcargs", {}).values()
-        instance = getattr(self._item, "instance", None)
-        return (
-            values if instance is None else [*values, instance, *holders_of_class(type(instance))]
-        )
 
 
 def _account(recorder: Recorder, item: pytest.Item, settings: Settings, hooks: Hooks) -> Account:

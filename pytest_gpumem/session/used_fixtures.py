@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,30 @@ def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]
     Not public: the only place where pytest says which a test asked for while it ran.
     """
     return dict(getattr(request, "_fixture_defs", {}))
+
+
+@contextmanager
+def fixtures_found(item: pytest.Item, tell: Callable[[], None]) -> Iterator[None]:
+    """Call ``tell`` after each ``request.getfixturevalue`` of the body, which runs inside.
+
+    A fixture that is set up has a hook, and one that an earlier test has set up has none.
+    """
+    request: Any = getattr(item, "_request", None)
+    if request is None:
+        yield
+        return
+    get = request.getfixturevalue
+
+    def called(argname: str) -> Any:
+        value = get(argname)
+        tell()
+        return value
+
+    request.getfixturevalue = called
+    try:
+        yield
+    finally:
+        del request.getfixturevalue
 
 
 @contextmanager

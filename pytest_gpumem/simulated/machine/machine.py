@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -138,13 +138,6 @@ class SetupLog:
     records: dict[int, SimulatedStorage] = field(default_factory=dict)
     """By address: the storages that were left in the end."""
     position: int = 0
-
-    def held(self) -> Iterator[tuple[int, int, Any]]:
-        """Yield pointer, bytes and origin of each block that is still held."""
-        for record in self.records.values():
-            if record() is not None:
-                context = record.allocator.live_contexts().get(record.address)
-                yield record.pointer, record.allocator.block(record.address), context
 
     def repeat(self, memory: Memory) -> Taken:
         """Do the same in ``memory``, which takes over what is still held."""
