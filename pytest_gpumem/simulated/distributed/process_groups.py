@@ -42,6 +42,9 @@ _NCCL = (2, 27, 5)
 _TOLD = (
     *("_set_sequence_number_for_group", "_set_default_timeout", "_shutdown", "shutdown", "abort"),
 )
+_OF_NCCL = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+"""Backends of NCCL by class; ``"nccl"`` is the second one since 2.15 in builds with CUDA
+(``_register_builtin_nccl_backend``), and other builds have none of them."""
 _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 
 
@@ -60,7 +63,7 @@ class _SimulatedGloo(metaclass=_Kind):
 
 
 class _SimulatedNccl(metaclass=_Kind):
-    """``ProcessGroupNCCL``; its options are settings that nobody reads."""
+    """``ProcessGroupNCCL`` and its successors; the options are settings without a reader."""
 
     class Options:
         """``ProcessGroupNCCL.Options``."""
@@ -92,7 +95,8 @@ def plan(world: World, patches: Patches) -> None:
         for name in ("is_nccl_available", "is_gloo_available"):
             patches.plan(owner, name, _yes)
         patches.plan(owner, "monitored_barrier", lambda *_, **__: None)
-        patches.plan(owner, "ProcessGroupNCCL", _SimulatedNccl)
+        for name in _OF_NCCL:
+            patches.plan(owner, name, _SimulatedNccl)
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
@@ -102,6 +106,8 @@ def plan(world: World, patches: Patches) -> None:
     for name in _TOLD:
         patches.plan(FakeProcessGroup, name, lambda group, *_: None)
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
+    # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
+    patches.plan(FakeProcessGroup, "supports_splitting", property(_no))
     # Of a device that it does not know, DDP's logger complains.
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
@@ -110,6 +116,10 @@ def plan(world: World, patches: Patches) -> None:
 
 def _yes(*_: Any) -> bool:
     return True
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _split_group(
