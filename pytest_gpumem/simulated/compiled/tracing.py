@@ -324,8 +324,9 @@ def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _version() -> str:
-    """Of what is written into wrappers, and decided for Inductor: by this room's own code."""
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    """Of all that takes part in tracing, and so in what is written into wrappers: casts, too."""
+    simulated = Path(__file__).parents[1]
+    code = b"".join(path.read_bytes() for path in sorted(simulated.rglob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
 
 
