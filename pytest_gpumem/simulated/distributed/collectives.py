@@ -337,8 +337,10 @@ class Collectives:
         if collective.is_awaited:
             scratch.take(_BARRIER)
         self._know(collective, given, written, read)
-        if not given.get("async_op", True) and not collective.is_awaited:
+        if not given.get("async_op", True):
             scratch.free()
+            if collective.is_awaited:
+                self._machine.streams.host_waits(self._machine.current_index)
             return _create_work(_done(written))
         waited = self._barred if collective.is_awaited else self._pending.discard
         work = _Work([*read, *written], written if self._has_result else (), scratch, waited)

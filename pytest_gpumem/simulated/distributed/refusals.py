@@ -67,7 +67,7 @@ def _by_nccl(
     **__: Any,
 ) -> bool:
     asked = world_size if world_size > 0 else _size_of(init_method)
-    return _names_any(backend, _OF_GPUS) and asked is not None and asked > 1
+    return _names_any(backend, _OF_GPUS) and asked != 1
 
 
 def _size_of(init_method: str | None) -> int | None:
