@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import plan as distributed
+from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.distributed.world import World
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
@@ -151,7 +152,10 @@ class Simulation(SimulatedMachine):
             plan.plan(self, self._casts, self._patches)
             self.threads.plan(self._patches)
             pinned.plan(self, self._patches)
-            self.communicators = distributed.plan(self, self.execution, world, self._patches)
+            self.communicators: dict[str, Communicator] = {}
+            self._alone = distributed.plan(
+                self, self.execution, world, self._patches, self.communicators
+            )
         self._compiling = Compiling()
         self._resources: ExitStack | None = None
 
@@ -180,6 +184,7 @@ class Simulation(SimulatedMachine):
             self._patches.apply()
             resources.callback(self._patches.undo)
             resources.callback(self._of_triton.undo)
+            resources.enter_context(self._alone.kept())
             self._follow_imports()
             resources.callback(self._compiling.undo)
             late = LateImports("triton", self._importing_triton, itself=True)
@@ -227,6 +232,7 @@ class Simulation(SimulatedMachine):
             with (
                 self._patches.paused(),
                 self._of_triton.paused(),
+                self._alone.patches.paused(),
                 _disable_current_modes(),
                 _without_function_modes(),
             ):
@@ -240,13 +246,19 @@ class Simulation(SimulatedMachine):
         with (
             self._patches.paused(but=answers_for_gpu),
             self._of_triton.paused(but=driver.answers_for_gpu),
+            self._alone.patches.paused(),
         ):
             yield
 
     @contextmanager
     def _as_code_sees(self) -> Iterator[None]:
         """Let all be replaced again inside, for code that runs while a compiler is at work."""
-        with self._patches.resumed(), self._of_triton.resumed(), self._joining():
+        with (
+            self._patches.resumed(),
+            self._of_triton.resumed(),
+            self._alone.patches.resumed(),
+            self._joining(),
+        ):
             yield
 
     def _forget_entering(self) -> None:

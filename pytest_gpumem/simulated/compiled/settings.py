@@ -1,8 +1,12 @@
-"""Settings of Inductor's: what it would measure, and the processes that it would start."""
+"""Settings of Inductor's: what it would measure, what it keeps, and processes it would start."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 TUNING = (
     "max_autotune",
@@ -23,3 +27,29 @@ HELPERS = "get_compile_threads"
 def no_helpers() -> int:
     """Return that none helps: no kernel is compiled, and the threads of helpers never rest."""
     return 1
+
+
+_ATTENTION = (
+    "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled",
+    "math_sdp_enabled",
+    "cudnn_sdp_enabled",
+)
+"""Which kernels of attention may be taken, as ``torch.backends.cuda`` says."""
+
+
+@contextmanager
+def apart_by_attention() -> Iterator[None]:
+    """Keep graphs apart inside by the kernels of attention that may be taken.
+
+    The kernel is chosen while a graph is traced, but is no part of the key under which torch keeps
+    what it has made of the graph. So one of another test would be found that has chosen otherwise.
+
+    Source: torch/_inductor/codecache.py (``FxGraphHashDetails``), torch 2.11 to 2.15.
+    """
+    compiler: Any = torch.compiler.config
+    flags = [getattr(torch.backends.cuda, name)() for name in _ATTENTION]
+    chosen = "".join(str(int(flag)) for flag in flags)
+    order = torch._C._get_sdp_priority_order()
+    with compiler.patch(cache_key_tag=f"{compiler.cache_key_tag}{chosen}{order}"):
+        yield

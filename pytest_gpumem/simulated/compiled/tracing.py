@@ -25,6 +25,7 @@ import torch._inductor.runtime.triton_heuristics
 import torch._inductor.utils
 import torch.utils._triton
 from torch._dynamo import device_interface, trace_rules
+from torch._dynamo.variables import ctx_manager
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import partitioners
@@ -44,14 +45,13 @@ from torch.utils._pytree import tree_map_only
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.simulated.common.callsite import WRAPPERS, is_own
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import fakes, gradients, wrapper
+from pytest_gpumem.simulated.compiled import composites, fakes, gradients, settings, wrapper
 from pytest_gpumem.simulated.compiled.computed import Computed
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
     another_goes_on,
     note_at_line,
 )
-from pytest_gpumem.simulated.compiled.settings import HELPERS, TUNING, UNTUNED, no_helpers
 from pytest_gpumem.simulated.compiled.triton import standing_in
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
@@ -73,6 +73,23 @@ Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 
 A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
 """
 
+_COPIES: Mapping[Any, Mapping[str, str]] = {
+    device_interface.CudaInterface: {
+        "exchange_device": "_cuda_exchangeDevice",
+        "maybe_exchange_device": "_cuda_maybeExchangeDevice",
+        "get_raw_stream": "_cuda_getCurrentRawStream",
+    },
+    ctx_manager.CUDADeviceVariable: {
+        "_exchange_fn": "_cuda_exchangeDevice",
+        "_maybe_exchange_fn": "_cuda_maybeExchangeDevice",
+    },
+    ctx_manager.AcceleratorDeviceIndexVariable: {
+        "_exchange_fn": "_accelerator_exchangeDevice",
+        "_maybe_exchange_fn": "_accelerator_maybeExchangeDevice",
+    },
+}
+"""What Dynamo has taken of ``torch._C`` when it was imported, by its own names."""
+
 _last: weakref.ref[Tracing] | None = None
 """Who answered for the GPU when torch asked last: its answers are those of the process."""
 
@@ -87,6 +104,7 @@ class Tracing:
         self._resting = resting
         self._patches = Patches()
         fakes.plan(machine, self._patches)
+        composites.plan(machine, self._patches)
         wrapper.plan(machine, self._patches)
         self._plan_gpu()
         self._lasting = Patches()
@@ -94,7 +112,7 @@ class Tracing:
         self._lasting.plan(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
-        self._lasting.plan(async_compile, HELPERS, no_helpers)
+        self._lasting.plan(async_compile, settings.HELPERS, settings.no_helpers)
         self._plan_optimizers()
         self._is_entered = False
 
@@ -114,11 +132,14 @@ class Tracing:
             plan(guard, "__exit__", lambda guard, *_: False)
         for owner, name in _measured():
             plan(owner, name, _innermost(getattr(owner, name)))
+        for owner, names in _COPIES.items():
+            for name, function in names.items():
+                plan(owner, name, staticmethod(_asking(function)))
 
     def _writing(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def compile_fx_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             self.say_tuned({})
-            with self.entered(), standing_in(), config.patch(UNTUNED):
+            with self.entered(), standing_in(), config.patch(settings.UNTUNED):
                 if not self._machine.values.everything:
                     return write(graph, *args, **options)
                 computed = Computed(self._machine, graph)  # Inductor changes the graph
@@ -134,9 +155,9 @@ class Tracing:
 
         return compile_fx_inner
 
-    def say_tuned(self, settings: Mapping[str, Any]) -> None:
+    def say_tuned(self, given: Mapping[str, Any]) -> None:
         """Note that Inductor, with these settings of its own, would measure what it chooses."""
-        if any(settings.get(name, getattr(config, name)) for name in TUNING):
+        if any(given.get(name, getattr(config, name)) for name in settings.TUNING):
             note_at_line(
                 self._machine,
                 "chooses kernels by their speed: it got its first choices, without what measuring "
@@ -185,16 +206,16 @@ class Tracing:
 
     def _estimating(self, estimate: Callable[..., float]) -> Callable[..., float]:
         """What computing a node again costs: one way of telling is to measure it."""
-        settings: Any = torch._functorch.config
+        of_autograd: Any = torch._functorch.config
 
         def estimate_runtime(node: torch.fx.Node) -> float:
-            if settings.activation_memory_budget_runtime_estimator != "profile":
+            if of_autograd.activation_memory_budget_runtime_estimator != "profile":
                 return estimate(node)
             self._machine.note(
                 "activation_memory_budget_runtime_estimator='profile' measures what computing "
                 "activations again costs: it was taken for their FLOPs, as by 'flops'"
             )
-            with settings.patch(activation_memory_budget_runtime_estimator="flops"):
+            with of_autograd.patch(activation_memory_budget_runtime_estimator="flops"):
                 return estimate(node)
 
         return estimate_runtime
@@ -279,10 +300,11 @@ class Tracing:
                 # What a collector frees of the user's, whoever hits the cache of graphs keeps.
                 inside.enter_context(paused())
                 inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
+                inside.enter_context(settings.apart_by_attention())
                 if self._machine.values.everything:
                     # What it keeps has no graph to compute values by.
-                    settings: Any = torch._functorch.config
-                    inside.enter_context(settings.patch(enable_autograd_cache=False))
+                    of_autograd: Any = torch._functorch.config
+                    inside.enter_context(of_autograd.patch(enable_autograd_cache=False))
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
@@ -324,8 +346,9 @@ def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _version() -> str:
-    """Of what is written into wrappers, and decided for Inductor: by this room's own code."""
-    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    """Of all that takes part in tracing, and so in what is written into wrappers: casts, too."""
+    simulated = Path(__file__).parents[1]
+    code = b"".join(path.read_bytes() for path in sorted(simulated.rglob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
 
 
@@ -334,6 +357,15 @@ def _intensity(one: torch.Tensor, other: torch.Tensor) -> float:
     sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
     rows, inner, columns = (size if isinstance(size, int) else size.node.hint for size in sizes)
     return rows * inner * columns / (rows * inner + inner * columns + rows * columns)
+
+
+def _asking(name: str) -> Callable[..., Any]:
+    """Ask ``torch._C`` under ``name`` when it is called: which machine answers changes."""
+
+    def ask(*args: Any) -> Any:
+        return getattr(torch._C, name)(*args)
+
+    return ask
 
 
 def _no_clock() -> NoReturn:

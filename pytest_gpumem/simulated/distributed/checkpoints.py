@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch.distributed as dist
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint import default_planner, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -36,7 +37,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         wrapper.is_coordinator = True
 
     def gather_object(wrapper: Any, object: Any) -> list[Any]:
-        if wrapper.use_dist:
+        if wrapper.use_dist and dist.get_world_size() > 1:
             machine.note(
                 f"the distributed checkpoint at {user_line()} is what this rank knows of one: its "
                 "own shards, and what every rank has"

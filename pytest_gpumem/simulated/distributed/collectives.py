@@ -12,7 +12,7 @@ Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``collective``, ``allg
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,14 @@ from torch.futures import Future
 
 from pytest_gpumem.simulated.common.callsite import is_internal, is_own, user_line
 from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.distributed.alike import (
+    Sent,
+    exchanged,
+    gathered,
+    kept,
+    reduced,
+    unchanged,
+)
 from pytest_gpumem.simulated.distributed.nccl import Communicator
 from pytest_gpumem.simulated.operators.rules import Scratch
 
@@ -36,43 +44,6 @@ if TYPE_CHECKING:
 _Arguments = Mapping[str, Any]
 _BARRIER = 4
 """Bytes of the tensor that a barrier reduces: one float."""
-
-
-class _Sent(NamedTuple):
-    """What one rank sends and receives."""
-
-    written: Sequence[torch.Tensor]
-    read: Sequence[torch.Tensor]
-    rank: int
-    size: int
-    operation: str
-    """How values are reduced: ``SUM``, ``MAX``; empty where nobody knows."""
-    splits: Sequence[int]
-    """How much goes to each rank, where these are not equal parts."""
-
-
-def _unchanged(sent: _Sent) -> None:
-    """A broadcast: the root has the same values."""
-
-
-def _reduced(sent: _Sent) -> None:
-    for tensor in sent.written:
-        if sent.operation == "SUM":
-            tensor.mul_(sent.size)
-
-
-def _exchanged(sent: _Sent) -> None:
-    """Every rank sends this one what it sends itself."""
-    for source, target in zip(sent.read, sent.written, strict=True):
-        own = (source.split(sent.splits) if sent.splits else source.chunk(sent.size))[sent.rank]
-        target.view(sent.size, *own.shape).copy_(own)
-
-
-def _gathered(sent: _Sent) -> None:
-    parts = len(sent.written) // len(sent.read)
-    for position, tensor in enumerate(sent.written):
-        source = sent.read[position // parts]
-        tensor.view(-1, *source.shape).copy_(source)
 
 
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
@@ -90,24 +61,24 @@ class _Collective(NamedTuple):
     """The argument that it returns beside the work."""
     is_awaited: bool = False
     """Whether the host waits in ``wait()``."""
-    alike: Callable[[_Sent], None] | None = None
+    alike: Callable[[Sent], None] | None = None
     """What writes the results if all ranks send the same; ``None``: nobody knows them."""
 
 
 _COLLECTIVES: Mapping[str, _Collective] = {
-    "allreduce_": _Collective(written=("tensors",), returned="tensors", alike=_reduced),
-    "allreduce_coalesced_": _Collective(written=("tensors",), alike=_reduced),
-    "reduce_": _Collective(written=("tensors",), alike=_reduced),
-    "broadcast_": _Collective(written=("tensors",), returned="tensors", alike=_unchanged),
+    "allreduce_": _Collective(written=("tensors",), returned="tensors", alike=reduced),
+    "allreduce_coalesced_": _Collective(written=("tensors",), alike=reduced),
+    "reduce_": _Collective(written=("tensors",), alike=reduced),
+    "broadcast_": _Collective(written=("tensors",), returned="tensors", alike=unchanged),
     "allgather_": _Collective(
         *(("output_tensors",), ("input_tensors",), "output_tensors"),
         returned="output_tensors",
-        alike=_gathered,
+        alike=gathered,
     ),
     "_allgather_base_": _Collective(
-        ("output_tensor",), ("input_tensor",), returned="output_tensor", alike=_gathered
+        ("output_tensor",), ("input_tensor",), returned="output_tensor", alike=gathered
     ),
-    "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",), alike=_gathered),
+    "allgather_into_tensor_coalesced_": _Collective(("outputs",), ("inputs",), alike=gathered),
     "allgather_coalesced_": _Collective(("output_lists",), ("input_list",)),
     "reduce_scatter_": _Collective(
         ("output_tensors",), ("input_tensors",), "input_tensors", returned="output_tensors"
@@ -119,7 +90,7 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "gather_": _Collective(("output_tensors",), ("input_tensors",)),
     "scatter_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
     "alltoall_": _Collective(("output_tensors",), ("input_tensors",), returned="output_tensors"),
-    "alltoall_base_": _Collective(("output",), ("input",), alike=_exchanged),
+    "alltoall_base_": _Collective(("output",), ("input",), alike=exchanged),
     "barrier": _Collective(is_awaited=True),
     "send": _Collective(read=("tensors",)),
     "recv_": _Collective(written=("tensors",)),
@@ -232,14 +203,19 @@ def _done(result: Sequence[torch.Tensor]) -> Future[list[torch.Tensor]]:
 class Collectives:
     """The collectives of one machine; ``execution`` is what runs its operators."""
 
-    def __init__(self, machine: SimulatedMachine, execution: ShapeExecution) -> None:
+    def __init__(
+        self,
+        machine: SimulatedMachine,
+        execution: ShapeExecution,
+        communicators: MutableMapping[str, Communicator],
+    ) -> None:
         self._execution = execution
         self._machine = machine
         self._of = machine.storages.of
         self._operation = ""
         self._has_result = True
         """Whether a work can be asked for its results: C++ may keep one that it has waited for."""
-        self.communicators: dict[str, Communicator] = {}
+        self._communicators = communicators
         """Those that NCCL would have made by now, at their first use, by name of the group."""
         self._pending: set[_Work] = set()
         """Works that nobody has waited for."""
@@ -326,7 +302,7 @@ class Collectives:
             written = list(tensors_in([given[one] for one in collective.written]))
             read = list(tensors_in([given[one] for one in collective.read]))
             if not self._is_of_gpu(func, written + read):
-                return self._on_host(func, args, kwargs, written, read)
+                return self._on_host(func, args, kwargs, given, written, read)
             self._communicate(name, given)
             work = self._run(collective, given, written, read)
             if not collective.returned:
@@ -342,9 +318,9 @@ class Collectives:
 
     def _communicate(self, name: str, given: _Arguments) -> None:
         group = ProcessGroup.unbox(given["process_group"])
-        known = self.communicators.get(group.group_name)
+        known = self._communicators.get(group.group_name)
         to_each = name in _TO_EACH or (known is not None and known.to_each)
-        self.communicators[group.group_name] = Communicator(group.size(), to_each)
+        self._communicators[group.group_name] = Communicator(group.size(), to_each)
 
     def _run(
         self,
@@ -361,8 +337,10 @@ class Collectives:
         if collective.is_awaited:
             scratch.take(_BARRIER)
         self._know(collective, given, written, read)
-        if not given.get("async_op", True) and not collective.is_awaited:
+        if not given.get("async_op", True):
             scratch.free()
+            if collective.is_awaited:
+                self._machine.streams.host_waits(self._machine.current_index)
             return _create_work(_done(written))
         waited = self._barred if collective.is_awaited else self._pending.discard
         work = _Work([*read, *written], written if self._has_result else (), scratch, waited)
@@ -383,22 +361,23 @@ class Collectives:
         """Know of the results what follows if every rank sends what this one does."""
         sent = read or written
         known = self._machine.values.of
-        alike = collective.alike
+        group = ProcessGroup.unbox(given["process_group"])
+        alike = collective.alike if group.size() > 1 else kept
         if alike is None or any(known(tensor) is None for tensor in sent) or not sent:
             self._machine.kernel_wrote(*written)
             return
-        group = ProcessGroup.unbox(given["process_group"])
         splits = given.get("input_split_sizes") or ()
         received = given.get("output_split_sizes") or ()
-        known_as = _Sent(written, read, group.rank(), group.size(), self._operation, splits)
+        known_as = Sent(written, read, group.rank(), group.size(), self._operation, splits)
         # What it would send each of them is what it is to get from each.
         uneven = set(received) != {splits[group.rank()]} if splits and received else received
-        if uneven or (alike is _reduced and self._operation not in _KNOWN_REDUCTIONS):
+        uneven = uneven and alike is not kept
+        if uneven or (alike is reduced and self._operation not in _KNOWN_REDUCTIONS):
             self._machine.kernel_wrote(*written)
             return
         with self._execution:
             alike(known_as)
-        if alike is not _unchanged and _is_users_own():
+        if alike not in (unchanged, kept) and _is_users_own():
             self._machine.note(
                 f"a collective at {user_line()} takes what other ranks send for what this one does"
             )
@@ -408,11 +387,14 @@ class Collectives:
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        given: _Arguments,
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> Any:
         """Run it between CPU tensors, which have values: every rank's are taken to be these."""
         result = func(*args, **kwargs)
+        if ProcessGroup.unbox(given["process_group"]).size() == 1:
+            kept(Sent(written, read, 0, 1, "", ()))
         if any(map(self._machine.storages.is_on_host, read)):
             for tensor in written:
                 self._machine.storages.adopt_on_host(tensor)

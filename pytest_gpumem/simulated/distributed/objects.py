@@ -99,6 +99,8 @@ class _Objects:
         _refuse("recv_object_list")
 
     def _note(self, name: str) -> None:
+        if dist.get_world_size() == 1:
+            return  # there are no others
         self._machine.note(
             f"{name} at {user_line()} takes what other ranks send for what this one does"
         )

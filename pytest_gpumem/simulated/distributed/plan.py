@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 import torch.distributed
 
 from pytest_gpumem.simulated.distributed import refusals
+from pytest_gpumem.simulated.distributed.alone import Alone
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -16,17 +17,37 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
+Communicators = MutableMapping[str, "Communicator"]
+"""Those that NCCL would have made, by name of their group."""
+
 
 def plan(
-    machine: SimulatedMachine, execution: ShapeExecution, world: World | None, patches: Patches
-) -> Mapping[str, Communicator]:
-    """Let ``machine`` be that of one rank of ``world``, or refuse what needs one.
+    machine: SimulatedMachine,
+    execution: ShapeExecution,
+    world: World | None,
+    patches: Patches,
+    communicators: Communicators,
+) -> Alone:
+    """Let ``machine`` be that of one rank of ``world``, or refuse what needs several.
 
-    Returns what will hold the communicators that NCCL would have made, by name of their group.
+    Returns the world of one rank that code without a ``world`` may begin. ``communicators`` are
+    told those that NCCL would have made.
     """
+    alone = Alone(lambda late: _plan_rank(machine, execution, None, late, communicators))
     if world is None or not torch.distributed.is_available():
-        refusals.plan(patches)
-        return {}
+        refusals.plan(alone, patches)
+    else:
+        _plan_rank(machine, execution, world, patches, communicators)
+    return alone
+
+
+def _plan_rank(
+    machine: SimulatedMachine,
+    execution: ShapeExecution,
+    world: World | None,
+    patches: Patches,
+    communicators: Communicators,
+) -> None:
     # What a simulation of one process need not import.
     from pytest_gpumem.simulated.distributed import (
         checkpoints,
@@ -41,16 +62,18 @@ def plan(
     )
     from pytest_gpumem.simulated.distributed.collectives import Collectives
 
-    process_groups.plan(world, patches)
+    if world is None:
+        process_groups.plan_groups(patches)
+    else:
+        process_groups.plan(world, patches)
+        spawned.plan(world, patches)
     propagation.plan(patches)
     purposes.plan(patches)
     full_states.plan(objects.plan(machine, patches), patches)
     pipelines.plan(machine, patches)
     checkpoints.plan(machine, patches)
     sharded.plan(patches)
-    spawned.plan(world, patches)
     sharded.bind(execution)
-    collectives = Collectives(machine, execution)
+    collectives = Collectives(machine, execution, communicators)
     collectives.plan(patches)
     collectives.bind()
-    return collectives.communicators

@@ -29,19 +29,22 @@ from torch._C._distributed_c10d import (
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
+from pytest_gpumem.simulated.distributed.world import NCCL_TIMEOUT
+
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.distributed.world import World
 
 _LOST = timedelta(seconds=1)
 """How long a read of a key waits that no other rank will write."""
-_TIMEOUT = timedelta(minutes=10)
-"""kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
 _NCCL = (2, 27, 5)
 """``torch.cuda.nccl.version()`` of torch 2.8 to 2.10's wheels."""
 _TOLD = (
     *("_set_sequence_number_for_group", "_set_default_timeout", "_shutdown", "shutdown", "abort"),
 )
+_OF_NCCL = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+"""Backends of NCCL by class; ``"nccl"`` is the second one since 2.15 in builds with CUDA
+(``_register_builtin_nccl_backend``), and other builds have none of them."""
 _RENDEZVOUS = ("init_method", "store", "rank", "world_size")
 
 
@@ -60,7 +63,7 @@ class _SimulatedGloo(metaclass=_Kind):
 
 
 class _SimulatedNccl(metaclass=_Kind):
-    """``ProcessGroupNCCL``; its options are settings that nobody reads."""
+    """``ProcessGroupNCCL`` and its successors; the options are settings without a reader."""
 
     class Options:
         """``ProcessGroupNCCL.Options``."""
@@ -69,7 +72,7 @@ class _SimulatedNccl(metaclass=_Kind):
             self.is_high_priority_stream = is_high_priority_stream
             self.global_ranks_in_group: list[int] = []
             self.group_name = ""
-            self._timeout = _TIMEOUT
+            self._timeout = NCCL_TIMEOUT
             self.config = _Settings()
 
 
@@ -85,31 +88,46 @@ def _fake_group(rank: int, size: int) -> Any:
 
 
 def plan(world: World, patches: Patches) -> None:
-    """Let NCCL be there, and every process group be a fake one."""
+    """Let every process group be a fake one, whose ranks are those of ``world``."""
     for owner in (dist, c10d):
         init = _initializing(world, c10d.init_process_group)
         patches.plan(owner, "init_process_group", init)
+    plan_groups(patches)
+
+
+def plan_groups(patches: Patches) -> None:
+    """Let NCCL be there, and every process group be a fake one of the size that it is told."""
+    for owner in (dist, c10d):
         for name in ("is_nccl_available", "is_gloo_available"):
             patches.plan(owner, name, _yes)
         patches.plan(owner, "monitored_barrier", lambda *_, **__: None)
-        patches.plan(owner, "ProcessGroupNCCL", _SimulatedNccl)
+        for name in _OF_NCCL:
+            patches.plan(owner, name, _SimulatedNccl)
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
             patches.plan(owner, "split_group", _split_group)
-    patches.plan(c10d, "default_pg_nccl_timeout", _TIMEOUT)
+    patches.plan(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
     # What NCCL's groups are told, and fake ones do not know in each release.
     for name in _TOLD:
         patches.plan(FakeProcessGroup, name, lambda group, *_: None)
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
-    # Of a device that it does not know, DDP's logger complains.
+    # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
+    patches.plan(FakeProcessGroup, "supports_splitting", property(_no))
+    # Of a device that it does not know, DDP's logger complains; and of Gloo's group it reads how
+    # many threads it has, which a fake one has not (logger.cpp, set_construction_data_and_log).
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
+    patches.plan(Logger, "set_construction_data_and_log", lambda logger, *_: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
     patches.plan(torch.cuda.nccl, "version", lambda: _NCCL)
 
 
 def _yes(*_: Any) -> bool:
     return True
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _split_group(
@@ -177,7 +195,7 @@ class Membership:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._groups = _Groups({name: {} for name in _TABLES}, (c10d._World(), 0, None))
+        self._groups = Groups({name: {} for name in _TABLES}, (c10d._World(), 0, None))
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -186,7 +204,7 @@ class Membership:
         Groups, meshes and variables of the environment are as before afterwards.
         """
         hook = sys.excepthook
-        outer = _Groups.of_process()
+        outer = Groups.of_process()
         with _environment(self._world):
             self._groups.take_over(outer)
             try:
@@ -195,10 +213,10 @@ class Membership:
                     setattr(c10d._world, _OWN, True)
                 yield
             finally:
-                self._groups = _Groups.of_process()
+                self._groups = Groups.of_process()
                 outer.take_over(self._groups)
                 sys.excepthook = hook
-                _forget_meshes()
+                forget_meshes()
 
     @contextmanager
     def for_good(self) -> Iterator[None]:
@@ -211,21 +229,21 @@ class Membership:
                     dist.destroy_process_group()
 
 
-class _Groups(NamedTuple):
+class Groups(NamedTuple):
     """What torch knows of process groups."""
 
     tables: Mapping[str, dict[Any, Any]]
     settings: tuple[Any, ...]
 
     @classmethod
-    def of_process(cls) -> _Groups:
+    def of_process(cls) -> Groups:
         """Return what it knows now."""
         return cls(
             {name: dict(getattr(c10d, name)) for name in _TABLES},
             tuple(getattr(c10d, name) for name in _SETTINGS),
         )
 
-    def take_over(self, present: _Groups) -> None:
+    def take_over(self, present: Groups) -> None:
         """Let it know these in place of ``present``."""
         for name in present.tables["_pg_names"].values():
             _unregister_process_group(name)  # C++ knows groups by name, each of them once
@@ -252,7 +270,7 @@ def _environment(world: World) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Drop what DTensor remembers of meshes: an equal one has groups of its own."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:

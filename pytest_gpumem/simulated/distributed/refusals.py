@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 import torch.distributed
 from torch import nn
 
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.distributed.world import NCCL_TIMEOUT
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
+    from pytest_gpumem.simulated.distributed.alone import Alone
 
 _Applies = Callable[..., bool]
 
+_OF_GPUS = ("none", "undefined", "nccl")
+"""What is in the names of backends that connect GPUs: without a name that of each device does."""
+_FOLLOWED = (*_OF_GPUS, "gloo")
+"""Of these a group of one rank is a fake one; all others are torch's own."""
 
-def plan(patches: Patches) -> None:
-    """Refuse process groups of GPUs and what is built on them."""
+
+def plan(alone: Alone, patches: Patches) -> None:
+    """Refuse process groups of several GPUs and what is built on them; one rank is ``alone``."""
     refused: list[tuple[Any, str, str, _Applies]] = [
         (nn.parallel.DistributedDataParallel, "__init__", "DistributedDataParallel", _on_gpu),
     ]
     if torch.distributed.is_available():
+        c10d = torch.distributed.distributed_c10d
         # What fully_shard and tensor parallelism begin with.
         mesh = torch.distributed.device_mesh.DeviceMesh
-        init = 'torch.distributed.init_process_group("nccl")'
         refused += [
             (mesh, "__init__", "DeviceMesh of GPUs", _of_gpus),
-            (torch.distributed, "init_process_group", init, _by_nccl),
+            (torch.distributed, "init_process_group", _INIT, _by_nccl),
+            (c10d, "init_process_group", _INIT, _by_nccl),
         ]
+        # Builds without NCCL have none, and warn of it before they make the group.
+        patches.plan(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
+        name = "_new_process_group_helper"
+        patches.plan(c10d, name, _grouping(alone, getattr(c10d, name)))
     for owner, name, called, applies in refused:
-        patches.plan(owner, name, _refusing(called, getattr(owner, name), applies))
+        function = _refusing(called, getattr(owner, name), applies, alone)
+        patches.plan(owner, name, function)
 
 
 def _on_gpu(this: Any, module: nn.Module, *_: Any, **__: Any) -> bool:
@@ -42,18 +58,67 @@ def _of_gpus(this: Any, device_type: str, *_: Any, **__: Any) -> bool:
     return device_type == "cuda"
 
 
-def _by_nccl(backend: Any = None, *_: Any, **__: Any) -> bool:
-    return "nccl" in str(backend).lower()
+def _by_nccl(
+    backend: Any = None,
+    init_method: str | None = None,
+    timeout: Any = None,
+    world_size: int = -1,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    asked = world_size if world_size > 0 else _size_of(init_method)
+    return _names_any(backend, _OF_GPUS) and asked != 1
 
 
-def _refusing(name: str, function: Callable[..., Any], applies: _Applies) -> Callable[..., Any]:
+def _size_of(init_method: str | None) -> int | None:
+    """How many ranks the address or the environment tells of; ``None`` where neither does.
+
+    Source: torch/distributed/rendezvous.py (``_query_to_dict``, ``_env_rendezvous_handler``).
+    """
+    query = parse_qs(urlparse(init_method or "env://").query)
+    text = query.get("world_size", [os.environ.get("WORLD_SIZE", "")])[0]
+    return int(text) if text.isdecimal() else None
+
+
+def _names_any(backend: Any, names: tuple[str, ...]) -> bool:
+    return any(name in str(backend).lower() for name in names)
+
+
+_INIT = 'torch.distributed.init_process_group("nccl")'
+
+
+def _grouping(alone: Alone, make: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes each group, with all that has been found out of it: NCCL would end the process."""
+
+    @wraps(make)
+    def call(
+        group_size: int, group_rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not alone.has_begun:
+            if group_size == 1 and not ranks and _names_any(backend, _FOLLOWED):
+                alone.begin()
+            elif _names_any(backend, _OF_GPUS):
+                raise _for_several(_INIT)
+        return make(group_size, group_rank, ranks, backend, *args, **kwargs)
+
+    return call
+
+
+def _refusing(
+    name: str, function: Callable[..., Any], applies: _Applies, alone: Alone
+) -> Callable[..., Any]:
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if applies(*args, **kwargs):
-            raise UnsupportedOperatorError(
-                f"{name} at {user_line()} is for several ranks, and nobody has said which one of "
-                "how many this is: mark the test with @pytest.mark.gpumem(ranks=8), or write "
-                "simulate(..., world_size=8, rank=0)"
-            )
+        if not alone.has_begun and applies(*args, **kwargs):
+            raise _for_several(name)
         return function(*args, **kwargs)
 
     return call
+
+
+def _for_several(name: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"{name} at {user_line()} is for several ranks, and nobody has said which one of "
+        "how many this is: mark the test with @pytest.mark.gpumem(ranks=8), or write "
+        "simulate(..., world_size=8, rank=0)"
+    )

@@ -52,11 +52,13 @@ def bind(execution: ShapeExecution) -> None:
 def plan(patches: Patches) -> None:
     """Let these modules compare where memory of the host lies, whose values nobody knows."""
     for owner in (torch.UntypedStorage, torch.Tensor):
-        shown = next(
+        planned = [
             value
-            for planned, name, value in reversed(patches.planned)
-            if planned is owner and name == "data_ptr"
-        )
+            for each, name, value in patches.planned
+            if each is owner and name == "data_ptr"
+        ]
+        # A world that begins later has patches of its own, and finds the others applied.
+        shown = planned[-1] if planned else owner.data_ptr
         patches.plan(owner, "data_ptr", _compared(shown))
     patches.plan(ShardedTensor, "device", property(_device))
     patches.plan(ShardedTensor, "is_cuda", property(lambda this: _device(this).type == "cuda"))

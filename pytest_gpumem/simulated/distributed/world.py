@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import NamedTuple
 
 from pytest_gpumem.echo import quoted
@@ -12,6 +13,8 @@ from pytest_gpumem.marker import MOST_RANKS
 MOST_LOCAL = 8
 """Ranks in one machine where nobody says how many GPUs it has: an HGX board's."""
 
+NCCL_TIMEOUT = timedelta(minutes=10)
+"""kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What ``init_process_group`` reads of a process that torchrun has started, or others as it does.
 

@@ -147,7 +147,17 @@ def _flash_outputs(gpu: GPU, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
         yield result[7]
 
 
-def _efficient_outputs(result: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def efficient_outputs(
+    gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]
+) -> Iterator[Tensor]:
+    """The outputs of the memory efficient kernel that are on the device.
+
+    Since 2.15 seed and offset are there, and come first, where there is no dropout; with dropout
+    they are on the CPU, as in all releases before (seen with torch 2.15.0+cu132).
+    """
+    if gpu.version >= (2, 15) and not dropout_p:
+        yield result[2]
+        yield result[3]
     yield result[0]
     yield result[1]
 
@@ -372,7 +382,7 @@ RULES = {
         before=_before_flash_backward, after=flash_backward
     ),
     "aten::_scaled_dot_product_efficient_attention": Rule(
-        after=efficient_forward, placed=_efficient_outputs
+        after=efficient_forward, placed=efficient_outputs
     ),
     "aten::_scaled_dot_product_efficient_attention_backward": Rule(
         before=_before_efficient_backward, after=efficient_backward, shapes=_gradients_by_length

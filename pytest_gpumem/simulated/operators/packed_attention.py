@@ -65,11 +65,6 @@ def _flash_backward(gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | No
     passing(gpu, rows * 4, copies * rows * wide * 4, *expanded)
 
 
-def _efficient_outputs(result: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    yield result[0]
-    yield result[1]
-
-
 def _before_efficient_backward(gpu: GPU, grad_out_: Tensor) -> Scratch:
     return Scratch(gpu, *copied(grad_out_))
 
@@ -117,7 +112,7 @@ RULES = {
     "aten::_flash_attention_forward": Rule(after=_flash_forward, placed=_flash_outputs),
     "aten::_flash_attention_backward": Rule(before=_before_flash_backward, after=_flash_backward),
     "aten::_efficient_attention_forward": Rule(
-        after=attention.efficient_forward, placed=_efficient_outputs
+        after=attention.efficient_forward, placed=attention.efficient_outputs
     ),
     "aten::_efficient_attention_backward": Rule(
         before=_before_efficient_backward, after=_efficient_backward, shapes=_gradients

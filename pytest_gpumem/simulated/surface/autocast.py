@@ -1,10 +1,19 @@
-"""Autocast for CUDA: installed the first time it is switched on inside a simulation."""
+"""Autocast for CUDA: installed the first time it is switched on inside a simulation.
+
+``torch.autocast`` is replaced in its own methods, too: they are what Dynamo and AOTAutograd run for
+the ``with`` statements of a compiled function, while the functions of ``torch`` are torch's own.
+
+Source: torch/amp/autocast_mode.py (``_enter_autocast``, ``_exit_autocast``) and
+torch/_dynamo/variables/ctx_manager.py (``AutocastModeVariable``), torch 2.6 to 2.15.
+"""
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.amp.autocast_mode import autocast
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -27,7 +36,30 @@ def plan(cache: CastCache, patches: Patches) -> None:
         cache.clear()
         clear()
 
+    enter, leave = autocast.__enter__, autocast.__exit__
+
+    @wraps(enter)
+    def __enter__(context: Any) -> Any:  # noqa: N807  # the method that it stands for
+        if context._enabled and context.device == "cuda":
+            cache.install()
+        return enter(context)
+
+    @wraps(leave)
+    def __exit__(context: Any, *error: Any) -> Any:  # noqa: N807  # the same
+        result = leave(context, *error)
+        if not _is_inside():
+            cache.clear()
+        return result
+
+    patches.plan(autocast, "__enter__", __enter__)
+    patches.plan(autocast, "__exit__", __exit__)
     patches.plan(torch, "set_autocast_enabled", set_autocast_enabled)
     patches.plan(torch, "clear_autocast_cache", clear_autocast_cache)
     if set_gpu_enabled is not None:
         patches.plan(torch, "set_autocast_gpu_enabled", set_autocast_enabled)
+
+
+def _is_inside() -> bool:
+    """Whether a context of autocast is open."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0

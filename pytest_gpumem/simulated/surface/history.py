@@ -26,8 +26,10 @@ _KEPT_WITHOUT_TRACE = 1
 class _Api:
     """The functions of ``torch._C``, as torch/csrc/cuda/memory_snapshot.cpp has them.
 
-    Both take more arguments in later releases: 2.6 ends before ``clear_history``, and
-    ``skip_actions`` is the last one since 2.10.
+    Both take more arguments in later releases: 2.6 ends before ``clear_history``,
+    ``skip_actions`` is the last one since 2.10, and the last two are of 2.15. Without
+    ``record_cuda`` the recording of the device allocator is off (seen with torch 2.15.0+cu132);
+    the history of pinned memory of the host, ``record_pinned_host_memory``, is not recorded.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:
@@ -43,6 +45,8 @@ class _Api:
         compile_context: bool = False,
         global_record_annotations: bool = False,
         skip_actions: Any = (),
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
     ) -> None:
         _check(enabled, ("state", "all"), "expected state to be 'state', 'all', or None")
         _check(
@@ -52,7 +56,7 @@ class _Api:
         )
         _check(stacks, ("python", "all"), "expected stacks to be 'python', or 'all'")
         recording = Recording(
-            on=enabled is not None,
+            on=enabled is not None and record_cuda,
             contexts=_CONTEXTS[context],
             with_cpp=stacks == "all",
             max_entries=max_entries if enabled == "all" else _KEPT_WITHOUT_TRACE,
@@ -71,10 +75,12 @@ class _Api:
         compile_context: bool = False,
         global_record_annotations: bool = False,
         skip_actions: Any = (),
+        record_pinned_host_memory: bool = False,
+        record_cuda: bool = True,
     ) -> None:
         contexts = Contexts.STATE if record_context else Contexts.NEVER
         recording = Recording(
-            on=enabled,
+            on=enabled and record_cuda,
             contexts=Contexts.ALLOC if trace_alloc_record_context else contexts,
             with_cpp=record_context_cpp,
             max_entries=trace_alloc_max_entries,

@@ -73,10 +73,12 @@ def test_one_layer_is_gathered_while_another_computes() -> None:
         parallel(x)
         events = large(gpu, lambda: parallel(x))
     # Each layer is gathered on a stream of its own (1), copied out to the unsharded parameter, and
-    # what was gathered goes when the next layer's has been asked for.
+    # what was gathered goes when the next layer's has been asked for: since 2.15 before it is
+    # copied out (_fsdp_param_group.py, release_all_gather_state_for_comm_reuse).
     assert events[:4] == [(1, 16), (0, 16), (0, -16), (1, 16)]
     assert sum(size for _, size in events) == 0
-    assert max(_running(size for _, size in events)) == 3 * 16
+    kept = 3 if torch.__version__ < "2.15" else 2
+    assert max(_running(size for _, size in events)) == kept * 16
 
 
 def _running(sizes: Any) -> list[int]:

@@ -58,8 +58,10 @@ def pipeline(rank: int, ranks: int, microbatches: int) -> int:
 def test_stages_of_a_pipeline_differ() -> None:
     # 4 MiB for an activation. Buffers to receive eight of them are made before the first one, and
     # as many for gradients. The last stage returns its outputs, of each microbatch and as one.
-    first, second, last = (pipeline(rank, 4, 8) // MIB for rank in (0, 1, 3))
-    assert (first, second, last) == (60, 96, 100)
+    # Since 2.15 each buffer is made when it is received, and goes with what is made of it
+    # (torch/distributed/pipelining/_recv_buffers.py).
+    expected = (60, 96, 100) if torch.__version__ < "2.15" else (28, 44, 84)
+    assert tuple(pipeline(rank, 4, 8) // MIB for rank in (0, 1, 3)) == expected
 
 
 def looped(rank: int, ranks: int, known: bool) -> int:

@@ -13,7 +13,9 @@ from pytest_gpumem.simulated.compiled.entry import FOLLOWED_SINCE
 from tests.forked import quick
 
 PRELUDE = """
+import os
 import sys
+os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # Triton 3.9 warns where it is not set
 import torch
 import torch.nn.functional as F
 from torch import nn

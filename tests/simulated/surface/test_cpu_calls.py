@@ -537,6 +537,12 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: untyped.set_autocast_enabled("nowhere", True),
     ],
     "clear_autocast_cache": [lambda: untyped.clear_autocast_cache()],
+    "autocast": [
+        lambda: _inside(untyped.autocast("cpu"), lambda: untyped.ones(2, 2) @ untyped.ones(2, 2)),
+        lambda: _inside(untyped.autocast("cpu", enabled=False), untyped.is_autocast_cpu_enabled),
+        lambda: _inside(untyped.autocast("cpu"), lambda: _inside(untyped.autocast("cpu"), int)),
+        lambda: untyped.autocast("nowhere"),
+    ],
     "__torch_function__": [
         lambda: _inside(untyped.device("cpu"), lambda: untyped.as_tensor([1.0])),
         lambda: _inside(untyped.device("meta"), lambda: untyped.as_tensor([1.0]).shape),
@@ -716,6 +722,8 @@ NOT_OF_THE_CPU = frozenset(
         "export",
         "spawn",
         "start_processes",
+        "default_pg_nccl_timeout",  # of builds without NCCL
+        "_new_process_group_helper",  # connects GPUs, or one with itself
         "init_process_group",
         "DeviceMesh.__init__",
         "DataParallel.__init__",
@@ -740,6 +748,7 @@ _ELSEWHERE = {
     "Future": "threads",
     "torch.nn.parallel.comm": "comm",
     "save_on_cpu": "save_on_cpu",
+    "autocast": "autocast",
 }
 """By owner: under which name its calls stand."""
 

@@ -455,7 +455,7 @@ def test_flex_attention_without_gradients_materialises_its_scores() -> None:
     ("call", "sentence"),
     [
         (
-            lambda: torch.distributed.init_process_group("nccl", rank=0, world_size=1),
+            lambda: torch.distributed.init_process_group("nccl", rank=0, world_size=2),
             r'init_process_group\("nccl"\) at .* is for several ranks',
         ),
         (

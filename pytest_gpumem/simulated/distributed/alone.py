@@ -1,0 +1,76 @@
+"""A world of one rank, which a process of its own begins by itself: it is one GPU.
+
+Scripts for torchrun are run this way where there is one GPU. torch has found out how many ranks
+there are when it makes the default group, and that group is a fake one then.
+
+Source: torch/distributed/distributed_c10d.py (``init_process_group``,
+``_new_process_group_helper``), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.simulated.common.patching import Patches
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.distributed.process_groups import Groups
+
+
+class Alone:
+    """The one rank of a machine's world; ``plan`` lists what is replaced while there is one."""
+
+    def __init__(self, plan: Callable[[Patches], None]) -> None:
+        self._plan = plan
+        self.patches = Patches()
+        """Of ``torch.distributed``, which few tests need."""
+        self._groups: Groups | None = None
+        """This world's, while it is not the process's."""
+        self._others: Groups | None = None
+        """Those that the process has beside it, while it is."""
+        self._hook: Any = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process is in this world now."""
+        return self._others is not None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Be in this world inside if it had begun before, and in none afterwards."""
+        if self._groups is not None and self._groups.tables["_pg_names"]:
+            self.begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def begin(self) -> None:
+        """Be in this world, until :meth:`kept` ends."""
+        if self.has_begun:
+            return
+        # What a simulation without process groups need not import.
+        from pytest_gpumem.simulated.distributed.process_groups import Groups
+
+        if not self.patches.planned:
+            self._plan(self.patches)
+        self.patches.apply()
+        self._hook = sys.excepthook
+        self._others = Groups.of_process()
+        if self._groups is not None:
+            self._groups.take_over(self._others)
+
+    def _end(self) -> None:
+        if self._others is None:
+            return
+        from pytest_gpumem.simulated.distributed.process_groups import Groups, forget_meshes
+
+        self._groups = Groups.of_process()
+        self._others.take_over(self._groups)
+        self._others = None
+        sys.excepthook = self._hook
+        forget_meshes()
+        self.patches.undo()
