@@ -193,7 +193,7 @@ def test_neither_is_one_of_safetensors(
     new = (folder / "new.safetensors").read_bytes()
     assert new == b"{'pytest_gpumem': 'restore_unknown'}" + b"\xff" * 12
     assert (
-        "safetensors at script.py:5 has left model.safetensors as it was: a simulated GPU has "
+        "safetensors at script.py:6 has left model.safetensors as it was: a simulated GPU has "
         "shapes to write, and no values"
     ) in ran.measurement.notes
 
