@@ -3,13 +3,14 @@
 The locks stand in ``<root>/.gpumem-locks``, which says itself that git is to ignore it and which
 the last writer removes. A lock is the kernel's (``flock``, which Linux passes on to an NFS server):
 it ends with its process, however that ends, so what a killed writer leaves behind is no lock but
-files that the next writer clears away. On a file system without ``flock`` the lock is the file
-itself, with process and host in it; one of a killed writer is found out on its own host, and named
-on another.
+files that the next writer clears away. On a file system whose ``flock`` does not work, as that of
+some NFS and FUSE servers, the lock is the file itself, with process and host in it; one of a killed
+writer is found out on its own host, and named on another.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 FOLDER = ".gpumem-locks"
+_IGNORED = ".gitignore"
 PATIENCE = 60.0
 """Seconds; a write takes a second or two."""
+
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EIO})
+"""What ``flock`` says where it does not work: not there, no lock daemon (NFS), not supported, or
+what FUSE makes of an answer that it does not know. filelock knows the first alone."""
 
 _EVERYONE = 0o666
 """Whoever may write in the folder may lock there: colleagues share it."""
@@ -45,6 +51,8 @@ class Locks:
         self._folder = root / FOLDER
         self._patience = patience
         """Seconds that are left to wait, for all files together."""
+        self._by_files = False
+        """Whether locks are files, because the kernel has none there."""
 
     @contextmanager
     def holding(self, path: Path) -> Iterator[Path]:
@@ -73,10 +81,11 @@ class Locks:
         started = time.monotonic()
         # Each of many files gets its second, though others have used the time up.
         deadline = started + max(self._patience, 1.0)
-        lock = self._lock(name)
         while True:
             self._make_folder()
             try:
+                self._by_files = self._by_files or not _can_flock(self._folder / _IGNORED)
+                lock = self._lock(name)
                 _acquire(lock, deadline - time.monotonic())
                 break
             except FileNotFoundError:  # the last writer took the folder away just now
@@ -89,9 +98,10 @@ class Locks:
         return lock
 
     def _lock(self, name: str) -> BaseFileLock:
-        from filelock import FileLock
+        from filelock import FileLock, SoftFileLock
 
-        return FileLock(self._folder / f"{name}.lock", mode=_EVERYONE)
+        kind = SoftFileLock if self._by_files else FileLock
+        return kind(self._folder / f"{name}.lock", mode=_EVERYONE)
 
     def _make_folder(self) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
@@ -104,7 +114,7 @@ class Locks:
     def _ignore(self) -> None:
         """Keep the folder out of version control."""
         present = suppress(FileExistsError, FileNotFoundError)
-        with present, (self._folder / ".gitignore").open("xb") as file:
+        with present, (self._folder / _IGNORED).open("xb") as file:
             file.write(b"*\n")
 
     def _settle(self, name: str) -> None:
@@ -132,8 +142,8 @@ class Locks:
                     _acquire(lock, 0.0)
                     self._clear(path.stem)
                     lock.release()
-            if [path.name for path in self._folder.iterdir()] == [".gitignore"]:
-                (self._folder / ".gitignore").unlink()
+            if [path.name for path in self._folder.iterdir()] == [_IGNORED]:
+                (self._folder / _IGNORED).unlink()
                 try:
                     self._folder.rmdir()
                 except OSError:  # a writer came in between
@@ -152,6 +162,20 @@ class Locks:
             process, host = (self._folder / f"{name}.lock").read_text().split()[:2]
             return f"process {printable(process, 20)} on {printable(host, 80)}"
         return "another process"
+
+
+def _can_flock(path: Path) -> bool:
+    """Whether the file system of ``path`` knows locks; raises ``OSError`` for a file not there."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, whose locks are others
+        return True
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in _NO_FLOCK
+    return True
 
 
 def _acquire(lock: BaseFileLock, seconds: float) -> None:

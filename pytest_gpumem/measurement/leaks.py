@@ -154,3 +154,5 @@ def _data_pointer(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except (RuntimeError, UnknownValueError):  # sparse, without a storage, or a copy on the host
         return 0
+    except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
+        return 0

@@ -304,6 +304,8 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # sparse: no storage of its own
         return 0
+    except ValueError:  # a lazy module's parameter, which has no shape yet and no memory
+        return 0
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

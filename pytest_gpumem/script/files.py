@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.surface.checkpoints import restore_unknown
+from pytest_gpumem.simulated.common.callsite import callers_line, user_line
+from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
 
 _MARK = restore_unknown.__name__.encode()
-"""What the pickle of a tensor without values calls; zip archives of torch.save compress nothing."""
+"""What the pickle of a tensor without values calls; zip archives of torch.save compress nothing.
+The metadata of a file of safetensors, which are at its beginning, have it, too."""
+
+_METADATA = {"pytest_gpumem": _MARK.decode()}
 
 _LOOKED_AT = 1 << 24
 """Bytes of a file: its pickle comes first."""
@@ -26,9 +31,10 @@ _LOOKED_AT = 1 << 24
 
 @contextmanager
 def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
-    """Let ``torch.save`` inside write no shapes over a file that holds values; ``note`` is told.
+    """Let ``torch.save`` and safetensors inside write no shapes over a file that holds values.
 
-    Neither does a distributed checkpoint write to a folder that holds one with values.
+    Neither does a distributed checkpoint write to a folder that holds one with values. ``note`` is
+    told.
     """
     save = torch.save
     prepare = FileSystemWriter.prepare_local_plan
@@ -62,7 +68,27 @@ def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
             "shapes to write, and no values"
         )
 
+    def serializing(serialize: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(serialize)
+        def call(tensors: Any, filename: Any, metadata: Any = None) -> None:
+            if not gives_no_values():
+                serialize(tensors, filename, metadata=metadata)
+                return
+            path = Path(filename)
+            if not path.is_file() or _has_no_values(path):
+                serialize(tensors, filename, metadata={**(metadata or {}), **_METADATA})
+                return
+            note(
+                f"safetensors at {callers_line()} has left {path.name} as it was: a simulated GPU "
+                "has shapes to write, and no values"
+            )
+
+        return call
+
     with pytest.MonkeyPatch.context() as patches:
+        if find_spec("safetensors") is not None:
+            module = importlib.import_module("safetensors.torch")
+            patches.setattr(module, "serialize_file", serializing(module.serialize_file))
         for place in (torch, torch.serialization):
             patches.setattr(place, "save", keeping)
         patches.setattr(FileSystemWriter, "prepare_local_plan", preparing)

@@ -8,7 +8,7 @@ import pytest
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import Change, block_size, explain
-from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.baseline.explanation import explanation_lines, folded
 
 KIB = 1024
 
@@ -44,6 +44,16 @@ def test_the_state_of_one_optimizer_is_one_line_and_its_sizes_come_on_request() 
 
 
 SIZES = [("head", 4), ("body", 2), ("tail", 1)]
+
+
+def test_blocks_of_lines_that_are_told_as_one_are_added_up() -> None:
+    at = {"site": "net.py:3", "operator": "torch.relu"}
+    lines = [line(2 * KIB, count=2, each=KIB, **at), line(3 * KIB, count=3, each=KIB, **at)]
+    assert folded(lines)[0]["count"] == 5
+    assert folded(lines)[0]["each"] == KIB
+    # Of memory without a count, one block.
+    whole = [line(KIB, count=None, each=KIB, **at), line(2 * KIB, count=2, each=KIB, **at)]
+    assert folded(whole)[0]["count"] == 3
 
 
 def test_one_source_line_by_many_sizes_is_one_line_but_growth_and_shrinking_stay_apart() -> None:

@@ -163,11 +163,12 @@ def test_git_sees_nothing_of_a_lock_nor_of_what_a_killed_writer_left(store: Base
     assert status() == known
 
 
+@pytest.mark.parametrize("answer", ["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EIO"])
 def test_a_lock_of_a_file_system_without_flock_is_a_file_that_names_its_holder(
-    store: BaselineStore, monkeypatch: pytest.MonkeyPatch
+    store: BaselineStore, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     def missing(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(getattr(errno, answer), os.strerror(getattr(errno, answer)))
 
     monkeypatch.setattr("fcntl.flock", missing)
     store.write(T4, MODULE, {"test": entry(1)})

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pytest_gpumem import simulate
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.phases import Bytes, PhaseTracker
 from pytest_gpumem.measurement.witness import Witness
@@ -235,6 +236,13 @@ def test_torch_is_as_it_was_afterwards(tracker: PhaseTracker) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_lazy_module_is_watched_before_it_has_a_shape() -> None:
+    with simulate("T4"):
+        witness = Witness(list)
+        witness.watch(nn.LazyLinear(4).cuda())
+        assert witness.sightings(0) == []
+
+
 @pytest.mark.parametrize("witnesses", [False, True])
 def test_a_module_that_is_compiled_is_one_graph_and_one_phase(
     tracker: PhaseTracker, witnesses: bool

@@ -98,6 +98,10 @@ def test_a_loss_holds_what_its_graph_saved() -> None:
     assert not holds(loss, saved)
 
 
+def test_a_lazy_module_holds_nothing_before_it_has_a_shape() -> None:
+    assert not holds(nn.LazyLinear(4), torch.ones(2))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_a_sparse_tensor_holds_its_values() -> None:
     values = torch.ones(2)

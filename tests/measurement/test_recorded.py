@@ -106,6 +106,20 @@ def test_what_was_reserved_is_known_after_every_allocation_and_free() -> None:
     del small, again
 
 
+def test_what_expandable_segments_map_and_unmap_is_reserved_meanwhile() -> None:
+    with simulate("T4", alloc_conf="expandable_segments:True"):
+        history = RecordedHistory()
+        with history.during("all"):
+            first = torch.empty(20 << 20, dtype=torch.uint8, device="cuda")
+            begin = history.positions()[0]
+            second = torch.empty(40 << 20, dtype=torch.uint8, device="cuda")
+            del second
+            torch.cuda.empty_cache()  # unmaps the pages of the second one
+            third = torch.empty(20 << 20, dtype=torch.uint8, device="cuda")
+            assert list(history.reserved(0, begin)) == [size << 20 for size in (20, 60, 60, 40)]
+    del first, third
+
+
 def test_the_last_failure_has_a_place() -> None:
     with simulate("T4"):
         history = RecordedHistory()

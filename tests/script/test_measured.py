@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -164,6 +165,52 @@ def test_a_checkpoint_that_is_there_is_not_overwritten_by_shapes(
     assert sorted(path.name for path in folder.iterdir()) == [
         *("model.pt", "model.pt.epoch", "new.pt", "script.py"),
     ]
+
+
+def test_neither_is_one_of_safetensors(
+    run: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = folder / "site-packages" / "safetensors"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "torch.py").write_text(SAFETENSORS)
+    (folder / "model.safetensors").write_text("values")
+    monkeypatch.syspath_prepend(package.parent)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ran = run(
+        """
+        import torch
+        from safetensors.torch import save_file
+        weight = torch.rand(3, device="cuda")
+        for name in ("model.safetensors", "new.safetensors", "new.safetensors"):
+            save_file(weight, name)
+        save_file(torch.ones(1), "model.safetensors")
+        """
+    )
+    assert ran.error is None
+    assert (folder / "model.safetensors").read_bytes() == b"None" + bytes([0, 0, 0x80, 0x3F])
+    new = (folder / "new.safetensors").read_bytes()
+    assert new == b"{'pytest_gpumem': 'restore_unknown'}" + b"\xff" * 12
+    assert (
+        "safetensors at script.py:6 has left model.safetensors as it was: a simulated GPU has "
+        "shapes to write, and no values"
+    ) in ran.measurement.notes
+
+
+SAFETENSORS = """
+import ctypes
+
+def serialize_file(tensors, filename, metadata=None):
+    with open(filename, "wb") as file:
+        file.write(str(metadata).encode() + tensors)
+
+def save_file(tensor, filename):
+    tensor = tensor.to("cpu")
+    size = tensor.numel() * tensor.element_size()
+    serialize_file(ctypes.string_at(tensor.data_ptr(), size), filename, metadata=None)
+"""
+"""What matters of safetensors/torch.py: it reads memory at an address and writes it."""
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,8 +11,10 @@ from pytest_gpumem.simulated.execution.shapes import NEW, is_of_lists
 from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import sparse, tables
+from pytest_gpumem.simulated.operators import sparse, sparse_products, tables
 from pytest_gpumem.simulated.operators.rules import BoundRule, Call, on_machine
+
+_SPARSE_PARTS = {**sparse.PARTS, **sparse_products.PARTS}
 
 
 def computing(runner: Runner, func: Any) -> Handler:
@@ -43,7 +45,7 @@ def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool)
     checks = checks_of(func)
     is_checked = not resizes or "out" in func._schema.overload_name
     overload = str(func)
-    parts = sparse.PARTS.get(overload)
+    parts = _SPARSE_PARTS.get(overload)
     takes_lists = is_of_lists(func)
     in_parts = None if parts is None else on_machine(parts, func, machine)
 

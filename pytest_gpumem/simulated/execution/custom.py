@@ -14,13 +14,17 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.utils import has_tensor_arg
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.factories import is_factory
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.execution.shapes import TORCHS_OWN
+from pytest_gpumem.simulated.execution.sized import sized
 from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
+from pytest_gpumem.simulated.operators.rules import on_machine
 
 
 def is_custom(func: Any) -> bool:
@@ -77,11 +81,15 @@ _SIZED_BY_VALUES = "data-dependent shape"
 
 
 def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
-    """``func``, whose own code runs where its shapes alone cannot be told."""
+    """``func``, whose own code runs where its shapes alone cannot be told.
+
+    That of C++ cannot be seen: it is computed on the CPU where the values are known.
+    """
     definition = OPDEFS.get(func._schema.name)
     if definition is None:
-        return shapes_only
-    parts = of_parts(runner, _kernel(definition))
+        by_values = sized(runner, func, _refusing(runner, func))
+    else:
+        by_values = of_parts(runner, _kernel(definition))
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -89,15 +97,32 @@ def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
         except RuntimeError as error:
             if _SIZED_BY_VALUES not in str(error):
                 raise
-        return parts(args, kwargs)
+        return by_values(args, kwargs)
 
     return handle
+
+
+def _refusing(runner: Runner, func: Any) -> Handler:
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise UnknownValueError(runner.unknown(func))
+
+    return refuse
+
+
+def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:
+    """``func`` of tensors on a GPU, where it is known what it is built from."""
+    parts = vision.PARTS.get(str(func))
+    if parts is None:
+        return otherwise
+    built = of_parts(runner, on_machine(parts, func, runner.machine))
+    return lambda args, kwargs: (built if on_gpu(args, kwargs) else otherwise)(args, kwargs)
 
 
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
     """``func``, as somebody has described it; ``undescribed`` runs it where nobody has."""
     schema = func._schema
     undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
+    undescribed = _built(runner, func, undescribed)
 
     def describe(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         description = DESCRIPTIONS.of(schema.name, schema.overload_name)

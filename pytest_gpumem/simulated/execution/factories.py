@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import GPU
 from pytest_gpumem.simulated.machine.placement import source_of_node
 from pytest_gpumem.simulated.machine.values.operator import Operator
-from pytest_gpumem.simulated.operators import tables, transfers
+from pytest_gpumem.simulated.operators import sparse, tables, transfers
 from pytest_gpumem.simulated.operators.rules import Call
 
 _IN_CPP = frozenset(
@@ -99,6 +99,9 @@ def factory(runner: Runner, func: Any) -> Handler:
             shapes_only = {**kwargs, "generator": None}
         if copies and not raw.is_meta(args[0]):
             running.operator = FROM_HOST
+        if copies and sparse.is_sparse(args[0]):
+            with runner.mode:
+                return sparse.converted(args[0], kwargs.get("dtype"))
         result = make(args, shapes_only)
         runner.adopt(result, device)
         if copies and runner.storages.of(args[0]) is None:

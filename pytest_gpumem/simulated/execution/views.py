@@ -1,12 +1,14 @@
-"""Operators that return views of their arguments: nothing is allocated."""
+"""Operators that return views of their arguments: nothing is allocated, but of sparse ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pytest_gpumem.simulated.execution.composites import followed
-from pytest_gpumem.simulated.execution.runner import Runner
+from pytest_gpumem.simulated.execution.composites import followed, of_parts
+from pytest_gpumem.simulated.execution.runner import CUDA, Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
+from pytest_gpumem.simulated.operators import sparse_products
+from pytest_gpumem.simulated.operators.sparse import is_sparse
 
 
 def makes_views(func: Any) -> bool:
@@ -19,4 +21,14 @@ def makes_views(func: Any) -> bool:
 def views(runner: Runner, func: Any) -> Handler:
     """Run torch's own kernel, and nothing else."""
     run = runner.run
-    return followed(runner, lambda args, kwargs: run(func, args, kwargs))
+    parts = sparse_products.TRANSPOSES.get(str(func))
+    if parts is None:
+        return followed(runner, lambda args, kwargs: run(func, args, kwargs))
+    copied = of_parts(runner, parts)
+
+    def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_sparse(args[0]) and runner.owner(args, kwargs) == CUDA:
+            return copied(args, kwargs)
+        return run(func, args, kwargs)
+
+    return followed(runner, handle)

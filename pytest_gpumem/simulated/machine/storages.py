@@ -28,6 +28,7 @@ MOST_POISONED = 65_536
 
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
+_data_ptr = raw.base("data_ptr")
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
@@ -82,6 +83,8 @@ class Storages:
         that C++ made tensors of. They may stand beside any tensor."""
         self.users_own: dict[int, SimulatedStorage] = {}
         """What operators on ``meta`` made because somebody asked for that."""
+        self.without_values: dict[int, torch.Tensor] = {}
+        """By key of a storage ``on_host``: memory that says so, for who reads it in C."""
         self.taken_back: dict[int, str] = {}
         """What is said to who reads a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
@@ -152,6 +155,15 @@ class Storages:
         record.nbytes = made.untyped_storage().nbytes() if large else 0
         return made
 
+    def address_without_values(self, storage: torch.UntypedStorage) -> int:
+        """Return where the bytes of ``storage``, of unknown values, are no number of any type."""
+        made = self.without_values.get(storage._cdata)
+        if made is None:
+            with torch._C._DisableTorchDispatch():
+                made = torch.full((storage.nbytes(),), _NO_NUMBER, dtype=torch.uint8, device="cpu")
+            self.without_values[storage._cdata] = made
+        return int(_data_ptr(made))
+
     def is_untouched(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a CPU tensor whose memory was asked for and never used."""
         record = self.on_host.get(storage_key(tensor)) if self.on_host else None
@@ -159,7 +171,9 @@ class Storages:
 
     def forget_on_host(self, tensor: torch.Tensor) -> None:
         """Let ``tensor``, a CPU tensor, have values again."""
-        self.on_host.pop(tensor.untyped_storage()._cdata, None)
+        key = tensor.untyped_storage()._cdata
+        self.on_host.pop(key, None)
+        self.without_values.pop(key, None)
 
     def adopt(self, tensor: torch.Tensor, device: Device) -> None:
         """Allocate a block on ``device`` for ``tensor``'s storage unless it has one."""
@@ -236,6 +250,7 @@ class Storages:
         for among in (self.on_host, self.numbers, self.users_own):
             if among.get(record.key) is record:
                 del among[record.key]
+                self.without_values.pop(record.key, None)
 
     def _release(self, record: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(record, SimulatedStorage)

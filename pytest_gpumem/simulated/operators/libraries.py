@@ -26,7 +26,8 @@ def _is_one_call(dims: Sequence[int]) -> bool:
     return len(dims) <= _DIMS_AT_ONCE and tuple(dims[:2]) != (0, 1)
 
 
-def _unknown(gpu: GPU, library: str, operator: str) -> None:
+def leave_out(gpu: GPU, library: str, operator: str) -> None:
+    """Say that the workspace of ``library`` is in no number."""
     gpu.simulation.note(
         f"{library}'s workspace for {operator} is not known and left out: "
         f"the peak can be higher on a GPU"
@@ -34,26 +35,26 @@ def _unknown(gpu: GPU, library: str, operator: str) -> None:
 
 
 def _complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
-    _unknown(gpu, "cuFFT", "fft")
+    leave_out(gpu, "cuFFT", "fft")
     if len(dim) > _DIMS_AT_ONCE:
         # The calls go to and fro between two results.
         passing(gpu, result.nbytes)
 
 
 def _to_complex(gpu: GPU, dim: Sequence[int], result: Tensor) -> None:
-    _unknown(gpu, "cuFFT", "rfft")
+    leave_out(gpu, "cuFFT", "rfft")
     if not _is_one_call(dim) and len(dim) > 1:
         passing(gpu, result.nbytes)
 
 
 def _to_real(gpu: GPU, self: Tensor) -> None:
     # The library overwrites its input.
-    _unknown(gpu, "cuFFT", "irfft")
+    leave_out(gpu, "cuFFT", "irfft")
     passing(gpu, self.nbytes)
 
 
 def _solved_by_library(operator: str) -> Rule:
-    return Rule(after=lambda gpu: _unknown(gpu, "cuSOLVER", operator))
+    return Rule(after=lambda gpu: leave_out(gpu, "cuSOLVER", operator))
 
 
 _SOLVERS = (

@@ -1,12 +1,14 @@
 """Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
 
 What ``meta`` has for them gets shapes wrong: a clone, a copy and a sum have no elements there. What
-is not here has no shapes on ``meta`` either, and is refused by name: products, among others.
+is not here has no shapes on ``meta`` either, and is refused by name. Products are in
+``sparse_products``.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),
 SparseTensorMath.cpp (intersection_binary_op_sparse_dense_out, add_sparse), FlattenIndicesCommon.h,
 cuda/SparseCUDATensor.cu (_coalesce_sparse_cuda) and SparseCUDATensorMath.cu (add_out_sparse_cuda,
 add_out_dense_sparse_cuda), native/TensorConversions.cpp (dense_to_sparse, sparse_to_dense),
+native/EmbeddingBag.cpp (_embedding_bag_sparse_backward, apply_bag_size_backward),
 torch/csrc/autograd/functions/accumulate_grad.h, of torch 2.6.
 """
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 _aten = torch.ops.aten
 _ACCUMULATED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _ACCUMULATES = Operator.of(_aten.index_put_.default)
+_MEAN = 1
+"""The mode of a bag whose rows are averaged."""
 _MERGE_SORT_TILE = 256 * 8
 """Threads and 8-byte keys of each: cub/device/dispatch/dispatch_merge_sort.cuh."""
 
@@ -70,9 +74,13 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
             f"copy_ between a sparse and a dense tensor at {user_line()} cannot run on a simulated "
             "GPU"
         )
-    values = source._values().to(target.dtype, copy=True)
-    copied = _made(source._indices().clone(), values, source, coalesced=source.is_coalesced())
-    return _become(target, copied)
+    return _become(target, converted(source, target.dtype))
+
+
+def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy of ``tensor`` with elements of ``dtype``, or of its own type."""
+    values = tensor._values().to(dtype or tensor.dtype, copy=True)
+    return _made(tensor._indices().clone(), values, tensor, coalesced=tensor.is_coalesced())
 
 
 def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:
@@ -229,7 +237,7 @@ def _to_sparse(
 
 def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
     if is_sparse(self):
-        raise _refusal("sparse_mask of a sparse tensor")
+        raise refusal("sparse_mask of a sparse tensor")
     if self.shape != mask.shape:
         raise RuntimeError(
             "sparse_mask(): operands have incompatible sizes; self has size "
@@ -246,11 +254,11 @@ def _sparse_mask(self: Tensor, mask: Tensor) -> Tensor:
 def _mul(self: Tensor, other: Tensor) -> Tensor:
     sparse, factor = (self, other) if is_sparse(self) else (other, self)
     if is_sparse(factor):
-        raise _refusal("mul of two sparse tensors")
+        raise refusal("mul of two sparse tensors")
     values = sparse._values()
     if isinstance(factor, Tensor) and factor.dim():
         if factor.shape != sparse.shape:
-            raise _refusal("mul of a sparse and a dense tensor of other sizes")
+            raise refusal("mul of a sparse and a dense tensor of other sizes")
         factor = factor[tuple(sparse._indices().unbind(0))]
     indices = sparse._indices().clone()
     return _made(indices, torch.mul(factor, values), sparse, coalesced=sparse.is_coalesced())
@@ -280,13 +288,42 @@ def _sum(self: Tensor, dtype: torch.dtype | None) -> Tensor:
     return self._values().sum(dtype=dtype)
 
 
-def _refusal(what: str) -> UnsupportedOperatorError:
+def refusal(what: str) -> UnsupportedOperatorError:
+    """The refusal of ``what``, which sparse tensors can do on a GPU."""
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
+
+
+def _bag_gradient(
+    grad: Tensor,
+    indices: Tensor,
+    offset2bag: Tensor,
+    bag_size: Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    per_sample_weights: Tensor | None,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Of ``EmbeddingBag(sparse=True)``: a row for each index."""
+    rows = grad.index_select(0, offset2bag)
+    if mode == _MEAN:
+        sizes = bag_size.to(rows.dtype)
+        inverted = torch.empty_like(sizes).fill_(1).div_(sizes)
+        shares = inverted.unsqueeze(1).index_select(0, offset2bag)
+        del inverted, sizes
+        rows *= shares
+        del shares
+    if per_sample_weights is not None:
+        rows.mul_(per_sample_weights.unsqueeze(1))
+    made: Tensor = _aten.embedding_sparse_backward(
+        rows, indices, num_weights, padding_idx, scale_grad_by_freq
+    )
+    return made
 
 
 def _refused(name: str) -> Composite:
     def refuse() -> Tensor:
-        raise _refusal(f"{name} of a sparse tensor")
+        raise refusal(f"{name} of a sparse tensor")
 
     return refuse
 
@@ -296,6 +333,7 @@ PARTS: dict[str, Composite] = {
     "aten.add_.Tensor": _add_,
     "aten.clone.default": _clone,
     "aten._coalesce.default": _coalesce,
+    "aten._embedding_bag_backward.default": _bag_gradient,
     "aten.div.Tensor": _div,
     "aten.div_.Tensor": _in_place(_div),
     "aten.mul.Tensor": _mul,
@@ -314,6 +352,12 @@ PARTS: dict[str, Composite] = {
 """By overload, where an argument is sparse, or the result is."""
 
 
+_SPARSE_OF_BAGS = 9
+"""The argument of ``_embedding_bag_backward`` that asks for a sparse gradient."""
+
+
 def is_in_parts(name: str, args: tuple[Any, ...]) -> bool:
     """Whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
+    if name == "aten._embedding_bag_backward.default":
+        return bool(args[_SPARSE_OF_BAGS])
     return any(map(is_sparse, args)) or name.startswith("aten._to_sparse")

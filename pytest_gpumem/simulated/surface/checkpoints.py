@@ -40,6 +40,11 @@ def loading_on(machine: SimulatedMachine) -> Iterator[None]:
         _machine = before
 
 
+def gives_no_values() -> bool:
+    """Whether safetensors has been given memory, still alive, of what has no values."""
+    return _machine is not None and bool(_machine.storages.without_values)
+
+
 class SavedStorage:
     """A storage in a file: tensors that share it do so again when they are loaded."""
 

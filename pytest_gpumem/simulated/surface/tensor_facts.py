@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
 from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
@@ -60,6 +62,9 @@ class TensorFacts:
     def data_ptr(self, tensor: torch.Tensor) -> int:
         block = self._block(tensor)
         if block is None:
+            if self._storages.is_on_host(tensor) and _is_asked_to_save():
+                offset = int(tensor.storage_offset()) * tensor.element_size()
+                return self._without_values(tensor.untyped_storage()) + offset
             self._refuse_on_host(tensor, "data_ptr()")
             return int(_data_ptr(tensor))
         self._storages.refuse_taken_back(block.key)
@@ -71,9 +76,18 @@ class TensorFacts:
             self._storages.refuse_taken_back(block.key)
             return block.pointer
         if storage._cdata in self._storages.on_host:
-            # There is nothing to be read there: safetensors and ctypes would take it for empty.
+            if _is_asked_to_save():
+                return self._without_values(storage)
+            # There is nothing to be read there: ctypes would take it for empty.
             raise UnknownValueError(self._unknown("data_ptr()"))
         return self._storage_data_ptr(storage)
+
+    def _without_values(self, storage: torch.UntypedStorage) -> int:
+        self._machine.note(
+            f"safetensors at {callers_line()} wrote the shapes of tensors and no values: what it "
+            f"wrote is no number"
+        )
+        return self._storages.address_without_values(storage)
 
     def repr(self, tensor: torch.Tensor, **kwargs: Any) -> str:
         device = self.device(tensor)
@@ -106,6 +120,15 @@ class TensorFacts:
 
     def _unknown(self, read: str) -> str:
         return self._values.refusal(f"{read} at {user_line()} depends on")
+
+
+def _is_asked_to_save() -> bool:
+    """Whether safetensors asks, which writes what it finds at an address (safetensors/torch.py)."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    asking = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return asking.partition(".")[0] == "safetensors"
 
 
 def _contents(values: torch.Tensor) -> str:

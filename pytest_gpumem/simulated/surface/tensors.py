@@ -15,6 +15,8 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.surface.tensor_moves import TensorMoves
 from pytest_gpumem.simulated.surface.tensor_reads import TensorReads
 
+_LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
+
 
 class _Tensors(TensorMoves, TensorReads):
     """All that is replaced."""
@@ -46,10 +48,11 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         "__repr__": surface.repr,
     }.items():
         # A plain function binds to the tensor; a bound method would not.
-        patches.plan(tensor, name, _as_function(method))
+        patches.plan(tensor, name, _as_function(method, getattr(tensor, name)))
     patches.plan(tensor, "__new__", staticmethod(_new))
     patches.plan(torch, "_has_compatible_shallow_copy_type", surface.shallow_copies)
-    patches.plan(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr))
+    address = torch.UntypedStorage.data_ptr
+    patches.plan(torch.UntypedStorage, "data_ptr", _as_function(surface.storage_data_ptr, address))
 
 
 def _attribute(name: str, get: Callable[..., Any], write: Any = None) -> property:
@@ -63,15 +66,29 @@ def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
     return made if type(made) is kind else made.as_subclass(kind)
 
 
-def _as_function(method: Any) -> Any:
+def _as_function(method: Any, replaced: Any) -> Any:
+    """``method`` as a function that takes the place of ``replaced``."""
+
     def call(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if (
-            tensor.__class__ not in raw.PLAIN
-            and has_torch_function_unary(tensor)
-            and not is_lazy(tensor)
-        ):
+        if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):
+            if is_lazy(tensor):
+                return _of_lazy(method, replaced, tensor, args, kwargs)
             # A subclass of the user's own, which may keep its type or do something else.
             return handle_torch_function(call, (tensor,), tensor, *args, **kwargs)
         return method(tensor, *args, **kwargs)
 
     return call
+
+
+def _of_lazy(method: Any, replaced: Any, tensor: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``method`` of a lazy module's parameter or buffer, which knows torch's functions by identity.
+
+    What it allows runs as torch runs it: a buffer stays one, or it could not take its shape later.
+    The rest raises torch's error. Source: torch/nn/parameter.py (UninitializedTensorMixin), torch
+    2.6 to 2.15.
+    """
+    if replaced not in tensor._allowed_methods:
+        return handle_torch_function(replaced, (tensor,), tensor, *args, **kwargs)
+    kind = type(tensor)
+    run = super(_LAZY, kind).__torch_function__
+    return run(method, (kind,), (tensor, *args), kwargs)

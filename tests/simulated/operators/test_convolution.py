@@ -90,6 +90,16 @@ def test_output_then_workspace_then_bias_in_place(on: Any) -> None:
     assert gpu.of(lambda: layer(x)) == [IMAGE, workspace, -workspace]
 
 
+def test_the_workspace_follows_from_both_sides_of_the_kernel(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(1, 16, 128, 128, device="cuda")
+    square, wide = (nn.Conv2d(16, 32, kernel).cuda() for kernel in ((3, 3), (1, 3)))
+    # As recorded in JasperSolt/EoR_NN: weights and their 4x4 tiles, of a kernel of 3x3 alone.
+    assert 51_328 in gpu.of(lambda: square(x))
+    # Of another kernel both operands are transposed.
+    assert 4 * 16 * (128 * 128 + 32 * 3) + 16 in gpu.of(lambda: wide(x))
+
+
 def test_a_volume_of_halves_peaks_at_the_printed_bytes(on: Any) -> None:
     # pytorch#95024: max_memory_allocated and max_memory_reserved.
     on("A100-80GB")

@@ -87,3 +87,24 @@ def test_histc_without_a_range_looks_for_it(on: Any) -> None:
     numbers = torch.rand(100, device="cuda")
     assert gpu.of(lambda: torch.histc(numbers, 10)) == [40, 4, -4, 4, -4]
     assert gpu.of(lambda: torch.histc(numbers, 10, 0, 1)) == [40]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("real_values", [False, True])
+@pytest.mark.parametrize(
+    ("bins", "low", "high", "counts"),
+    [
+        pytest.param(4, 0, 3, [2, 1, 0, 2], id="one bin for each number"),  # 7 is outside
+        # (n - 1) * 3 // 6 of 1, 3, 3 and 7; the last bin takes its upper end, too.
+        pytest.param(3, 1, 7, [1, 2, 1], id="wider bins"),
+        pytest.param(2, 0, 0, [5, 1], id="from the least to the largest"),  # n * 2 // 7
+    ],
+)
+def test_histc_counts_integers(
+    dtype: torch.dtype, real_values: bool, bins: int, low: int, high: int, counts: list[int]
+) -> None:
+    with simulate("T4", real_values=real_values):
+        numbers = torch.tensor([0, 0, 1, 3, 3, 7], device="cuda", dtype=dtype)
+        found = torch.histc(numbers, bins=bins, min=low, max=high)
+        assert found.dtype is dtype
+        assert found.tolist() == counts

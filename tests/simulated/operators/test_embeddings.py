@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from pytest_gpumem import simulate
 from pytest_gpumem.simulated.operators import cub
 
 AMPERE = (8, 0)
@@ -77,3 +78,68 @@ def test_bags_are_added_in_the_same_way(on: Any) -> None:
     events = gpu.of(lambda: torch.autograd.grad(bags, table, gradient))
     assert events[:7] == [8000, 8000, 8000, 1, -1, -8000, 5000 * 64 * 4]
     assert (1000 // 10 + 1000) * 64 * 4 in events
+
+
+def bag_losses(
+    device: str, *, mode: str, sparse: bool, last: bool, padding: int | None, weighted: bool
+) -> list[float]:
+    """Losses and gradients of two steps, of which the second bag is empty."""
+    table = torch.nn.EmbeddingBag(
+        10, 4, mode=mode, sparse=sparse, include_last_offset=last, padding_idx=padding
+    )
+    with torch.no_grad():
+        table.weight.copy_(torch.arange(40.0).view(10, 4).sin())
+    table = table.to(device)
+    indices = torch.tensor([1, 2, 2, 5, 1, 9, 0, 3], device=device)
+    offsets = torch.tensor([0, 3, 3, 6] + [8] * last, device=device)
+    weights = torch.arange(1.0, 9.0, device=device).requires_grad_() if weighted else None
+    kind: Any = torch.optim.SparseAdam if sparse else torch.optim.SGD
+    optimizer = kind(table.parameters(), lr=0.1)
+    seen = []
+    for _ in range(2):
+        loss = table(indices, offsets, per_sample_weights=weights).pow(2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert table.weight.grad is not None
+        seen += [loss.item(), *table.weight.grad.to_dense().flatten().tolist()]
+    return seen if weights is None or weights.grad is None else [*seen, *weights.grad.tolist()]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize(
+    ("mode", "sparse", "weighted"),
+    [
+        *(("sum", False, False), ("sum", True, False), ("sum", False, True), ("sum", True, True)),
+        *(("mean", False, False), ("mean", True, False), ("max", False, False)),
+    ],
+)
+def test_bags_are_trained_with_real_values(
+    mode: str, sparse: bool, weighted: bool, last: bool, padding: int | None
+) -> None:
+    case: Any = {
+        "mode": mode,
+        "sparse": sparse,
+        "weighted": weighted,
+        "last": last,
+        "padding": padding,
+    }
+    expected = bag_losses("cpu", **case)
+    with simulate("T4", real_values=True):
+        found = bag_losses("cuda", **case)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_sparse_gradient_of_bags_has_a_row_for_each_index(on: Any, mode: str) -> None:
+    gpu = on("A100-40GB", "2.13")
+    table = torch.nn.EmbeddingBag(5000, 64, mode=mode, sparse=True).cuda()
+    bags = table(torch.zeros(100, 10, dtype=torch.long, device="cuda"))
+    gradient = torch.ones_like(bags)
+    events = gpu.of(lambda: torch.autograd.grad(bags, table.weight, gradient, retain_graph=True))
+    # The sizes of 100 bags, as numbers and inverted, and the share of each of 1000 rows.
+    shares = [400, 400, 4000, -400, -400, -4000] if mode == "mean" else []
+    assert events == [100 * 10 * 64 * 4, *shares]

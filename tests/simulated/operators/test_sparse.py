@@ -47,6 +47,13 @@ def test_values_follow(gpu: Any) -> None:
     assert sparse.clone()._values().tolist() == [1.0, 5.0]
 
 
+def test_elements_of_another_type_are_as_many(gpu: Any) -> None:
+    half = on_cuda().half()
+    assert (half.dtype, half.is_coalesced()) == (torch.half, False)
+    assert half._values().tolist() == [1.0, 2.0, 3.0]
+    assert half.coalesce().to("cuda", torch.float64).to_dense().tolist() == DENSE
+
+
 def test_a_dense_tensor_becomes_sparse(gpu: Any) -> None:
     sparse = torch.tensor(DENSE, device="cuda").to_sparse()
     assert (sparse.is_coalesced(), sparse._indices().tolist()) == (True, [[0, 2], [1, 0]])
@@ -144,7 +151,7 @@ def test_without_indices_nobody_knows_how_many_there_are() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda sparse: sparse @ torch.ones(3, 3, device="cuda"),
+        lambda sparse: sparse @ sparse,
         lambda sparse: sparse * sparse,
         lambda sparse: torch.isinf(sparse),
         lambda sparse: torch.add(sparse, sparse, out=sparse),

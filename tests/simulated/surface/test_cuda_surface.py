@@ -176,6 +176,21 @@ def test_modules_move_by_number_and_lazy_ones_before_they_have_a_shape() -> None
             nn.LazyLinear(4).cuda().cpu()
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_a_lazy_module_s_buffers_stay_lazy_until_its_first_call(half: bool) -> None:
+    with simulate("T4"):
+        norm = nn.LazyBatchNorm2d().to("cuda")
+        norm = norm.half() if half else norm
+        assert type(norm.running_mean) is nn.UninitializedBuffer
+        with pytest.raises(ValueError, match="uninitialized parameter in <method 'numpy'"):
+            norm.weight.numpy()
+        norm(torch.ones(2, 3, 4, 4, device="cuda", dtype=torch.half if half else None))
+
+        assert [tuple(one.shape) for one in (norm.weight, norm.running_mean)] == [(3,), (3,)]
+        assert norm.running_mean.is_cuda
+        assert norm.running_mean.dtype is (torch.half if half else torch.float32)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("real_values", [False, True])
 def test_sparse_tensors_move_to_the_gpu_in_parts(real_values: bool) -> None:

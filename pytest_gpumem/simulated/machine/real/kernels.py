@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.machine.real import convolutions as real_convolutions
+from pytest_gpumem.simulated.machine.real import counting as real_counting
+from pytest_gpumem.simulated.machine.real import embeddings as real_embeddings
 from pytest_gpumem.simulated.machine.real import recurrent
 from pytest_gpumem.simulated.machine.real import sync_batch_norm as real_sync_batch_norm
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD, leaf, with_autograd
@@ -284,6 +286,8 @@ def _fused_rms_norm_backward(
 
 KERNELS: dict[str, Callable[..., Any]] = {
     **real_convolutions.KERNELS,
+    **real_counting.KERNELS,
+    **real_embeddings.KERNELS,
     **real_sync_batch_norm.KERNELS,
     **recurrent.KERNELS,
     "aten::_scaled_dot_product_flash_attention": _flash,

@@ -18,7 +18,8 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
     """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
     offset = tensor.storage_offset()
     if base.dtype == tensor.dtype:
-        view = _as_strided(base, tensor.shape, tensor.stride(), offset)
+        # A lazy module's buffer refuses to say its shape.
+        view = _as_strided(base, tensor.size(), tensor.stride(), offset)
     else:
         view = _empty(0, dtype=tensor.dtype, device=CPU)
         view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())

@@ -145,7 +145,8 @@ class _Calls:
 
 
 def _has_formula(func: Any) -> bool:
-    return func._schema.name in _WITH_FORMULA and "out" not in func._schema.overload_name
+    schema = getattr(func, "_schema", None)  # a function of Python stands for what has parts
+    return schema is not None and schema.name in _WITH_FORMULA and "out" not in schema.overload_name
 
 
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
