@@ -26,6 +26,7 @@ def unchanged(sent: Sent) -> None:
 
 
 def reduced(sent: Sent) -> None:
+    """A reduction: every rank has the same values."""
     for tensor in sent.written:
         if sent.operation == "SUM":
             tensor.mul_(sent.size)
@@ -39,6 +40,7 @@ def exchanged(sent: Sent) -> None:
 
 
 def gathered(sent: Sent) -> None:
+    """A gather: every rank sends the same values."""
     parts = len(sent.written) // len(sent.read)
     for position, tensor in enumerate(sent.written):
         source = sent.read[position // parts]

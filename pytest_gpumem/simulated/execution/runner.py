@@ -147,6 +147,7 @@ class Runner:
     def owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Whose memory the tensors among the arguments stand for."""
         owner = None
+        is_number = False
         machine = self.machine
         of = self.storages.of
         first = args[0] if args and not machine.has_real_meta else None
@@ -159,12 +160,14 @@ class Runner:
                 return CUDA
             if self.storages.is_on_host(tensor):
                 owner = HOST
-            elif machine.has_real_meta and raw.is_meta(tensor):
-                if storage_key(tensor) not in self.storages.numbers:
+            elif raw.is_meta(tensor):
+                if storage_key(tensor) in self.storages.numbers:
+                    is_number = True
+                elif machine.has_real_meta:
                     machine.here.on_meta = True
-                elif not machine.here.on_meta:
-                    # C++ made it for the CUDA tensors of the operator before, as quantile() does.
-                    return CUDA
+        if owner is None and is_number and not machine.here.on_meta:
+            # C++ made it for the CUDA tensors of the operator before, as quantile() does.
+            return CUDA
         return owner
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:

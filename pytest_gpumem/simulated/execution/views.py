@@ -21,14 +21,21 @@ def makes_views(func: Any) -> bool:
 def views(runner: Runner, func: Any) -> Handler:
     """Run torch's own kernel, and nothing else."""
     run = runner.run
+    machine = runner.machine
+
+    def viewed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if machine.has_real_meta:
+            runner.owner(args, kwargs)  # numbers that C++ makes next are of the same device
+        return run(func, args, kwargs)
+
     parts = sparse_products.TRANSPOSES.get(str(func))
     if parts is None:
-        return followed(runner, lambda args, kwargs: run(func, args, kwargs))
+        return followed(runner, viewed)
     copied = of_parts(runner, parts)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_sparse(args[0]) and runner.owner(args, kwargs) == CUDA:
             return copied(args, kwargs)
-        return run(func, args, kwargs)
+        return viewed(args, kwargs)
 
     return followed(runner, handle)

@@ -181,3 +181,21 @@ def test_under_vmap_a_cuda_tensor_says_so() -> None:
 
         assert torch.vmap(row)(torch.ones(4, 4, device="cuda")).is_cuda
         assert seen == [True]
+
+
+def test_a_number_of_an_operator_is_where_its_tensors_are() -> None:
+    """``quantile`` makes a tensor of its number, and others of that: ATen/native/Sorting.cpp."""
+    with simulate("T4"):
+        x = torch.randn(4096, device="cuda")
+        assert torch.quantile(x, 0.5).is_cuda
+        assert torch.quantile(torch.randn(8, device="meta"), 0.5).is_meta
+        assert torch.quantile(x, 0.5).is_cuda
+        assert torch.quantile(torch.randn(8, device="meta"), 0.5).is_meta
+
+
+def test_training_makes_no_meta_tensors_of_the_users_own() -> None:
+    with simulate("T4") as gpu:
+        layer = nn.TransformerEncoderLayer(64, 4, batch_first=True).cuda()
+        layer(torch.randn(4, 32, 64, device="cuda")).sum().backward()
+        assert not gpu._gpu.simulation.has_real_meta
+        assert not gpu._gpu.simulation.storages.users_own
