@@ -1,10 +1,7 @@
 """Imports inside a measured test, which keep no tensor of the test alive.
 
-A module is imported once in a process. A frame object that outlives the import refers to the frame
-that called it (``f_back``), and so on up to the test's own; it keeps the local variables of all of
-them alive until the collector runs, or for good. Two kinds of code leave such frames behind: a
-function that has its own frame in a local variable (``wrap`` in torch/fx/_symbolic_trace.py), and
-an exception that is stored or is part of a cycle of references. The first
+A module is imported once in a process, and the frames that its import leaves behind keep local
+variables of the test alive (:class:`~pytest_gpumem.garbage.FramesLetGo`). The first
 ``torch.utils.checkpoint.checkpoint`` of a process imports ``torch._dynamo`` with its input in
 reach (``inner`` in torch/_compile.py). The test that happens to be the first would then need more
 memory than the same test later.
@@ -14,18 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from gc import get_objects, get_stats
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from itertools import chain
 from threading import get_ident
-from types import FrameType, ModuleType
+from types import ModuleType
 
-_YOUNG = (0, 1)
-"""Generations that have all objects made since a test began, unless the oldest was collected."""
-
-_OLDEST = 2
+from pytest_gpumem.garbage import FramesLetGo
 
 
 @contextmanager
@@ -103,37 +95,8 @@ class _TidyLoader(Loader):
             module.__loader__ = self._loader
         thread = get_ident()
         self._busy.add(thread)
-        collected = get_stats()[-1]["collections"]
         try:
-            self._loader.exec_module(module)
+            with FramesLetGo():
+                self._loader.exec_module(module)
         finally:
             self._busy.discard(thread)
-        is_young = get_stats()[-1]["collections"] == collected
-        _let_go_of(sys._getframe(), _YOUNG if is_young else (*_YOUNG, _OLDEST))
-
-
-def _let_go_of(importing: FrameType, generations: Sequence[int]) -> None:
-    """Clear the frames below ``importing`` that are left, and the tracebacks that hold some."""
-    left: list[FrameType] = []
-    for each in chain.from_iterable(map(get_objects, generations)):
-        # Proxies tell what they stand for: type() asks the object itself.
-        kind = type(each)
-        if kind is FrameType:
-            if _is_below(each, importing):
-                left.append(each)
-        elif issubclass(kind, BaseException):
-            traceback = each.__traceback__
-            if traceback is not None and _is_below(traceback.tb_frame, importing):
-                each.__traceback__ = None
-    for frame in left:
-        with suppress(RuntimeError):  # it runs, in another thread
-            frame.clear()
-
-
-def _is_below(frame: FrameType, importing: FrameType) -> bool:
-    caller = frame.f_back
-    while caller is not None:
-        if caller is importing:
-            return True
-        caller = caller.f_back
-    return False

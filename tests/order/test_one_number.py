@@ -92,7 +92,12 @@ class Corpus:
         ran = subprocess.run(
             [str(quick("plain")), *arguments, *ALWAYS],
             cwd=self._folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_paths(self._folder))},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(_paths(self._folder)),
+                # The first run compiles, and the others find what it has compiled.
+                "TORCHINDUCTOR_CACHE_DIR": str(self._folder.parent / "inductor"),
+            },
             capture_output=True,
             text=True,
         )

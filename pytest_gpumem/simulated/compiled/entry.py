@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pytest_gpumem.garbage import FramesLetGo
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import LateImports
@@ -290,7 +291,7 @@ class Compilation:
                 if not rest:
                     self._say_eager(_GOES_ON)
                     return ConvertFrameReturn()
-                with self._tracer().entered():
+                with FramesLetGo(), self._tracer().entered():
                     try:
                         return compile(code, *args, **kwargs)
                     except InternalTorchDynamoError as error:

@@ -1,0 +1,82 @@
+"""What code leaves behind keeps no local variable of its caller alive."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pytest_gpumem.garbage import FramesLetGo
+
+
+class Anything:
+    """What can be referred to weakly."""
+
+
+@pytest.fixture(autouse=True)
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+def keep_own_frame() -> None:
+    frame = inspect.currentframe()
+    assert frame is not None
+
+
+def keep_an_exception() -> None:
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        kept = error
+    assert kept
+
+
+def called(function: Callable[[], None]) -> weakref.ref[Anything]:
+    variable = Anything()
+    with FramesLetGo():
+        function()
+    return weakref.ref(variable)
+
+
+def called_as_it_is(function: Callable[[], None]) -> weakref.ref[Anything]:
+    variable = Anything()
+    function()
+    return weakref.ref(variable)
+
+
+@pytest.mark.parametrize("function", [keep_own_frame, keep_an_exception])
+def test_a_variable_of_the_caller_dies_with_it(function: Callable[[], None]) -> None:
+    assert called(function)() is None
+    assert called_as_it_is(function)() is not None
+
+
+def test_frames_of_others_are_left_alone() -> None:
+    keep_own_frame()
+    frames = [each for each in gc.get_objects(0) if inspect.isframe(each)]
+    mine = [each for each in frames if each.f_code is keep_own_frame.__code__]
+    with FramesLetGo():
+        pass
+    assert [set(each.f_locals) for each in mine] == [{"frame"}]
+
+
+def test_a_generator_goes_on() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    with FramesLetGo():
+        generator = numbers()
+        assert next(generator) == 1
+    assert next(generator) == 2
+
+
+def test_an_exception_keeps_its_traceback_where_it_is_raised() -> None:
+    with pytest.raises(ValueError, match="no") as raised, FramesLetGo():
+        raise ValueError("no")
+    assert raised.traceback
