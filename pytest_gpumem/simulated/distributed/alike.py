@@ -26,6 +26,7 @@ def unchanged(sent: Sent) -> None:
 
 
 def reduced(sent: Sent) -> None:
+    """Equal values are added up; other reductions leave them as they are."""
     for tensor in sent.written:
         if sent.operation == "SUM":
             tensor.mul_(sent.size)
@@ -39,6 +40,7 @@ def exchanged(sent: Sent) -> None:
 
 
 def gathered(sent: Sent) -> None:
+    """Every part is what this rank sends."""
     parts = len(sent.written) // len(sent.read)
     for position, tensor in enumerate(sent.written):
         source = sent.read[position // parts]

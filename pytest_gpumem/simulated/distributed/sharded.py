@@ -53,9 +53,7 @@ def plan(patches: Patches) -> None:
     """Let these modules compare where memory of the host lies, whose values nobody knows."""
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
-            value
-            for each, name, value in patches.planned
-            if each is owner and name == "data_ptr"
+            value for each, name, value in patches.planned if each is owner and name == "data_ptr"
         ]
         # A world that begins later has patches of its own, and finds the others applied.
         shown = planned[-1] if planned else owner.data_ptr

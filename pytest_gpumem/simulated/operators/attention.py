@@ -146,9 +146,7 @@ def _flash_outputs(gpu: GPU, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
         yield result[7]
 
 
-def efficient_outputs(
-    gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]
-) -> Iterator[Tensor]:
+def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
     """The outputs of the memory efficient kernel that are on the device.
 
     Since 2.15 seed and offset are there, and come first, where there is no dropout; with dropout

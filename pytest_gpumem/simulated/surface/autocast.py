@@ -36,7 +36,8 @@ def plan(cache: CastCache, patches: Patches) -> None:
         cache.clear()
         clear()
 
-    enter, leave = autocast.__enter__, autocast.__exit__
+    enter: Any = autocast.__enter__
+    leave: Any = autocast.__exit__
 
     @wraps(enter)
     def __enter__(context: Any) -> Any:  # noqa: N807  # the method that it stands for
