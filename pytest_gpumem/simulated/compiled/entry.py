@@ -29,7 +29,7 @@ from pytest_gpumem.simulated.common.callsite import is_own, user_line
 from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import trace_log
+from pytest_gpumem.simulated.compiled import streams, trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
@@ -284,18 +284,30 @@ class Compilation:
     def _compiling(self, compile: Callable[..., Any]) -> Callable[..., Any]:
         def _compile(code: CodeType, *args: Any, **kwargs: Any) -> Any:
             _compiled[code] = weakref.ref(self)
-            from torch._dynamo.exc import InternalTorchDynamoError
+            from torch._dynamo.exc import InternalTorchDynamoError, TorchRuntimeError
             from torch._dynamo.types import ConvertFrameReturn
 
             with self._resting() as rest:
                 if not rest:
                     self._say_eager(_GOES_ON)
                     return ConvertFrameReturn()
-                with FramesLetGo(), self._tracer().entered():
+                with (
+                    FramesLetGo(),
+                    self._tracer().entered(),
+                    streams.refused() as refusals,
+                ):
                     try:
                         return compile(code, *args, **kwargs)
-                    except InternalTorchDynamoError as error:
-                        not_followed(self._machine, error, refuses=self._how == ALWAYS)
+                    except (InternalTorchDynamoError, TorchRuntimeError) as error:
+                        if not refusals and isinstance(error, TorchRuntimeError):
+                            raise  # it is the user's
+                        self._ran_eagerly = True
+                        # Neither gets a name: it would keep what the frames hold.
+                        not_followed(
+                            self._machine,
+                            CompiledCodeError(refusals[0]) if refusals else error,
+                            refuses=self._how == ALWAYS,
+                        )
             return ConvertFrameReturn()
 
         return _compile

@@ -26,7 +26,7 @@ def unchanged(sent: Sent) -> None:
 
 
 def reduced(sent: Sent) -> None:
-    """A reduction: every rank has the same values."""
+    """Equal values are added up; other reductions leave them as they are."""
     for tensor in sent.written:
         if sent.operation == "SUM":
             tensor.mul_(sent.size)
@@ -40,7 +40,7 @@ def exchanged(sent: Sent) -> None:
 
 
 def gathered(sent: Sent) -> None:
-    """A gather: every rank sends the same values."""
+    """Every part is what this rank sends."""
     parts = len(sent.written) // len(sent.read)
     for position, tensor in enumerate(sent.written):
         source = sent.read[position // parts]

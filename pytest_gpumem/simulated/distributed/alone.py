@@ -60,8 +60,7 @@ class Alone:
         self.patches.apply()
         self._hook = sys.excepthook
         self._others = Groups.of_process()
-        if self._groups is not None:
-            self._groups.take_over(self._others)
+        (self._groups or Groups.of_new_process()).take_over(self._others)
 
     def _end(self) -> None:
         if self._others is None:

@@ -195,7 +195,7 @@ class Membership:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._groups = Groups({name: {} for name in _TABLES}, (c10d._World(), 0, None))
+        self._groups = Groups.of_new_process()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -234,6 +234,11 @@ class Groups(NamedTuple):
 
     tables: Mapping[str, dict[Any, Any]]
     settings: tuple[Any, ...]
+
+    @classmethod
+    def of_new_process(cls) -> Groups:
+        """Return what it knows in a process that has no group yet."""
+        return cls({name: {} for name in _TABLES}, (c10d._World(), 0, None))
 
     @classmethod
     def of_process(cls) -> Groups:

@@ -205,3 +205,17 @@ def test_sums_of_groups_above_2_gib_are_added_up_in_float32(on: Any) -> None:
     gradient = torch.ones_like(output)
     # One for grad_k and one for grad_v.
     assert gpu.of(lambda: output.backward(gradient)).count(64 * 8448 * 64 * 4) == 2
+
+
+@pytest.mark.parametrize(("version", "random"), [("2.14", []), ("2.15", [8, 8])])
+def test_efficient_attention_without_dropout_has_its_random_state_on_the_device_since_2_15(
+    on: Any, version: str, random: list[int]
+) -> None:
+    """The events of torch 2.15.0+cu132 on an A100; with dropout there is none in any release."""
+    gpu = on("A100-40GB", version)
+    query = torch.zeros(2, 4, 128, 64, device="cuda")
+    out = 2 * 4 * 128 * 64 * 4
+    attend = torch.nn.functional.scaled_dot_product_attention
+    freed = [-size for size in random]
+    assert gpu.of(lambda: attend(query, query, query)) == [*random, out, *freed]
+    assert gpu.of(lambda: attend(query, query, query, dropout_p=0.1)) == [out]

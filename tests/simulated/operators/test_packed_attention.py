@@ -74,8 +74,11 @@ def test_efficient_attention_by_length(gpu: Any) -> None:
     given = q, q, q, None, None, None, -1, -1, 0.0, 1
     # Rows of logsumexp are rounded to 32.
     kept = BATCH * HEADS * 128 * 4
-    assert gpu.of(lambda: _aten._efficient_attention_forward(*given, True)) == [OUT, kept]
-    assert gpu.of(lambda: _aten._efficient_attention_forward(*given, False)) == [OUT]
+    # Since 2.15 the random state is on the device where there is no dropout.
+    state = [8, 8] if torch.__version__ >= "2.15" else []
+    forward = _aten._efficient_attention_forward
+    assert gpu.of(lambda: forward(*given, True)) == [*state, OUT, kept]
+    assert [each for each in gpu.of(lambda: forward(*given, False)) if each > 0] == [*state, OUT]
     lse, nothing = made(BATCH, HEADS, 128, dtype=torch.float32), torch.Tensor()
     call = q, q, q, q, None, q, None, None, -1, -1, lse, 0.0, nothing, nothing, 1, False
     # 8 pairs, 2 blocks of 64 queries by 1 of keys: 16 bytes and 64 x 64 float32.

@@ -212,3 +212,23 @@ def test_scripted_functions_are_named() -> None:
         (segment,) = torch.cuda.memory._snapshot()["segments"]
     assert segment["blocks"][0]["frames"][0]["name"] == "scripted"
     del x
+
+
+_PARAMETERS = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+
+
+@pytest.mark.skipif("record_cuda" not in _PARAMETERS, reason="came with torch 2.15")
+@pytest.mark.parametrize("enabled", ["all", True])
+def test_recording_without_the_device_allocator_is_off(enabled: Any) -> None:
+    """As seen of torch 2.15.0+cu132: what was recorded goes, and nothing more is recorded."""
+    record = torch.cuda.memory._record_memory_history
+    with simulate("T4"):
+        record(context=None)
+        one = torch.ones(512, device="cuda")
+        record(enabled, record_cuda=False, record_pinned_host_memory=True)
+        two = torch.ones(512, device="cuda")
+        assert snapshot_events() == []
+        record()
+        three = torch.ones(512, device="cuda")
+        assert len(snapshot_events()) == 1
+    del one, two, three
