@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> Answer:
     found = layers_of_target(arguments.target, arguments.gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     return Answer(
-        _csv_lines(shown) if arguments.csv else lines(arguments.target, shown, terminal_width()),
+        _csv_lines(shown)
+        if arguments.csv
+        else lines(arguments.target, shown, terminal_width(), gpu=arguments.gpu),
         lambda: [layer.to_dict() for layer in shown],
     )
 
@@ -79,7 +81,9 @@ def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()
         raise TargetError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
-def lines(target: str, layers: Sequence[Layer], width: int = UNLIMITED) -> Iterator[str]:
+def lines(
+    target: str, layers: Sequence[Layer], width: int = UNLIMITED, *, gpu: str = "GPU"
+) -> Iterator[str]:
     """Yield what the command prints; a narrow terminal gets fewer columns."""
     model = layers[0]
     yield (
@@ -90,6 +94,13 @@ def lines(target: str, layers: Sequence[Layer], width: int = UNLIMITED) -> Itera
     rows = [_GROUPS, tuple(title.partition(",")[0] for title in HEADER), *map(_row, layers)]
     yield from table(rows, left=range(_TEXTS), given_up=_GIVEN_UP, width=width)
     yield ""
+    if not (model.training.peak or model.inference.peak):
+        yield from wrap(
+            f"nothing was allocated on the simulated {gpu}, as of a model on the CPU: move the "
+            f"model and its inputs there, as .cuda() does",
+            width,
+        )
+        return
     yield from wrap(
         f"the whole model keeps {format_size(model.training.kept)} for backward and peaks at "
         f"{format_size(model.training.peak)} above its parameters and inputs; without gradients it "

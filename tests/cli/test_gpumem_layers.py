@@ -190,3 +190,23 @@ def test_bad_input_is_one_sentence(gpumem: Command, target: str, sentence: str) 
 
 def test_an_unknown_gpu(gpumem: Command) -> None:
     assert "'T5' is not a simulated GPU" in gpumem.refusal("net.py:model", "--gpu", "T5")
+
+
+ON_THE_CPU = """
+    import torch
+    from torch import nn
+
+    def model():
+        return nn.Linear(8, 8), torch.zeros(1, 8)
+"""
+
+
+def test_a_model_on_the_cpu_is_said_to_be_there(gpumem: Command, tmp_path: Path) -> None:
+    (tmp_path / "host.py").write_text(dedent(ON_THE_CPU))
+    _, printed = gpumem("host.py:model")
+    assert " ".join(printed).endswith(
+        "nothing was allocated on the simulated A100-40GB, as of a model on the CPU: move the "
+        "model and its inputs there, as .cuda() does"
+    )
+    assert "keeps 0 B" not in " ".join(printed)
+    assert "nothing was allocated" not in " ".join(gpumem("net.py:model")[1])

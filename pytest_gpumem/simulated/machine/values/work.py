@@ -36,15 +36,27 @@ _WITH_FORMULA = frozenset(
 whose formulas read the values of their arguments. Which have one in the present release is asked
 late: torch imports Triton along with them, where it is installed."""
 
-_PROBES = {torch.float32: 512, torch.float64: 512}
-_PROBE = 256
-"""Rows of the product that measures the host's speed: other types may have no fast kernel."""
+_PROBES = {torch.float32: 512, torch.float64: 512, torch.float16: 256, torch.bfloat16: 256}
+"""Rows of the product that measures the host's speed: halves may have no fast kernel."""
 _TRIES = 3
 
 SHOWN_EVERY = 0.5
 """Seconds between two reports of progress."""
 
-_now = time.perf_counter
+_aten = torch.ops.aten
+_CONVOLUTION_BACKWARD = _aten.convolution_backward.default
+
+_FINE = 1e-4
+"""Seconds: a clock that is coarser cannot time a probe (that of a thread's time on Windows)."""
+
+
+def _own_clock() -> Callable[[], float]:
+    """The time that this thread has computed, which other processes do not change."""
+    fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
+    return time.thread_time if fine else time.perf_counter
+
+
+_now = _own_clock()
 
 
 class Work:
@@ -152,6 +164,14 @@ def _has_formula(func: Any) -> bool:
 def _operations(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     from torch.utils.flop_counter import flop_registry  # imports Triton where it is installed
 
+    if func is _CONVOLUTION_BACKWARD:
+        # Torch's formula takes the weight's gradient for one of all channels by all, whatever the
+        # groups (conv_backward_flop in torch/utils/flop_counter.py, 2.6 to 2.15).
+        gradient, *operands, asked = args
+        forward = flop_registry[_aten.convolution]
+        shapes = operands[0], operands[1], None, *operands[3:]
+        once: int = forward(*shapes, out_val=gradient)
+        return once * int(sum(asked[:2]))
     found = flop_registry.get(func.overloadpacket)
     if found is None:
         return 0
@@ -180,10 +200,13 @@ def _shapes(value: Any) -> Any:
 def speed(dtype: torch.dtype) -> float:
     """Operations of floating point that the CPU does in a second, in products of ``dtype``.
 
-    Measured once in a process, in a few milliseconds.
+    Measured once in a process, in some milliseconds: on one thread, in its own time, and taken for
+    as many threads as torch has. Whatever else runs on the machine changes nothing.
     """
-    size = _PROBES.get(dtype, _PROBE)
-    with torch._C._DisableTorchDispatch(), torch.no_grad():
+    if dtype not in _PROBES:  # as products of 8 bits are computed: in float32
+        return speed(torch.float32)
+    size = _PROBES[dtype]
+    with torch._C._DisableTorchDispatch(), torch.no_grad(), _one_thread() as threads:
         matrix = torch.ones((size, size), device="cpu").to(dtype)
         times = []
         for _ in range(_TRIES):
@@ -193,4 +216,15 @@ def speed(dtype: torch.dtype) -> float:
             except RuntimeError:  # no kernel: it is computed in float32
                 return speed(torch.float32)
             times.append(_now() - start)
-    return 2 * size**3 / max(min(times), 1e-9)
+    return threads * 2 * size**3 / max(min(times), 1e-9)
+
+
+@contextmanager
+def _one_thread() -> Iterator[int]:
+    """Compute on one thread inside; yields how many there are otherwise."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
