@@ -18,8 +18,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m pytest_gpumem.dry", description=__doc__)
     parser.add_argument("--gpu", default=DEFAULT, metavar="MODEL[*N],...")
     parser.add_argument("--print-environment", action="store_true")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="SCRIPT, -m MODULE or -c CODE")
-    options = parser.parse_args()
+    parser.usage = f"{parser.format_usage().split(': ', 1)[1].strip()} SCRIPT | -m MODULE | -c CODE"
+    own, program = _split(sys.argv[1:])
+    options = parser.parse_args(own)
     try:
         variables = environment(options.gpu)
     except (DryError, GpuError) as error:
@@ -29,9 +30,17 @@ def main() -> int:
         for name, value in variables.items():
             print(f"export {name}={shlex.quote(value)}")
         return 0
-    if not options.program:
+    if not program:
         parser.error("no program is named: write a script, -m MODULE or -c CODE")
-    os.execve(sys.executable, [sys.executable, *options.program], {**os.environ, **variables})
+    os.execve(sys.executable, [sys.executable, *program], {**os.environ, **variables})
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Return the options of this command, and the program with its own."""
+    at = 0
+    while at < len(arguments) and arguments[at].startswith(("--", "-h")):
+        at += 2 if arguments[at] == "--gpu" else 1
+    return arguments[:at], arguments[at:]
 
 
 if __name__ == "__main__":
