@@ -128,7 +128,9 @@ def _key(torch: TorchBuild) -> str:
     """Return a hash of all that the result depends on."""
     content = sha256(repr((torch.macros, machine(), _FLAGS)).encode())
     content.update(repr(sorted(torch.symbols)).encode())
-    content.update(repr(sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())).encode())
+    content.update(
+        repr(sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())).encode()
+    )
     for path in sorted(_SOURCE.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     content.update(Path(__file__).read_bytes())

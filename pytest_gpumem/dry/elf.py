@@ -74,7 +74,9 @@ class _Reader:
         )
 
     def _section(self, at: int) -> _Section:
-        _, kind, _, _, offset, size, link, info, _, _ = struct.unpack_from("<IIQQQQIIQQ", self._data, at)
+        _, kind, _, _, offset, size, link, info, _, _ = struct.unpack_from(
+            "<IIQQQQIIQQ", self._data, at
+        )
         return _Section(kind, offset, size, link, info)
 
     def _of_kind(self, kind: int) -> Iterator[tuple[_Section, _Section]]:

@@ -18,6 +18,9 @@ MODELS = "PYTEST_GPUMEM_DRY"
 """The variable that names them, as the user wrote them."""
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
+_BEGIN = "pytest_gpumem_dry_begin"
+"""The function of ``source/memory.c`` by which the runtime is known."""
+
 _kept: list[ctypes.CDLL] = []
 
 
@@ -40,8 +43,13 @@ def load(names: str) -> None:
 
 
 def is_loaded() -> bool:
-    """Return whether this process has the dry runtime, loaded here or by its parent."""
-    return bool(_kept) or RUNTIME in os.environ.get(_PRELOAD, "")
+    """Return whether this process has the dry runtime, loaded here or preloaded by the loader."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
+
+
+def begin_placing_anew() -> None:
+    """Let later segments of every GPU lie as in a new process, below those that are there."""
+    getattr(ctypes.CDLL(None), _BEGIN)()
 
 
 def folder_of_build() -> Path:

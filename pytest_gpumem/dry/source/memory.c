@@ -297,3 +297,12 @@ void memory_set(void *at, int value, size_t size)
     if (size <= MOST_COPIED_ON_DEVICE)
         memset(at, value, size);
 }
+
+/* A test begins: what earlier segments left of their ranges is not used, as if the process were new. */
+API void pytest_gpumem_dry_begin(void)
+{
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < device_count(); i++)
+        area_of(i)->rests.count = 0;
+    pthread_mutex_unlock(&lock);
+}
