@@ -208,8 +208,10 @@ def device_choice(value: str) -> DeviceChoice:
     """Return where marked tests run."""
     if value == "auto":
         return DeviceChoice("auto", models=(DEFAULT_GPU,))
-    if value in ("sim", "dry"):
-        return DeviceChoice(value, models=(DEFAULT_GPU,))
+    if value == "sim":
+        return DeviceChoice("sim", models=(DEFAULT_GPU,))
+    if value == "dry":
+        return DeviceChoice("dry", models=(DEFAULT_GPU,))
     if value == "cuda":
         return DeviceChoice("cuda")
     if value == "off":
@@ -219,7 +221,7 @@ def device_choice(value: str) -> DeviceChoice:
         return DeviceChoice("cuda", index=int(rest))
     if kind in ("sim", "dry") and rest:
         try:
-            return DeviceChoice(kind, models=gpu_models(rest))
+            return DeviceChoice("sim" if kind == "sim" else "dry", models=gpu_models(rest))
         except ValueError as error:
             raise ValueError(f"{_quoted(value)}: {error}") from None
     raise ValueError(f"{_quoted(value)} is not a device; write {DEVICE_FORMS}")

@@ -282,8 +282,8 @@ class _Judged:
                     str(tolerance),
                     self._measurement.device,
                     self._measurement.simulated,
-                    self._measurement.dry,
                     self._gpu,
+                    self._measurement.dry,
                 )
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:

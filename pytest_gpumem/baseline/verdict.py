@@ -191,8 +191,8 @@ class Improvement:
     tolerance: str
     device: str = "cuda:0"
     simulated: bool = False
-    dry: bool = False
     gpu: str = ""
+    dry: bool = False
 
     @property
     def short(self) -> str:

@@ -45,7 +45,7 @@ class Environment:
 
     simulated: bool
     gpu: str
-    """Catalogue name when simulated or dry (``A100-40GB``), else the driver's name of the device."""
+    """Catalogue name when simulated or dry (``A100-40GB``), else the driver's name."""
     compute_capability: str
     torch: str
     """Release, ``major.minor``: what the allocator's rules depend on."""

@@ -14,7 +14,10 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
 
 def main() -> int:
-    """Start the program in place of this one; return 2 where the device cannot be had."""
+    """Start the program in place of this one.
+
+    Returns 2 where the device cannot be had, 0 where the environment has been printed.
+    """
     parser = argparse.ArgumentParser(prog="python -m pytest_gpumem.dry", description=__doc__)
     parser.add_argument("--gpu", default=DEFAULT, metavar="MODEL[*N],...")
     parser.add_argument("--print-environment", action="store_true")
@@ -32,7 +35,7 @@ def main() -> int:
         return 0
     if not program:
         parser.error("no program is named: write a script, -m MODULE or -c CODE")
-    os.execve(sys.executable, [sys.executable, *program], {**os.environ, **variables})
+    return os.execve(sys.executable, [sys.executable, *program], {**os.environ, **variables})
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

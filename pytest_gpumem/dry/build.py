@@ -108,8 +108,8 @@ def _compiler() -> str:
         if shutil.which(name):
             return name
     raise DryError(
-        "the dry device is built with a C compiler, and this machine has neither cc, gcc nor clang: "
-        "install the package gcc (apt-get install gcc libc6-dev), or use --gpumem-device=sim"
+        "the dry device is built with a C compiler, and this machine has neither cc, gcc nor "
+        "clang: install the package gcc (apt-get install gcc libc6-dev), or use --gpumem-device=sim"
     )
 
 
@@ -126,11 +126,9 @@ def _run(command: Sequence[str]) -> None:
 
 def _key(torch: TorchBuild) -> str:
     """Return a hash of all that the result depends on."""
-    content = sha256(repr((torch.macros, machine(), _FLAGS)).encode())
-    content.update(repr(sorted(torch.symbols)).encode())
-    content.update(
-        repr(sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())).encode()
-    )
+    asked = sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())
+    facts = torch.macros, machine(), _FLAGS, sorted(torch.symbols), asked
+    content = sha256(repr(facts).encode())
     for path in sorted(_SOURCE.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     content.update(Path(__file__).read_bytes())

@@ -67,8 +67,8 @@ def installed_build() -> TorchBuild:
     cuda = _found(r"^cuda\b[^=]*= '([\d.]+)'", version)
     if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
         raise DryError(
-            f"the dry device runs torch's own CUDA code, which torch {release} does not have: install "
-            "a CUDA build of torch for Linux, or use --gpumem-device=sim"
+            f"the dry device runs torch's own CUDA code, which torch {release} does not have: "
+            "install a CUDA build of torch for Linux, or use --gpumem-device=sim"
         )
     major, minor = (int(part) for part in cuda.split(".")[:2])
     libraries, symbols = _imports(sorted((folder / "lib").glob("*.so*")))
