@@ -21,7 +21,7 @@ from pytest_gpumem.dry.torch_build import DryError, TorchBuild
 RUNTIME = "libpytest_gpumem_dry.so"
 _SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared")
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-shared")
 
 
 def cache_folder() -> Path:

@@ -5,6 +5,7 @@
 
 #include "abi.h"
 #include "dry.h"
+#include "sizes.h"
 
 struct handle {
     void *stream;
@@ -119,3 +120,13 @@ API int cublasLtMatmulAlgoGetHeuristic(IGNORED void *handle, IGNORED void *opera
         memset(results, 0, sizeof *results);
     return SUCCESS;
 }
+
+/* Batched solvers tell the host at once whether an argument was wrong: 0, none was. */
+#define BATCHED(letter)                                                                                                \
+    WRITES(cublas##letter##geqrfBatched, 6, int, 0)                                                                    \
+    WRITES(cublas##letter##gelsBatched, 9, int, 0)                                                                     \
+    WRITES(cublas##letter##getrsBatched, 9, int, 0)
+BATCHED(S)
+BATCHED(D)
+BATCHED(C)
+BATCHED(Z)

@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "dry.h"
+#include "sizes.h"
 
 /* CUDNN_VERSION_PARTS is "9, 26, 0". torch refuses a library older than the one it was built for
  * (torch/backends/cudnn/__init__.py), and before cuDNN 9 numbered otherwise. */
@@ -69,53 +70,21 @@ DESCRIPTOR(RNN)
 DESCRIPTOR(SpatialTransformer)
 DESCRIPTOR(Tensor)
 
-/* Sizes that a call has to write, with nothing in them. */
-static int nothing(size_t *size)
+/* Sizes of workspaces that a call has to write, with nothing in them. */
+WRITES(cudnnGetConvolutionForwardWorkspaceSize, 6, size_t, 0)
+WRITES(cudnnGetConvolutionBackwardDataWorkspaceSize, 6, size_t, 0)
+WRITES(cudnnGetConvolutionBackwardFilterWorkspaceSize, 6, size_t, 0)
+WRITES(cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize, 8, size_t, 0)
+WRITES(cudnnGetBatchNormalizationBackwardExWorkspaceSize, 10, size_t, 0)
+WRITES(cudnnGetBatchNormalizationTrainingExReserveSpaceSize, 5, size_t, 0)
+WRITES(cudnnGetCTCLossWorkspaceSize, 8, size_t, 0)
+WRITES(cudnnGetCTCLossWorkspaceSize_v8, 5, size_t, 0)
+
+/* One state of a generator for each thread that a device can run: 48 bytes of curandStateXORWOW_t ("cuRAND", device
+ * API). */
+API int cudnnDropoutGetStatesSize(IGNORED void *handle, size_t *size)
 {
-    *size = 0;
+    const struct device *device = device_at(current_device());
+    *size = (size_t)(device->sms * device->threads) * 48;
     return SUCCESS;
-}
-
-API int cudnnGetConvolutionForwardWorkspaceSize(IGNORED void *handle, IGNORED void *x, IGNORED void *w,
-                                                IGNORED void *convolution, IGNORED void *y, IGNORED int algorithm,
-                                                size_t *size)
-{
-    return nothing(size);
-}
-
-API int cudnnGetConvolutionBackwardDataWorkspaceSize(IGNORED void *handle, IGNORED void *w, IGNORED void *dy,
-                                                     IGNORED void *convolution, IGNORED void *dx,
-                                                     IGNORED int algorithm, size_t *size)
-{
-    return nothing(size);
-}
-
-API int cudnnGetConvolutionBackwardFilterWorkspaceSize(IGNORED void *handle, IGNORED void *x, IGNORED void *dy,
-                                                       IGNORED void *convolution, IGNORED void *dw,
-                                                       IGNORED int algorithm, size_t *size)
-{
-    return nothing(size);
-}
-
-API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(IGNORED void *handle, IGNORED int mode,
-                                                                 IGNORED int operation, IGNORED void *x,
-                                                                 IGNORED void *z, IGNORED void *y, IGNORED void *scale,
-                                                                 IGNORED void *activation, size_t *size)
-{
-    return nothing(size);
-}
-
-API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(IGNORED void *handle, IGNORED int mode,
-                                                          IGNORED int operation, IGNORED void *x, IGNORED void *y,
-                                                          IGNORED void *dy, IGNORED void *dz, IGNORED void *dx,
-                                                          IGNORED void *scale, IGNORED void *activation, size_t *size)
-{
-    return nothing(size);
-}
-
-API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(IGNORED void *handle, IGNORED int mode,
-                                                             IGNORED int operation, IGNORED void *activation,
-                                                             IGNORED void *x, size_t *size)
-{
-    return nothing(size);
 }

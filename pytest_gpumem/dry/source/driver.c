@@ -213,3 +213,15 @@ API int cuGetProcAddress_v2(const char *name, void **function, IGNORED int versi
 {
     return cudaGetDriverEntryPointByVersion(name, function, CUDA_VERSION, 0, status);
 }
+
+int cudaStreamIsCapturing(void *stream, int *status);
+
+API int cuStreamIsCapturing(void *stream, int *status) { return cudaStreamIsCapturing(stream, status); }
+
+API int cuStreamGetCtx(IGNORED void *stream, void **context) { return cuCtxGetCurrent(context); }
+
+API int cuKernelGetAttribute(int *value, IGNORED int attribute, IGNORED void *kernel, IGNORED int device)
+{
+    *value = 0;
+    return SUCCESS;
+}

@@ -1,4 +1,4 @@
-/* cuFFT, cuSPARSE, cuSOLVER, cuSPARSELt, NVRTC: handles, versions, and the sizes that a call has to write. */
+/* cuFFT and NVRTC: plans, versions, and the sizes that a call has to write. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,12 +10,6 @@ static int handle(void **made)
     *made = calloc(1, 512);
     return SUCCESS;
 }
-
-API int cusparseCreate(void **made) { return handle(made); }
-
-API const char *cusparseGetErrorString(int status) { return status == 0 ? "success" : "internal error"; }
-
-API int cusolverDnCreate(void **made) { return handle(made); }
 
 /* cufftHandle is a number. */
 API int cufftCreate(int *plan)
