@@ -107,7 +107,7 @@ def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, 
     except PackageNotFoundError:
         return otherwise
     for requirement in requirements:
-        found = re.match(rf"{package}\d+==(\d+)\.(\d+)\.(\d+)", requirement)
+        found = re.match(rf"{package}\d+ ?\(?==(\d+)\.(\d+)\.(\d+)", requirement)
         if found:
             major, minor, patch = map(int, found.groups())
             return major, minor, patch

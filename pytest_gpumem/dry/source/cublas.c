@@ -24,9 +24,11 @@ API int cublasDestroy_v2(struct handle *handle)
     return SUCCESS;
 }
 
+/* torch sets the stream before each call (getCurrentCUDABlasHandle): work follows on it, which a capture counts. */
 API int cublasSetStream_v2(struct handle *handle, void *stream)
 {
     handle->stream = stream;
+    stream_add_node(stream);
     return SUCCESS;
 }
 
@@ -72,6 +74,12 @@ API const char *cublasGetStatusString(int status)
 }
 
 API size_t cublasLtGetVersion(void) { return CUDA_VERSION * 10; }
+
+API int cublasLtMatmul(AFTER_15, void *stream)
+{
+    stream_add_node(stream);
+    return SUCCESS;
+}
 
 /* Descriptors of cuBLASLt are passed on and never read. */
 static int described(void **descriptor)
@@ -125,7 +133,9 @@ API int cublasLtMatmulAlgoGetHeuristic(IGNORED void *handle, IGNORED void *opera
 #define BATCHED(letter)                                                                                                \
     WRITES(cublas##letter##geqrfBatched, 6, int, 0)                                                                    \
     WRITES(cublas##letter##gelsBatched, 9, int, 0)                                                                     \
-    WRITES(cublas##letter##getrsBatched, 9, int, 0)
+    WRITES(cublas##letter##getrsBatched, 9, int, 0)                                                                    \
+    ALL_SUCCEED(cublas##letter##getrfBatched, 5)                                                              \
+    ALL_SUCCEED(cublas##letter##getriBatched, 7)
 BATCHED(S)
 BATCHED(D)
 BATCHED(C)

@@ -45,6 +45,8 @@ static int described(void **descriptor)
 
 API int cudnnCreate(void **handle) { return described(handle); }
 
+SETS_STREAM(cudnnSetStream)
+
 API int cudnnGetStream(IGNORED void *handle, void **stream)
 {
     *stream = NULL;

@@ -27,10 +27,14 @@ API int cudnnGetTensorNdDescriptor(const struct tensor *tensor, int asked, int *
                                    int *strides)
 {
     int known = tensor->count < asked ? tensor->count : asked;
-    *type = tensor->type;
-    *count = tensor->count;
-    memcpy(sizes, tensor->sizes, (size_t)known * sizeof *sizes);
-    memcpy(strides, tensor->strides, (size_t)known * sizeof *strides);
+    if (type != NULL)
+        *type = tensor->type;
+    if (count != NULL)
+        *count = tensor->count;
+    if (sizes != NULL)
+        memcpy(sizes, tensor->sizes, (size_t)known * sizeof *sizes);
+    if (strides != NULL)
+        memcpy(strides, tensor->strides, (size_t)known * sizeof *strides);
     return SUCCESS;
 }
 
@@ -106,9 +110,16 @@ API int cudnnGetRNNWeightSpaceSize(IGNORED void *handle, const struct rnn *rnn, 
     return SUCCESS;
 }
 
-static void describe(struct tensor *tensor, int type, size_t rows, size_t columns)
+/* What the caller does not want to know it gives no place for. */
+static void tell(struct tensor *tensor, void **place, int type, size_t rows, size_t columns, char *address)
 {
-    *tensor = (struct tensor){type, 3, {1, (int)rows, (int)columns}, {(int)(rows * columns), (int)columns, 1}};
+    if (tensor != NULL) {
+        *tensor = (struct tensor){.type = type};
+        if (address != NULL)
+            *tensor = (struct tensor){type, 3, {1, (int)rows, (int)columns}, {(int)(rows * columns), (int)columns, 1}};
+    }
+    if (place != NULL)
+        *place = address;
 }
 
 /* Matrices of all layers come first, then biases. Of a layer, first what belongs to the input, gate by gate, then what
@@ -119,23 +130,15 @@ API int cudnnGetRNNWeightParams(IGNORED void *handle, const struct rnn *rnn, int
 {
     size_t gates = gates_of(rnn), gate = (size_t)number, hidden = rnn->hidden;
     size_t input = input_of(rnn, layer), element = element_size(rnn->type);
-    size_t offset = all_matrices(rnn, layer);
     bool of_projection = gate == 2 * gates, of_state = gate >= gates;
+    bool there = gate < 2 * gates || (of_projection && rnn->projects);
     size_t rows = of_projection ? rnn->projected : hidden;
     size_t columns = of_projection ? hidden : of_state ? rnn->projected : input;
-    *matrix_at = *bias_at = NULL;
-    *matrix = *bias = (struct tensor){.type = rnn->type};
-    if (gate > 2 * gates || (of_projection && !rnn->projects))
-        return SUCCESS;
-    offset += (of_state ? gates : gate) * hidden * input;
+    size_t offset = all_matrices(rnn, layer) + (of_state ? gates : gate) * hidden * input;
     offset += of_state ? (gate - gates) * hidden * rnn->projected : 0;
-    describe(matrix, rnn->type, rows, columns);
-    *matrix_at = weights + offset * element;
-    if (of_projection)
-        return SUCCESS;
-    size_t biases = all_matrices(rnn, rnn->layers * rnn->directions);
-    describe(bias, rnn->type, hidden, 1);
-    *bias_at = weights + (biases + (2 * gates * (size_t)layer + gate) * hidden) * element;
+    tell(matrix, matrix_at, rnn->type, rows, columns, there ? weights + offset * element : NULL);
+    offset = all_matrices(rnn, rnn->layers * rnn->directions) + (2 * gates * (size_t)layer + gate) * hidden;
+    tell(bias, bias_at, rnn->type, hidden, 1, there && !of_projection ? weights + offset * element : NULL);
     return SUCCESS;
 }
 

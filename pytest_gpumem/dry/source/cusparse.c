@@ -4,6 +4,7 @@
 #include "sizes.h"
 
 CREATES(cusparseCreate)
+SETS_STREAM(cusparseSetStream)
 DESTROYS(cusparseDestroy)
 CREATES(cusparseCreateMatDescr)
 DESTROYS(cusparseDestroyMatDescr)

@@ -59,6 +59,11 @@ size_t memory_free_bytes(int device);
 void memory_copy(void *to, const void *from, size_t size);
 void memory_set(void *at, int value, size_t size);
 
+/* written.c: which values on the device a copy has brought. */
+void written_note(const void *start, size_t size);
+bool written_is_stale(const void *start, size_t size);
+void written_forget(void);
+
 /* streams.c: order of work, as far as the host knows it; captures. */
 struct stream;
 struct stream *stream_of(void *handle);

@@ -284,6 +284,12 @@ void memory_copy(void *to, const void *from, size_t size)
     bool to_device = on_device(to), from_device = on_device(from);
     if (to_device && from_device && size > MOST_COPIED_ON_DEVICE)
         return;
+    if (from_device && written_is_stale(from, size)) {
+        memset(to, 0, size);
+        return;
+    }
+    if (to_device)
+        written_note(to, size);
     if (to_device != from_device && size > MOST_COPIED_FROM_HOST) {
         if (from_device)
             memset(to, 0, size); /* the host's memory may hold anything; values that were not brought read as zero */
@@ -294,8 +300,11 @@ void memory_copy(void *to, const void *from, size_t size)
 
 void memory_set(void *at, int value, size_t size)
 {
-    if (size <= MOST_COPIED_ON_DEVICE)
-        memset(at, value, size);
+    if (size > MOST_COPIED_ON_DEVICE)
+        return;
+    memset(at, value, size);
+    if (on_device(at))
+        written_note(at, size);
 }
 
 /* A test begins: what earlier segments left of their ranges is not used, as if the process were new. */
@@ -305,4 +314,5 @@ API void pytest_gpumem_dry_begin(void)
     for (int i = 0; i < device_count(); i++)
         area_of(i)->rests.count = 0;
     pthread_mutex_unlock(&lock);
+    written_forget();
 }

@@ -4,12 +4,15 @@
 
 #include "abi.h"
 #include "dry.h"
+#include "sizes.h"
 
 static int handle(void **made)
 {
     *made = calloc(1, 512);
     return SUCCESS;
 }
+
+SETS_STREAM(cufftSetStream)
 
 /* cufftHandle is a number. */
 API int cufftCreate(int *plan)

@@ -8,6 +8,7 @@
 #define SIZES_H
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "dry.h"
 
@@ -25,10 +26,13 @@
 #define AFTER_11 AFTER_10, WORD k
 #define AFTER_12 AFTER_11, WORD l
 #define AFTER_13 AFTER_12, WORD m
-#define AFTER_15 AFTER_13, WORD n, WORD o
+#define AFTER_14 AFTER_13, WORD n
+#define AFTER_15 AFTER_14, WORD o
 #define AFTER_16 AFTER_15, WORD p
 #define AFTER_17 AFTER_16, WORD q
-#define AFTER_19 AFTER_17, WORD r, WORD s
+#define AFTER_18 AFTER_17, WORD r
+#define AFTER_19 AFTER_18, WORD s
+#define AFTER_21 AFTER_19, WORD t, WORD u
 
 /* WRITES(name, arguments before it, type of what is written, value) */
 #define WRITES(name, count, type, value)                                                                               \
@@ -43,6 +47,35 @@
     API int name(AFTER_##count, size_t *on_device, size_t *on_host)                                                    \
     {                                                                                                                  \
         *on_device = *on_host = 0;                                                                                     \
+        return 0;                                                                                                      \
+    }
+
+/* What a solver tells of its success lies on the device: 0, and memory that was used before may hold anything. Of
+ * several matrices it tells of each; their number comes behind it, or behind one more argument. */
+#define SUCCEEDS(name, count)                                                                                          \
+    API int name(AFTER_##count, int *told)                                                                             \
+    {                                                                                                                  \
+        *told = 0;                                                                                                     \
+        return 0;                                                                                                      \
+    }
+#define ALL_SUCCEED(name, count)                                                                                       \
+    API int name(AFTER_##count, int *told, int batch)                                                                  \
+    {                                                                                                                  \
+        memset(told, 0, (size_t)batch * sizeof *told);                                                                 \
+        return 0;                                                                                                      \
+    }
+#define ALL_SUCCEED_BY_SETTINGS(name, count)                                                                           \
+    API int name(AFTER_##count, int *told, WORD settings, int batch)                                                   \
+    {                                                                                                                  \
+        memset(told, 0, (size_t)batch * sizeof *told);                                                                 \
+        return 0;                                                                                                      \
+    }
+
+/* A library is given the stream of the call that follows. */
+#define SETS_STREAM(name)                                                                                              \
+    API int name(WORD handle, void *stream)                                                                            \
+    {                                                                                                                  \
+        stream_add_node(stream);                                                                                       \
         return 0;                                                                                                      \
     }
 
