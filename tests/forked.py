@@ -102,8 +102,8 @@ def quick(kind: str = "full") -> Path:
 
     Its processes have Dynamo and Inductor already, ``"symbolic"`` ones what these are built on, and
     ``"plain"`` ones no more than torch. Where CUDA has devices it is Python itself: autograd starts
-    a thread for each device, and cannot run in forks of a process that has (``_in_bad_autograd_fork``
-    of torch/csrc/autograd/engine.cpp).
+    a thread for each device, and cannot run in forks of a process that has started them
+    (``_in_bad_autograd_fork`` of torch/csrc/autograd/engine.cpp).
     """
     if _DRY in os.environ or any(map(os.path.exists, DRIVERS)):
         return Path(sys.executable)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,7 +42,7 @@ def run(code: str, gpu: str = "A100-40GB", **variables: str) -> Any:
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
-        env={**_environment(), **variables},
+        env={**bare_environment(), **variables},
         capture_output=True,
         text=True,
         check=False,
@@ -50,9 +51,8 @@ def run(code: str, gpu: str = "A100-40GB", **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _environment() -> dict[str, str]:
-    import os
-
+def bare_environment() -> dict[str, str]:
+    """Return the variables of a process that this one has told nothing of devices."""
     kept = ("PATH", "HOME", "XDG_CACHE_HOME", "VIRTUAL_ENV", "TMPDIR")
     found = {name: os.environ[name] for name in kept if name in os.environ}
     return {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}

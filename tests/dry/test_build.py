@@ -94,13 +94,11 @@ def test_without_a_compiler_the_package_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_compiler
-def test_what_the_compiler_says_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'fatal error: no such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
 
-    with pytest.raises(DryError, match="cannot be built: .* says fatal error: no such file"):
+    with pytest.raises(DryError, match=r"cannot be built: .* says fatal error: no such file"):
         built(BUILD)

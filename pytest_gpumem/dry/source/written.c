@@ -35,22 +35,35 @@ static size_t position_of(uintptr_t address)
     return low;
 }
 
+static void make_room(void)
+{
+    if (count + 2 < room)
+        return;
+    room = room ? 2 * room : 256;
+    copies = realloc(copies, room * sizeof *copies);
+    if (copies == NULL)
+        abort();
+}
+
+/* What is left of earlier copies, before and behind the new one, stays known. */
 void written_note(const void *address, size_t size)
 {
+    struct copy added[3];
+    size_t more = 0;
     struct copy copy = {(uintptr_t)address, (uintptr_t)address + size};
     pthread_mutex_lock(&lock);
-    if (count == room) {
-        room = room ? 2 * room : 256;
-        copies = realloc(copies, room * sizeof *copies);
-        if (copies == NULL)
-            abort();
-    }
+    make_room();
     size_t first = position_of(copy.start), behind = first;
     while (behind < count && copies[behind].start < copy.end)
         behind++;
-    memmove(&copies[first + 1], &copies[behind], (count - behind) * sizeof *copies);
-    copies[first] = copy;
-    count = count - (behind - first) + 1;
+    if (behind > first && copies[first].start < copy.start)
+        added[more++] = (struct copy){copies[first].start, copy.start};
+    added[more++] = copy;
+    if (behind > first && copies[behind - 1].end > copy.end)
+        added[more++] = (struct copy){copy.end, copies[behind - 1].end};
+    memmove(&copies[first + more], &copies[behind], (count - behind) * sizeof *copies);
+    memcpy(&copies[first], added, more * sizeof *copies);
+    count = count - (behind - first) + more;
     pthread_mutex_unlock(&lock);
 }
 
