@@ -31,16 +31,11 @@ def stands_in() -> str | None:
     return model if kind == "sim" else None
 
 
-def is_dry() -> bool:
-    """Return whether the dry device is tested."""
-    return _asked()[0] == "dry"
-
-
 def missing() -> str | None:
     """Return why there is nothing to test; ``None`` where there is a device."""
     if stands_in() is not None or torch.cuda.is_available():
         return None
-    return f"torch {torch.__version__} sees no CUDA device ({VARIABLE}=sim simulates one)"
+    return f"torch {torch.__version__} sees no CUDA device ({VARIABLE}=sim simulates one, python -m pytest_gpumem.dry has one)"
 
 
 @contextmanager
