@@ -75,8 +75,8 @@ _VALUE_FLAGS = {
 _VALUES = {
     "gpumem_device": (
         DEVICE_FORMS,
-        "where marked tests run; dry: on torch's own CUDA code, without a GPU (default: auto, a GPU if "
-        "there is one, else sim)",
+        "where marked tests run; dry: on torch's own CUDA code, without a GPU (default: auto, a "
+        "GPU if there is one, else sim)",
     ),
     "gpumem_sim_scope": (
         "test|session",

@@ -299,7 +299,8 @@ def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
         if test.tolerance is not None
     }
     theirs = {0: "", 1: "; 1 test has its own"}.get(len(own), f"; {len(own)} tests have their own")
-    return f"0 simulated or dry, 1% + 1MiB measured{theirs}"
+    dry = any(one.dry for side in (a, b) for one in side.environments.values())
+    return f"0 simulated{' or dry' * dry}, 1% + 1MiB measured{theirs}"
 
 
 def _described(environment: Environment) -> str:

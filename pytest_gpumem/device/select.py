@@ -61,6 +61,11 @@ class DeviceSelector:
             return "cuda" if self._choice.index is None else f"cuda:{self._choice.index}"
         return models or "off, nothing is measured"
 
+    @property
+    def only_model(self) -> str | None:
+        """The model of the dry device, which a process has one of; ``None`` for other devices."""
+        return self._choice.models[0] if self._choice.kind == "dry" else None
+
     def models(self, expectation: Expectation | None) -> Sequence[str]:
         """Return the GPU models that a test is to be simulated on, one by one.
 

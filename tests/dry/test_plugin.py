@@ -35,6 +35,10 @@ def test_within(model):
 def test_over():
     torch.empty(1024, 1024, device="cuda")
 
+@pytest.mark.gpumem(gpu="T4")
+def test_another_model():
+    torch.empty(1, device="cuda")
+
 @pytest.mark.gpumem(baseline=True)
 def test_baseline():
     torch.empty(1000, device="cuda")
@@ -80,7 +84,7 @@ def test_marked_tests_are_measured_and_others_see_no_device(
 ) -> None:
     output, environment, tests = reported(project, "--gpumem-update-baselines=new", *how)
 
-    assert "1 failed, 3 passed" in output
+    assert "1 failed, 3 passed, 1 skipped" in output
     assert environment["dry"] is True
     assert environment["simulated"] is False
     assert environment["gpu"] == "A100-40GB"

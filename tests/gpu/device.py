@@ -35,7 +35,7 @@ def missing() -> str | None:
     """Return why there is nothing to test; ``None`` where there is a device."""
     if stands_in() is not None or torch.cuda.is_available():
         return None
-    return f"torch {torch.__version__} sees no CUDA device ({VARIABLE}=sim simulates one, python -m pytest_gpumem.dry has one)"
+    return f"torch {torch.__version__} sees no CUDA device ({VARIABLE}=sim simulates one)"
 
 
 @contextmanager
