@@ -120,9 +120,7 @@ def test_the_dry_device_is_of_the_catalogues_models() -> None:
     assert device_choice("dry:h100*2") == DeviceChoice("dry", models=("H100*2",))
 
 
-@pytest.mark.parametrize(
-    "value", ["gpu", "cuda:", "dry:", "cuda:x", "sim:", "", "auto:1"]
-)
+@pytest.mark.parametrize("value", ["gpu", "cuda:", "dry:", "cuda:x", "sim:", "", "auto:1"])
 def test_a_bad_device(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-device={value}") == (
         f"--gpumem-device={value!r} is not a device; "

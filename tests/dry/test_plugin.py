@@ -147,3 +147,20 @@ def test_nothing_is_loaded_unless_it_is_asked_for(dry_run: Run) -> None:
     )
 
     assert done.stdout.strip() == "False"
+
+
+def test_a_script_runs_on_it(dry_run: Run, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nkept = torch.empty(1024, 1024, device='cuda')\n")
+    command = [sys.executable, "-m", "pytest_gpumem.cli", "run", "--device", "dry"]
+    done = subprocess.run(
+        [*command, "--gpu", "T4", "train.py"],
+        cwd=tmp_path,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "train.py on a dry T4" in done.stdout
+    assert "4.0 MiB (4,194,304 B)" in done.stdout
