@@ -170,3 +170,33 @@ told["sum"] = torch.ones(3, device="cuda").sum().item()
     )
 
     assert told == {"any": False, "sum": 0.0}
+
+
+RANK = """
+import torch.distributed as dist
+store = dist.HashStore()
+here = torch.device("cuda:0")
+dist.init_process_group("nccl", store=store, rank=0, world_size=8, device_id=here)
+model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+"""
+
+
+def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run) -> None:
+    sharded = dry_run(
+        RANK + "from torch.distributed.fsdp import fully_shard\n"
+        "fully_shard(model)\n"
+        "model(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
+        "told['parameter'] = model.weight.to_local().untyped_storage().nbytes()\n"
+        "told['gradient'] = model.weight.grad.to_local().numel()\n",
+        gpu="H100",
+    )
+    replicated = dry_run(
+        RANK + "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "wrapped(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
+        "told['gradient'] = model.weight.grad.numel()\n",
+        gpu="H100",
+    )
+
+    # An eighth of 1024 x 1024 numbers of 4 bytes.
+    assert sharded == {"parameter": 4 * 1024 * 128, "gradient": 1024 * 128}
+    assert replicated == {"gradient": 1024 * 1024}

@@ -120,6 +120,6 @@ API int ncclAllGather(const void *sent, char *received, size_t count, int type, 
     size_t size = type >= 0 && type < 12 ? count * SIZES[type] : 0;
     stream_add_node(stream);
     for (int rank = 0; size > 0 && size <= 64 * KIB && communicator != NULL && rank < communicator->ranks; rank++)
-        memmove(received + (size_t)rank * size, sent, size);
+        memory_copy(received + (size_t)rank * size, sent, size);
     return SUCCESS;
 }
