@@ -1,5 +1,7 @@
 /* NCCL: one rank of several, alone in its process. An all-gather of few bytes gives each rank's slot what this rank
- * sends, so that DDP finds the parameters of all ranks alike; other collectives leave their buffers as they are. */
+ * sends, so that DDP finds the parameters of all ranks alike. So does a group of broadcasts, one from each rank, by
+ * which torch gathers into separate tensors (ProcessGroupNCCL::allgather of torch/csrc/distributed/c10d). Other
+ * collectives leave their buffers as they are. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -112,14 +114,66 @@ API int ncclMemFree(void *address)
     return SUCCESS;
 }
 
+/* ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, half, float, double, bfloat16, two of 8 bits */
+static size_t bytes_of(size_t count, int type)
+{
+    static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    size_t size = type >= 0 && type < 12 ? count * SIZES[type] : 0;
+    return size <= 64 * KIB ? size : 0;
+}
+
 API int ncclAllGather(const void *sent, char *received, size_t count, int type, const struct communicator *communicator,
                       void *stream)
 {
-    /* ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, half, float, double, bfloat16, two of 8 bits */
-    static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-    size_t size = type >= 0 && type < 12 ? count * SIZES[type] : 0;
+    size_t size = bytes_of(count, type);
     stream_add_node(stream);
-    for (int rank = 0; size > 0 && size <= 64 * KIB && communicator != NULL && rank < communicator->ranks; rank++)
+    for (int rank = 0; size > 0 && communicator != NULL && rank < communicator->ranks; rank++)
         memory_copy(received + (size_t)rank * size, sent, size);
+    return SUCCESS;
+}
+
+/* The broadcasts of a group: where each arrives, and what this rank sends. */
+enum { MOST_BROADCASTS = 1024 };
+static __thread struct {
+    int depth, count;
+    struct {
+        void *received;
+        size_t size;
+    } broadcasts[MOST_BROADCASTS];
+    const void *sent;
+    size_t size;
+} group;
+
+API int ncclGroupStart(void)
+{
+    if (group.depth++ == 0) {
+        group.count = 0;
+        group.sent = NULL;
+    }
+    return SUCCESS;
+}
+
+API int ncclBroadcast(const void *sent, void *received, size_t count, int type, int root,
+                      const struct communicator *communicator, void *stream)
+{
+    stream_add_node(stream);
+    if (communicator != NULL && root == communicator->rank) {
+        memory_copy(received, sent, bytes_of(count, type));
+        group.sent = sent;
+        group.size = bytes_of(count, type);
+    } else if (group.depth > 0 && group.count < MOST_BROADCASTS) {
+        group.broadcasts[group.count].received = received;
+        group.broadcasts[group.count++].size = bytes_of(count, type);
+    }
+    return SUCCESS;
+}
+
+API int ncclGroupEnd(void)
+{
+    if (--group.depth > 0 || group.sent == NULL)
+        return SUCCESS;
+    for (int i = 0; i < group.count; i++)
+        if (group.broadcasts[i].size == group.size)
+            memory_copy(group.broadcasts[i].received, group.sent, group.size);
     return SUCCESS;
 }

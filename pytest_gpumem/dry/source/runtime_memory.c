@@ -88,6 +88,7 @@ API int cudaMemcpy(void *to, const void *from, size_t size, IGNORED int directio
 
 API int cudaMemcpyAsync(void *to, const void *from, size_t size, IGNORED int direction, void *stream)
 {
+    trace("copy of %zu bytes from %p to %p", size, from, to);
     memory_copy(to, from, size);
     stream_add_node(stream);
     return SUCCESS;
