@@ -20,7 +20,7 @@ GITLAB_FILE = "gpumem.md"
 DEFAULT_GPU = "A100-40GB"
 """The catalogue name that is simulated where none is given."""
 
-DEVICE_FORMS = "auto|cuda|cuda:N|sim|sim:MODEL[*N][,MODEL...]|off"
+DEVICE_FORMS = "auto|cuda|cuda:N|dry|dry:MODEL[*N][,MODEL...]|sim|sim:MODEL[*N][,MODEL...]|off"
 """What ``--gpumem-device`` accepts."""
 
 REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
@@ -32,11 +32,11 @@ REPORT_FORMS = " or ".join(f"{kind}:PATH" if path else kind for kind, path in RE
 class DeviceChoice:
     """Where marked tests run."""
 
-    kind: Literal["auto", "cuda", "sim", "off"]
+    kind: Literal["auto", "cuda", "dry", "sim", "off"]
     index: int | None = None
     """Of the CUDA device; ``None`` for the current one."""
     models: tuple[str, ...] = ()
-    """Catalogue names to simulate; empty where nothing can be simulated."""
+    """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""
 
 
 class ReportTarget(NamedTuple):
@@ -210,6 +210,8 @@ def device_choice(value: str) -> DeviceChoice:
         return DeviceChoice("auto", models=(DEFAULT_GPU,))
     if value == "sim":
         return DeviceChoice("sim", models=(DEFAULT_GPU,))
+    if value == "dry":
+        return DeviceChoice("dry", models=(DEFAULT_GPU,))
     if value == "cuda":
         return DeviceChoice("cuda")
     if value == "off":
@@ -217,9 +219,9 @@ def device_choice(value: str) -> DeviceChoice:
     kind, _, rest = value.partition(":")
     if kind == "cuda" and re.fullmatch(r"[0-9]{1,4}", rest):
         return DeviceChoice("cuda", index=int(rest))
-    if kind == "sim" and rest:
+    if kind in ("sim", "dry") and rest:
         try:
-            return DeviceChoice("sim", models=gpu_models(rest))
+            return DeviceChoice("sim" if kind == "sim" else "dry", models=gpu_models(rest))
         except ValueError as error:
             raise ValueError(f"{_quoted(value)}: {error}") from None
     raise ValueError(f"{_quoted(value)} is not a device; write {DEVICE_FORMS}")

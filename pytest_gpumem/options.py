@@ -75,11 +75,12 @@ _VALUE_FLAGS = {
 _VALUES = {
     "gpumem_device": (
         DEVICE_FORMS,
-        "where marked tests run (default: auto, a GPU if there is one, else sim)",
+        "where marked tests run; dry: on torch's own CUDA code, without a GPU (default: auto, a "
+        "GPU if there is one, else sim)",
     ),
     "gpumem_sim_scope": (
         "test|session",
-        "the simulated GPU exists only inside marked tests, or always (default: test)",
+        "the simulated or dry GPU exists only inside marked tests, or always (default: test)",
     ),
     "gpumem_sim_values": (
         "auto|always|never",

@@ -25,12 +25,17 @@ from pathlib import Path
 
 from execnet import gateway_io
 
+from pytest_gpumem.device.host_gpus import DRIVERS
+
 REPOSITORY = Path(__file__).parent.parent
 
 SERVE = "from tests.fork_server import serve; serve({listening}, at_once={at_once})"
 
 KINDS = ("plain", "symbolic", "full")
 """Programs, each of whose processes have what those before have, and more."""
+
+_DRY = "PYTEST_GPUMEM_DRY"
+"""The variable of processes that have the dry device."""
 
 _FOLDER = "QUICK_PYTHONS"
 """The variable that tells the workers where the programs are."""
@@ -96,8 +101,12 @@ def quick(kind: str = "full") -> Path:
     """Return the program; it serves until the process that began to serve ends.
 
     Its processes have Dynamo and Inductor already, ``"symbolic"`` ones what these are built on, and
-    ``"plain"`` ones no more than torch.
+    ``"plain"`` ones no more than torch. Where CUDA has devices it is Python itself: autograd starts
+    a thread for each device, and cannot run in forks of a process that has started them
+    (``_in_bad_autograd_fork`` of torch/csrc/autograd/engine.cpp).
     """
+    if _DRY in os.environ or any(map(os.path.exists, DRIVERS)):
+        return Path(sys.executable)
     return begin_to_serve() / kind / "python"
 
 

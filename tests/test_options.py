@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice, ReportTarget
+from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice, ReportTarget, device_choice
 from pytest_gpumem.options import Settings, add_options, settings_from
 from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 from pytest_gpumem.sizes import Tolerance
@@ -114,11 +114,17 @@ def test_device(read: Read, value: str, device: DeviceChoice) -> None:
     assert read(ini=f"gpumem_device = {value}").device == device
 
 
-@pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "sim:", "", "auto:1"])
+def test_the_dry_device_is_of_the_catalogues_models() -> None:
+    # Without pytest, which would load it.
+    assert device_choice("dry") == DeviceChoice("dry", models=("A100-40GB",))
+    assert device_choice("dry:h100*2") == DeviceChoice("dry", models=("H100*2",))
+
+
+@pytest.mark.parametrize("value", ["gpu", "cuda:", "dry:", "cuda:x", "sim:", "", "auto:1"])
 def test_a_bad_device(read: Read, value: str) -> None:
     assert refusal(read, f"--gpumem-device={value}") == (
         f"--gpumem-device={value!r} is not a device; "
-        "write auto|cuda|cuda:N|sim|sim:MODEL[*N][,MODEL...]|off"
+        "write auto|cuda|cuda:N|dry|dry:MODEL[*N][,MODEL...]|sim|sim:MODEL[*N][,MODEL...]|off"
     )
 
 

@@ -113,7 +113,8 @@ def _recording() -> Iterator[None]:
 def _trace() -> list[dict[str, Any]]:
     torch.cuda.synchronize()
     traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
-    return traces[torch.cuda.current_device()]
+    # Each snapshot adds an event of its own (SNAPSHOT of c10/cuda/CUDACachingAllocator.h).
+    return [e for e in traces[torch.cuda.current_device()] if e["action"] != "snapshot"]
 
 
 def _moments(

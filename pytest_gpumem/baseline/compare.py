@@ -49,9 +49,9 @@ class Judgement:
         return tuple(verdict for verdict in self.verdicts if not verdict.passed)
 
 
-def default_tolerance_for(simulated: bool) -> Tolerance:
+def default_tolerance_for(exact: bool) -> Tolerance:
     """Return the tolerance that applies where neither marker nor option states one."""
-    return SIMULATED_TOLERANCE if simulated else MEASURED_TOLERANCE
+    return SIMULATED_TOLERANCE if exact else MEASURED_TOLERANCE
 
 
 def missing_text(
@@ -116,7 +116,7 @@ def judge(
     if eager and not baseline.ran_eagerly:
         verdicts.append(judged.ran_eagerly(eager[0]))
     tolerance = expectation.tolerance or default_tolerance
-    tolerance = tolerance or default_tolerance_for(measurement.simulated)
+    tolerance = tolerance or default_tolerance_for(measurement.simulated or measurement.dry)
     return Judgement(
         (*verdicts, *judged.against(baseline, tolerance)),
         tuple(judged.improvements(baseline, tolerance)),
@@ -283,6 +283,7 @@ class _Judged:
                     self._measurement.device,
                     self._measurement.simulated,
                     self._gpu,
+                    self._measurement.dry,
                 )
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
@@ -336,6 +337,7 @@ class _Judged:
             tolerance="" if tolerance is None else str(tolerance),
             device=self._measurement.device,
             simulated=self._measurement.simulated,
+            dry=self._measurement.dry,
             gpu=self._gpu,
             notes=notes,
             written=getattr(limit, "written", "") if reference is None else "",

@@ -39,6 +39,7 @@ class Verdict:
     """As a reader would write it, ``1% + 1MiB``."""
     device: str = "cuda:0"
     simulated: bool = False
+    dry: bool = False
     explanation: tuple[Mapping[str, Any], ...] = ()
     gpu: str = ""
     """The device's model, ``A100-40GB``."""
@@ -90,7 +91,7 @@ class Verdict:
     def short(self) -> str:
         """One line: what was measured, and by how much it is over or within what it may be."""
         headline = "; ".join((self._headline(), *self.notes))
-        return f"{headline}{_where(self.device, self.simulated, self.gpu)}"
+        return f"{headline}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
 
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
         """Return the lines that say whose bytes changed or, without a reference, are there."""
@@ -137,7 +138,7 @@ class Verdict:
 
     def _headline(self) -> str:
         if self.kind == "nothing_measured":
-            return _nothing_measured(self.device, self.simulated)
+            return _nothing_measured(self.device, self.simulated or self.dry)
         if self.kind == "ran_eagerly":
             return "compiled code ran eagerly, so what it allocates says nothing of its baseline"
         if self._no_baseline:
@@ -191,6 +192,7 @@ class Improvement:
     device: str = "cuda:0"
     simulated: bool = False
     gpu: str = ""
+    dry: bool = False
 
     @property
     def short(self) -> str:
@@ -198,7 +200,9 @@ class Improvement:
         text, _ = format_apart(self.actual, self.reference)
         measured = measured_text(self.metric, self.phase, self.actual, text)
         compared = compared_text("baseline", self.actual, self.reference, self.tolerance)
-        return f"{measured}, {compared}{_where(self.device, self.simulated, self.gpu)}"
+        return (
+            f"{measured}, {compared}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
+        )
 
     def long(self, nodeid: str, command: str = "pytest") -> str:
         """Return the text for the test ``nodeid``, with the command that locks the gain in."""
@@ -261,9 +265,9 @@ def update_command(nodeid: str, command: str = "pytest") -> str:
     return f"{command} --gpumem-update-baselines {quoted_for_shell(nodeid)}"
 
 
-def _nothing_measured(device: str, simulated: bool) -> str:
+def _nothing_measured(device: str, scoped: bool) -> str:
     remedies = "ask `gpumem.device` inside the test"
-    if simulated:
+    if scoped:
         remedies += ", or run with --gpumem-sim-scope=session"
     return (
         f"nothing was measured, because the test allocated nothing on {device}; the usual cause is "
@@ -271,8 +275,9 @@ def _nothing_measured(device: str, simulated: bool) -> str:
     )
 
 
-def _where(device: str, simulated: bool, gpu: str) -> str:
-    parts = [f"simulated {gpu}".strip()] if simulated else []
+def _where(device: str, simulated: bool, gpu: str, *, dry: bool = False) -> str:
+    kind = "simulated" if simulated else "dry" if dry else ""
+    parts = [f"{kind} {gpu}".strip()] if kind else []
     if device != "cuda:0":
         parts.append(device)
     return f" [{', '.join(parts)}]" if parts else ""

@@ -159,9 +159,9 @@ def compare_environments(
     """Yield the tests of one environment of each side, in order.
 
     Without a ``tolerance``, each test's own applies, as B has it, else as A does; and where it
-    states none, that of the environment: exact only where both are simulated.
+    states none, that of the environment: exact only where both are simulated or dry.
     """
-    simulated = a.environments[key_a].simulated and b.environments[key_b].simulated
+    exact = a.environments[key_a].is_exact and b.environments[key_b].is_exact
     before, after = a.tests[key_a], b.tests[key_b]
     gone, new = (
         {nodeid: tuple(sorted(one[nodeid].figures.items())) for nodeid in sorted(one.keys() - two)}
@@ -174,7 +174,7 @@ def compare_environments(
         pair = before.get(old, NOTHING), after.get(nodeid, NOTHING)
         known = [test.tolerance for test in reversed(pair) if test.tolerance is not None]
         own = known[0] if known and tolerance is None else None
-        allowed = tolerance or own or default_tolerance_for(simulated)
+        allowed = tolerance or own or default_tolerance_for(exact)
         here = (old in before, nodeid in after)
         was = f" (was {old})" if old != nodeid else ""
         yield Compared(
@@ -299,11 +299,12 @@ def _tolerance_line(a: Side, b: Side, pairs: list[tuple[str, str]]) -> str:
         if test.tolerance is not None
     }
     theirs = {0: "", 1: "; 1 test has its own"}.get(len(own), f"; {len(own)} tests have their own")
-    return f"0 simulated, 1% + 1MiB measured{theirs}"
+    dry = any(one.dry for side in (a, b) for one in side.environments.values())
+    return f"0 simulated{' or dry' * dry}, 1% + 1MiB measured{theirs}"
 
 
 def _described(environment: Environment) -> str:
-    return f"{environment.key}, {'simulated' if environment.simulated else 'measured'}"
+    return f"{environment.key}, {environment.kind.strip() or 'measured'}"
 
 
 def _body(tests: Sequence[Compared], every: bool) -> Iterator[str]:

@@ -36,8 +36,9 @@ _NO_RESULT = (endings.RAISED, endings.EXITED)
 def run(arguments: argparse.Namespace) -> Answer | int:
     """Run the script; raises ``ValueError`` for what cannot be run."""
     script = Script(arguments.script, tuple(arguments.arguments), arguments.module)
+    kind = endings.DRY if arguments.device == "dry" else ""
     names = [
-        gpu if gpu == endings.MEASURED else find_machine(gpu).name
+        gpu if gpu == endings.MEASURED else f"{kind}{find_machine(gpu).name}"
         for gpu in arguments.gpu or [DEFAULT_GPU]
     ]
     script.check()
@@ -151,7 +152,8 @@ def lines(
 
 def _heading(script: Script, answer: endings.Answer) -> str:
     measured = answer.measurements[0]
-    device = f"a simulated {answer.gpu}" if measured.simulated else f"the {answer.gpu}"
+    kind = "a simulated" if measured.simulated else "a dry" if measured.dry else "the"
+    device = f"{kind} {answer.gpu}"
     how = {
         endings.STOPPED: f"stopped after {_steps(answer.steps)}",
         endings.TIME: f"stopped after {answer.seconds:.0f} s, {_when(answer)}",
@@ -237,6 +239,13 @@ COMMAND = Command(
             action="append",
             help=f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
+        ),
+        argument(
+            "--device",
+            choices=("sim", "dry"),
+            default="sim",
+            help="what the models of --gpu are: simulated, or torch's own CUDA code without a GPU "
+            "(default: sim)",
         ),
         argument(
             "--steps",

@@ -20,6 +20,7 @@ from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import LeftThreads, is_shared
 from pytest_gpumem.device.quota import limited
 from pytest_gpumem.device.refusals import RELAY, told_to
+from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
@@ -62,8 +63,9 @@ def find_device(
 
 
 def device_count() -> int:
-    """Return how many CUDA devices torch sees; does not initialise CUDA."""
-    return torch.cuda.device_count()
+    """Return how many CUDA devices tests will see; does not initialise CUDA."""
+    with scope.opened():
+        return torch.cuda.device_count()
 
 
 class CudaDevice:

@@ -45,7 +45,7 @@ class Environment:
 
     simulated: bool
     gpu: str
-    """Catalogue name when simulated (``A100-40GB``), else the driver's name of the device."""
+    """Catalogue name when simulated or dry (``A100-40GB``), else the driver's name."""
     compute_capability: str
     torch: str
     """Release, ``major.minor``: what the allocator's rules depend on."""
@@ -59,15 +59,17 @@ class Environment:
     """MIG profile, MPS, vGPU or exclusive mode, HAMi, cGPU or cgroup; empty for a whole device."""
     ranks: str = ""
     """Which of several ranks it is, as ``rank 3 of 8``; empty for a process of its own."""
+    dry: bool = False
+    """Whether torch's own CUDA code ran without a GPU, over a runtime whose kernels do nothing."""
     extra: tuple[tuple[str, str], ...] = ()
     """What other plugins say that numbers depend on: names and words, sorted."""
 
     @cached_property
     def key(self) -> str:
         """Folder name of this environment's baselines."""
-        kind = "sim" if self.simulated else "cuda"
+        kind = "sim" if self.simulated else "dry" if self.dry else "cuda"
         parts = [kind, self.gpu, f"torch{self.torch}"]
-        if self.cuda and not self.simulated:
+        if self.cuda and not self.is_exact:
             parts.append(f"cu{self.cuda}")
         if self.partition:
             parts.append(self.partition)
@@ -75,6 +77,16 @@ class Environment:
             parts.append(self.ranks.replace(" ", ""))
         key = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts))
         return "-".join([key, *self._settings(), *self._extra()])
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its numbers repeat byte for byte: no other program takes part in them."""
+        return self.simulated or self.dry
+
+    @property
+    def kind(self) -> str:
+        """The word that stands before the GPU's name wherever a number of it is shown."""
+        return "simulated " if self.simulated else "dry " if self.dry else ""
 
     def _settings(self) -> Iterator[str]:
         """Yield the settings as parts of a folder's name, or a hash where it cannot hold them."""
@@ -107,6 +119,8 @@ class Environment:
         extra = dict(data.pop("extra"))
         if not self.ranks:
             del data["ranks"]
+        if not self.dry:
+            del data["dry"]
         return {**data, "extra": extra} if extra else data
 
     @classmethod

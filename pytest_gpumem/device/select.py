@@ -50,6 +50,8 @@ class DeviceSelector:
     @property
     def description(self) -> str:
         """What is known without torch of where tests will be measured."""
+        if self._choice.kind == "dry":
+            return ", ".join(f"dry {model}" for model in self._choice.models)
         models = ", ".join(f"simulated {model}" for model in self._choice.models)
         if models and self.stand_ins is not None:
             models += f" with stand-ins of {', '.join(self.stand_ins) or 'no library'}"
@@ -59,6 +61,11 @@ class DeviceSelector:
             return "cuda" if self._choice.index is None else f"cuda:{self._choice.index}"
         return models or "off, nothing is measured"
 
+    @property
+    def only_model(self) -> str | None:
+        """The model of the dry device, which a process has one of; ``None`` for other devices."""
+        return self._choice.models[0] if self._choice.kind == "dry" else None
+
     def models(self, expectation: Expectation | None) -> Sequence[str]:
         """Return the GPU models that a test is to be simulated on, one by one.
 
@@ -67,7 +74,7 @@ class DeviceSelector:
         """
         if expectation is not None and expectation.gpu:
             return expectation.gpu
-        return self._choice.models if self._choice.kind == "sim" else ()
+        return self._choice.models if self._choice.kind in ("sim", "dry") else ()
 
     def select(
         self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
@@ -111,6 +118,10 @@ class DeviceSelector:
             device.forget(fixture)
 
     def _find_real(self) -> Device | None:
+        if self._choice.kind == "dry":
+            from pytest_gpumem.device.dry import DryDevice
+
+            return DryDevice(self._choice.models[0])
         if self._choice.kind not in ("auto", "cuda"):
             return None
         from pytest_gpumem.device.cuda import find_device

@@ -82,6 +82,8 @@ class Measurement:
     """Sentences a reader of the numbers has to know, e.g. neutral values that were read."""
     timeline: Mapping[str, Any] | None = None
     """What was allocated over time, where a report shows it; see ``attribution.timeline``."""
+    dry: bool = False
+    """Whether torch's own CUDA code ran without a GPU."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -106,6 +108,7 @@ class Measurement:
             "leaks": [dict(site) for site in self.leaks],
             "notes": list(self.notes),
             **({} if self.timeline is None else {"timeline": dict(self.timeline)}),
+            **({"dry": True} if self.dry else {}),
         }
 
     @classmethod

@@ -87,7 +87,7 @@ def differences(
         was = _nodeid(past) if past != key else ""
         difference = Difference(_nodeid(key), old.get(past), new.get(key), failed, was)
         known = difference.now or difference.before
-        default = default_tolerance_for(known is not None and known.simulated)
+        default = default_tolerance_for(known is not None and (known.simulated or known.dry))
         allowed = tolerance or own.get(key) or own.get(past) or default
         reference = difference.before.peak_allocated if difference.before else 0
         both = difference.before is not None and difference.now is not None

@@ -41,9 +41,8 @@ STATUS_WORDS = {
 
 def describe(environment: Environment) -> str:
     """Return what an environment is, real or not: ``simulated A100-40GB (torch 2.13)``."""
-    kind = "simulated " if environment.simulated else ""
     facts = [f"torch {environment.torch}"]
-    if not environment.simulated:
+    if not environment.is_exact:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
         facts += [f"driver {environment.driver}"] if environment.driver else []
     facts += [environment.partition] if environment.partition else []
@@ -53,7 +52,7 @@ def describe(environment: Environment) -> str:
         config = printable(environment.cublas_workspace_config, MOST)
         facts.append(f"CUBLAS_WORKSPACE_CONFIG={config}")
     facts += [f"{name}={printable(word, MOST)}" for name, word in environment.extra]
-    return f"{kind}{environment.gpu} ({', '.join(facts)})"
+    return f"{environment.kind}{environment.gpu} ({', '.join(facts)})"
 
 
 def write_section(writer: Writer, lines: Sequence[Line], *, verbosity: int) -> None:
@@ -348,8 +347,10 @@ def _peak(record: TestRecord) -> int:
 def _kinds(records: Sequence[TestRecord]) -> str:
     """Name the devices, so that a simulated number is never read as a measured one."""
     simulated = {record.environment.gpu: None for record in records if record.environment.simulated}
-    real = {record.environment.gpu: None for record in records if not record.environment.simulated}
+    real = {record.environment.gpu: None for record in records if not record.environment.is_exact}
+    dry = {record.environment.gpu: None for record in records if record.environment.dry}
     parts = [", ".join(real)] if real else []
+    parts += [f"dry {', '.join(dry)}"] if dry else []
     parts += [f"simulated {', '.join(simulated)}"] if simulated else []
     return " and ".join(parts)
 

@@ -61,6 +61,10 @@ def main(path: str) -> None:
 
 
 def _device(request: Request) -> Device:
+    if request.gpu.startswith(endings.DRY):
+        from pytest_gpumem.device.dry import DryDevice
+
+        return DryDevice(request.gpu.removeprefix(endings.DRY))
     if request.gpu == endings.MEASURED:
         found = find_device(None, required=True)
         assert found is not None

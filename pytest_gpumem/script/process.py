@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,7 +60,7 @@ class Result:
 
 
 def run_on(script: Script, gpu: str, settings: Settings) -> Result:
-    """Run ``script`` on ``gpu``, a machine of the catalogue or ``"cuda"``.
+    """Run ``script`` on ``gpu``, a machine of the catalogue, ``"cuda"`` or ``"dry:H100"``.
 
     Raises :class:`ScriptError` where it cannot be run there.
     """
@@ -71,7 +73,8 @@ def run_on(script: Script, gpu: str, settings: Settings) -> Result:
         request = replace(request, again=why)
         answer = _answered(request, quiet=settings.quiet)
     _check(answer, request)
-    if answer.ending != endings.OUT_OF_MEMORY or gpu == endings.MEASURED:
+    simulated = gpu != endings.MEASURED and not gpu.startswith(endings.DRY)
+    if answer.ending != endings.OUT_OF_MEMORY or not simulated:
         return Result(answer, fits=answer.ending != endings.OUT_OF_MEMORY)
     _say(f"{script.name} ran out of memory on {answer.gpu}: again, with as much as it wants")
     larger = _answered(replace(request, unbounded=True), quiet=settings.quiet)
@@ -90,7 +93,9 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
         path = Path(folder) / "request.json"
         request.write(path)
         command = [sys.executable, "-c", _PROGRAM, str(_PACKAGE), str(path)]
-        with subprocess.Popen(command, stdout=STDERR if quiet else None) as process:
+        environment = {**os.environ, **_variables(request.gpu)}
+        output = STDERR if quiet else None
+        with subprocess.Popen(command, stdout=output, env=environment) as process:
             code = _waited(process, request)
         if not request.answer.is_file():
             raise ScriptError(_without_answer(request, code))
@@ -98,6 +103,19 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
     if answer.ending == endings.INTERRUPTED:
         raise KeyboardInterrupt
     return answer
+
+
+def _variables(gpu: str) -> Mapping[str, str]:
+    """Return the variables that give the process its device; raises :class:`ScriptError`."""
+    if not gpu.startswith(endings.DRY):
+        return {}
+    from pytest_gpumem.dry.load import environment
+    from pytest_gpumem.dry.torch_build import DryError
+
+    try:
+        return environment(gpu.removeprefix(endings.DRY))
+    except DryError as error:
+        raise ScriptError(f"--device dry: {error}") from None
 
 
 def _check(answer: Answer, request: Request) -> None:

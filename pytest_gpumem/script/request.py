@@ -13,6 +13,8 @@ from pytest_gpumem.script.entry import Script
 
 MEASURED = "cuda"
 """In the place of a model to be simulated: the CUDA device that there is."""
+DRY = "dry:"
+"""How the name of a machine begins that is the dry device."""
 
 STOPPED = "stopped"
 """After as many steps as were asked for."""

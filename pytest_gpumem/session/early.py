@@ -50,11 +50,18 @@ def begin_early(config: pytest.Config) -> None:
     What is wrong with them is said when pytest configures itself.
     """
     options = config.known_args_namespace
-    if not _will_run_tests(config, options):
+    will_run_tests = _will_run_tests(config, options)
+    if not will_run_tests and (options.help or options.version):
         return
     try:
         settings = settings_from(config, options)
     except pytest.UsageError:
+        return
+    if settings.device.kind == "dry":
+        from pytest_gpumem.dry.start import begin_process
+
+        begin_process(config, settings.device.models[0], everywhere=settings.sim_scope == "session")
+    if not will_run_tests:
         return
     if settings.share or settings.quota is not None:
         from pytest_gpumem.session.placement import place

@@ -77,11 +77,16 @@ class Measuring:
         that several ranks run it is that of the one whose turn it is.
         """
         model, models = self._expectations.models(item)
+        if (only := self._selector.only_model) and model not in (None, only):
+            _skip(
+                f"is for {model}, and the dry device of this run is {only}: run it with "
+                f"--gpumem-device=dry:{model}"
+            )
         if (asked := self._expectations.ranks(item)) is not None:
             self._check_ranks(asked)
         seat = self._expectations.seat(item, worst.rank if worst else 0)
         device = self._reported(model, real_values, seat)
-        if self._selector.real() and model not in (*models[:1], None):
+        if self._selector.real() and model not in (*models[:1], only, None):
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
             )

@@ -74,7 +74,7 @@ class Stopwatch:
     def _was_alone(self, run: Run, record: TestRecord) -> bool:
         """Whether nothing else computed on the test's device, as far as anybody can tell."""
         beside = self._beside.get(run)
-        if beside is not None or record.environment.simulated:
+        if beside is not None or record.environment.is_exact:
             return not beside
         # Of several workers that nobody keeps apart, each may have been beside the others.
         return len(self._workers) < 2 and (record.nvml or {}).get("alone") is not False

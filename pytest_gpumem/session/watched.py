@@ -32,8 +32,9 @@ class Watched:
     def begins(self, test: MeasuredItem) -> None:
         """A measured test begins."""
         environment = test.device.environment
-        kind = "simulated " if environment.simulated else ""
-        self._say(device=f"{kind}{environment.gpu}", test=test.nodeid, since=time.time())
+        self._say(
+            device=f"{environment.kind}{environment.gpu}", test=test.nodeid, since=time.time()
+        )
 
     def ended(self, test: MeasuredItem) -> None:
         """It is over."""

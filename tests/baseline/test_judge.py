@@ -292,8 +292,8 @@ def test_nothing_on_this_device_is_fine_where_the_test_used_another() -> None:
 
 
 def test_default_tolerances() -> None:
-    assert str(default_tolerance_for(simulated=True)) == "0"
-    assert str(default_tolerance_for(simulated=False)) == "1% + 1MiB"
+    assert str(default_tolerance_for(exact=True)) == "0"
+    assert str(default_tolerance_for(exact=False)) == "1% + 1MiB"
 
 
 def test_judging_needs_neither_torch_nor_nvml_nor_jsonschema() -> None:

@@ -1,4 +1,4 @@
-"""The CUDA device under test, or the simulated one in its place."""
+"""The CUDA device under test: a GPU, the dry device, or the simulated one in its place."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ VARIABLE = "GPUMEM_TEST_DEVICE"
 STAND_IN = "A100-40GB"
 
 
-def stands_in() -> str | None:
-    """Return the model of the simulated device, ``None`` where the real one is tested."""
+def _asked() -> tuple[str, str]:
+    """Return which kind of device is to be tested, and its model."""
     kind, _, model = os.environ.get(VARIABLE, "").partition(":")
-    if kind not in ("", "sim"):
-        raise ValueError(f"{VARIABLE}={kind}: write sim, sim:MODEL or nothing")
-    return (model or STAND_IN) if kind else None
+    if kind not in ("", "sim", "dry"):
+        raise ValueError(f"{VARIABLE}={kind}: write sim, dry, sim:MODEL, dry:MODEL or nothing")
+    return kind, model or STAND_IN
+
+
+def stands_in() -> str | None:
+    """Return the model of the simulated device, ``None`` where ``torch.cuda`` itself is tested."""
+    kind, model = _asked()
+    return model if kind == "sim" else None
 
 
 def missing() -> str | None:

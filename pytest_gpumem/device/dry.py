@@ -1,0 +1,50 @@
+"""The dry device: torch's own CUDA code over a runtime whose kernels do nothing.
+
+It is measured as a GPU is. What differs is said here: numbers repeat byte for byte, so they are
+named as exact ones, and there is neither a driver nor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+from pytest_gpumem.device.cuda import CudaDevice
+from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.dry import scope
+from pytest_gpumem.dry.load import begin_placing_anew
+from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.simulated.gpu.catalogue import find_machine
+
+
+class DryDevice(CudaDevice):
+    """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(None)
+        self._name = find_machine(name).model.name
+
+    @cached_property
+    def _environment(self) -> Environment:
+        return replace(super()._environment, gpu=self._name, driver=None, partition="", dry=True)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let the process see its devices inside."""
+        with scope.opened(), super().active():
+            yield
+
+    def begin_test(self, name: str, shared: Iterable[object]) -> None:
+        """Let segments lie as in a new process, whatever earlier tests have left."""
+        super().begin_test(name, shared)
+        begin_placing_anew()
+
+    def complete(self, measurement: Measurement) -> Measurement:
+        """Return ``measurement`` marked as dry."""
+        return replace(super().complete(measurement), dry=True)
+
+    def nvml(self) -> Mapping[str, object] | None:  # type: ignore[override]
+        """Return nothing: there is no driver to read."""
+        return None

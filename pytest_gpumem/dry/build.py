@@ -1,0 +1,135 @@
+"""Compiles the dry runtime with the machine's C compiler, once for each build of torch.
+
+The result is a folder in the user's cache: the runtime itself, and for each of NVIDIA's libraries
+that torch asks the loader for a library of that name that holds nothing but the version nodes which
+torch wants and hands on to the runtime. The loader then never looks for NVIDIA's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from platform import machine
+
+from pytest_gpumem.dry.torch_build import DryError, TorchBuild
+
+RUNTIME = "libpytest_gpumem_dry.so"
+_SOURCE = Path(__file__).parent / "source"
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-shared")
+
+
+def cache_folder() -> Path:
+    """Return the folder of the user's cache that builds are kept in."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pytest-gpumem" / "dry"
+
+
+def built(torch: TorchBuild) -> Path:
+    """Return the folder with the runtime for ``torch``, which is compiled where it is missing.
+
+    Processes that build at once wait for each other. Raises :class:`DryError` where there is no
+    compiler, or it fails.
+    """
+    folder = cache_folder() / f"torch{torch.release}-{_key(torch)}"
+    if folder.exists():
+        return folder
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
+            if not folder.exists():
+                _build_in_place(torch, folder)
+    except OSError as error:
+        raise DryError(
+            f"the dry runtime cannot be written to {folder.parent} ({error.strerror}): set "
+            "XDG_CACHE_HOME to a folder that can be written"
+        ) from None
+    return folder
+
+
+def _build_in_place(torch: TorchBuild, folder: Path) -> None:
+    """Build beside ``folder`` and rename: a build that was killed leaves no half of one."""
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        build(torch, draft)
+        draft.chmod(0o755)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def build(torch: TorchBuild, folder: Path) -> None:
+    """Compile the runtime for ``torch`` into ``folder``; raises :class:`DryError`."""
+    compiler = _compiler()
+    stubs = folder / "stubs.c"
+    stubs.write_text(_stubs(torch.symbols | _names_by_string()), encoding="utf-8")
+    macros = [f"-D{name}={value}" for name, value in torch.macros.items()]
+    sources = [*map(str, sorted(_SOURCE.glob("*.c"))), str(stubs)]
+    runtime = str(folder / RUNTIME)
+    options = [f"-Wl,-soname,{RUNTIME}", f"-I{_SOURCE}", *macros]
+    _run([compiler, *_FLAGS, *options, "-o", runtime, *sources, "-ldl", "-lpthread"])
+    for name, nodes in torch.libraries.items():
+        script = folder / f"{name}.map"
+        script.write_text("".join(f"{node} {{ }};\n" for node in sorted(nodes)), encoding="utf-8")
+        versions = [f"-Wl,--version-script={script}"] if nodes else []
+        linked = ["-Wl,--no-as-needed", runtime, "-Wl,-rpath,$ORIGIN"]
+        options = [f"-Wl,-soname,{name}", *versions]
+        empty = ["-x", "c", os.devnull, "-x", "none"]
+        _run([compiler, "-shared", "-fPIC", *options, "-o", str(folder / name), *empty, *linked])
+
+
+def _stubs(names: Iterable[str]) -> str:
+    """Return C code with a function of each name that returns 0, unless the runtime has one."""
+    lines = ["int trace_stub(const char *name);"]
+    for name in sorted(names):
+        lines.append(
+            f'__attribute__((weak, visibility("default"))) int {name}(void);\n'
+            f'int {name}(void) {{ return trace_stub("{name}"); }}'
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _names_by_string() -> frozenset[str]:
+    """Return the names that programs look up while they run, which no ELF file tells."""
+    return frozenset((_SOURCE / "names.txt").read_text(encoding="utf-8").split())
+
+
+def _compiler() -> str:
+    asked = os.environ.get("CC", "").split()[:1]
+    for name in (*asked, *_COMPILERS):
+        if shutil.which(name):
+            return name
+    raise DryError(
+        "the dry device is built with a C compiler, and this machine has neither cc, gcc nor "
+        "clang: install the package gcc (apt-get install gcc libc6-dev), or use --gpumem-device=sim"
+    )
+
+
+def _run(command: Sequence[str]) -> None:
+    # Without the loader's variables: a parent process may have the dry runtime preloaded.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=environment, check=False
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise DryError(f"the dry runtime cannot be built: {command[0]} says {lines[0].strip()}")
+
+
+def _key(torch: TorchBuild) -> str:
+    """Return a hash of all that the result depends on."""
+    asked = sorted((name, sorted(nodes)) for name, nodes in torch.libraries.items())
+    facts = torch.macros, machine(), _FLAGS, sorted(torch.symbols), asked
+    content = sha256(repr(facts).encode())
+    for path in sorted(_SOURCE.iterdir()):
+        content.update(path.name.encode() + b"\0" + path.read_bytes())
+    content.update(Path(__file__).read_bytes())
+    return content.hexdigest()[:16]

@@ -1,0 +1,91 @@
+"""Loads the dry runtime, here or in the processes that this one starts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pytest_gpumem.dry.build import RUNTIME, built
+from pytest_gpumem.dry.gpus import description, models_of
+from pytest_gpumem.dry.torch_build import DryError, installed_build
+
+DEVICES = "PYTEST_GPUMEM_DRY_DEVICES"
+"""The variable that describes the GPUs; the runtime reads it when it is first asked."""
+MODELS = "PYTEST_GPUMEM_DRY"
+"""The variable that names them, as the user wrote them."""
+_PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
+
+_BEGIN = "pytest_gpumem_dry_begin"
+"""The function of ``source/memory.c`` by which the runtime is known."""
+
+_kept: list[ctypes.CDLL] = []
+
+
+def load(names: str) -> None:
+    """Let this process, and those that it starts, have the GPUs that ``names`` stands for.
+
+    Torch must not have been imported. Raises :class:`DryError`, and ``GpuError`` for ``names``.
+    """
+    if is_loaded():
+        return
+    if "torch" in sys.modules:
+        raise DryError("the dry device must be there before torch is imported, which it is already")
+    changes = environment(names)
+    folder = folder_of_build()
+    os.environ.update(changes)
+    # The loader takes a library of a name that is loaded already for every later request, and
+    # looks for symbols among global libraries first.
+    for path in _libraries(folder):
+        _kept.append(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
+
+
+def is_loaded() -> bool:
+    """Return whether this process has the dry runtime, loaded here or preloaded by the loader."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
+
+
+def begin_placing_anew() -> None:
+    """Let later segments of every GPU lie as in a new process, below those that are there."""
+    getattr(ctypes.CDLL(None), _BEGIN)()
+
+
+def folder_of_build() -> Path:
+    """Return the folder with the runtime for the installed torch; raises :class:`DryError`."""
+    if sys.platform != "linux":
+        raise DryError(
+            f"the dry device runs on Linux only, and this is {sys.platform}: use "
+            "--gpumem-device=sim"
+        )
+    return built(installed_build())
+
+
+def environment(names: str) -> Mapping[str, str]:
+    """Return the variables that give a new process the GPUs that ``names`` stands for.
+
+    Raises :class:`DryError`, and ``GpuError`` for ``names``.
+    """
+    models = models_of(names)
+    folder = folder_of_build()
+    return {
+        MODELS: names,
+        DEVICES: description(models),
+        # All of them: torch's RPATH leads to NVIDIA's packages, and the loader looks there before
+        # it looks into the folders of LD_LIBRARY_PATH.
+        _PRELOAD: _joined(_libraries(folder), os.environ.get(_PRELOAD)),
+        _FOLDERS: _joined([str(folder)], os.environ.get(_FOLDERS)),
+        # Triton links its launcher with the driver's library of this folder.
+        "TRITON_LIBCUDA_PATH": str(folder),
+    }
+
+
+def _libraries(folder: Path) -> list[str]:
+    """Return the paths of the runtime and of the libraries that stand for NVIDIA's."""
+    return [str(folder / RUNTIME), *map(str, sorted(folder.glob("lib*.so.*[0-9]")))]
+
+
+def _joined(first: Sequence[str], others: str | None) -> str:
+    rest = [one for one in (others or "").split(":") if one and one not in first]
+    return ":".join([*first, *rest])

@@ -1,0 +1,95 @@
+/* cuSOLVER: handles, and the sizes of workspaces, which only the library knows: here it asks for none.
+ * Source of the arguments' places: "cuSOLVER API Reference", 12.4 and 13.2. */
+#include "sizes.h"
+
+CREATES(cusolverDnCreate)
+SETS_STREAM(cusolverDnSetStream)
+DESTROYS(cusolverDnDestroy)
+CREATES(cusolverDnCreateParams)
+DESTROYS(cusolverDnDestroyParams)
+CREATES(cusolverDnCreateGesvdjInfo)
+DESTROYS(cusolverDnDestroyGesvdjInfo)
+CREATES(cusolverDnCreateSyevjInfo)
+DESTROYS(cusolverDnDestroySyevjInfo)
+
+#define REAL(routine, count)                                                                                           \
+    WRITES(cusolverDnS##routine##_bufferSize, count, int, 0)                                                           \
+    WRITES(cusolverDnD##routine##_bufferSize, count, int, 0)
+#define COMPLEX(routine, count)                                                                                        \
+    WRITES(cusolverDnC##routine##_bufferSize, count, int, 0)                                                           \
+    WRITES(cusolverDnZ##routine##_bufferSize, count, int, 0)
+#define ALL(routine, count) REAL(routine, count) COMPLEX(routine, count)
+
+ALL(potrf, 5)
+ALL(getrf, 5)
+ALL(geqrf, 5)
+ALL(sytrf, 4)
+ALL(gesvd, 3)
+ALL(gesvdj, 12)
+ALL(gesvdjBatched, 11)
+ALL(gesvdaStridedBatched, 16)
+REAL(orgqr, 7)
+COMPLEX(ungqr, 7)
+REAL(ormqr, 11)
+COMPLEX(unmqr, 11)
+REAL(syevd, 7)
+COMPLEX(heevd, 7)
+REAL(syevj, 7)
+COMPLEX(heevj, 7)
+REAL(syevjBatched, 7)
+COMPLEX(heevjBatched, 7)
+
+WRITES_BOTH(cusolverDnXpotrf_bufferSize, 8)
+WRITES_BOTH(cusolverDnXgetrf_bufferSize, 8)
+WRITES_BOTH(cusolverDnXgeqrf_bufferSize, 10)
+WRITES_BOTH(cusolverDnXsytrs_bufferSize, 11)
+WRITES_BOTH(cusolverDnXsyevd_bufferSize, 11)
+WRITES_BOTH(cusolverDnXsyevBatched_bufferSize, 11)
+WRITES_BOTH(cusolverDnXgeev_bufferSize, 17)
+
+#define REAL_SUCCEEDS(routine, count)                                                                                  \
+    SUCCEEDS(cusolverDnS##routine, count)                                                                              \
+    SUCCEEDS(cusolverDnD##routine, count)
+#define COMPLEX_SUCCEEDS(routine, count)                                                                               \
+    SUCCEEDS(cusolverDnC##routine, count)                                                                              \
+    SUCCEEDS(cusolverDnZ##routine, count)
+#define BOTH_SUCCEED(routine, count) REAL_SUCCEEDS(routine, count) COMPLEX_SUCCEEDS(routine, count)
+
+BOTH_SUCCEED(potrf, 7)
+BOTH_SUCCEED(potrs, 8)
+BOTH_SUCCEED(getrf, 7)
+BOTH_SUCCEED(getrs, 9)
+BOTH_SUCCEED(geqrf, 8)
+BOTH_SUCCEED(sytrf, 8)
+BOTH_SUCCEED(gesvd, 15)
+BOTH_SUCCEED(gesvdj, 14)
+REAL_SUCCEEDS(orgqr, 9)
+COMPLEX_SUCCEEDS(ungqr, 9)
+REAL_SUCCEEDS(ormqr, 13)
+COMPLEX_SUCCEEDS(unmqr, 13)
+REAL_SUCCEEDS(syevd, 9)
+COMPLEX_SUCCEEDS(heevd, 9)
+ALL_SUCCEED(cusolverDnSpotrfBatched, 5)
+ALL_SUCCEED(cusolverDnDpotrfBatched, 5)
+ALL_SUCCEED(cusolverDnCpotrfBatched, 5)
+ALL_SUCCEED(cusolverDnZpotrfBatched, 5)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnSgesvdjBatched, 13)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnDgesvdjBatched, 13)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnCgesvdjBatched, 13)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnZgesvdjBatched, 13)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnSgesvdaStridedBatched, 18)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnDgesvdaStridedBatched, 18)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnCgesvdaStridedBatched, 18)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnZgesvdaStridedBatched, 18)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnSsyevjBatched, 9)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnDsyevjBatched, 9)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnCheevjBatched, 9)
+ALL_SUCCEED_BY_SETTINGS(cusolverDnZheevjBatched, 9)
+ALL_SUCCEED(cusolverDnXsyevBatched, 15)
+
+SUCCEEDS(cusolverDnXpotrf, 12)
+SUCCEEDS(cusolverDnXgetrf, 13)
+SUCCEEDS(cusolverDnXgeqrf, 14)
+SUCCEEDS(cusolverDnXsyevd, 15)
+SUCCEEDS(cusolverDnXsytrs, 15)
+SUCCEEDS(cusolverDnXgeev, 21)

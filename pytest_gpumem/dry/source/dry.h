@@ -1,0 +1,75 @@
+/* The parts of the dry runtime talk through this header; it declares nothing of NVIDIA's.
+ *
+ * The dry runtime stands in for NVIDIA's libraries under the CUDA build of torch. It keeps memory, streams, events and
+ * graphs, and answers what a program asks of a device; kernels and library calls return success and compute nothing.
+ * Handles and structures have the layout that the documented interfaces give them (CUDA Runtime API and Driver API
+ * reference); abi.h has the numbers.
+ */
+#ifndef DRY_H
+#define DRY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* A name that programs link with; everything else is hidden by -fvisibility=hidden. */
+#define API __attribute__((visibility("default")))
+/* A parameter of the interface that memory does not depend on. */
+#define IGNORED __attribute__((unused))
+
+#define KIB ((size_t)1 << 10)
+#define MIB ((size_t)1 << 20)
+#define GIB ((size_t)1 << 30)
+
+static inline size_t round_up(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
+
+/* errors.c: the last error of each thread, as cudaGetLastError gives it. */
+int fail(int error);
+
+/* trace.c: a line on stderr for each call, where PYTEST_GPUMEM_DRY_TRACE is set. */
+void trace(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* devices.c: the GPUs of this machine, from PYTEST_GPUMEM_DRY_DEVICES. */
+struct device {
+    char name[256];
+    size_t memory;
+    int64_t major, minor, sms, threads, l2, shared, optin, blocks, bus_width;
+    unsigned char uuid[16];
+};
+int device_count(void);
+int current_device(void);
+int set_current_device(int index);
+const struct device *device_at(int index);
+
+/* memory.c: what each address belongs to. */
+enum kind { DEVICE_MEMORY, HOST_MEMORY, VIRTUAL_RANGE, REGISTERED_HOST, MANAGED_MEMORY };
+struct block {
+    char *start;
+    size_t size;
+    int device;
+    enum kind kind;
+};
+void *memory_take(size_t size, enum kind kind, int device); /* NULL: the device is full */
+bool memory_give(void *start, enum kind kind);
+bool memory_register(void *start, size_t size);
+bool memory_find(const void *address, struct block *found);
+bool memory_charge(int device, size_t size); /* counts physical memory that cuMemCreate takes */
+void memory_refund(int device, size_t size);
+size_t memory_free_bytes(int device);
+void memory_copy(void *to, const void *from, size_t size);
+void memory_set(void *at, int value, size_t size);
+
+/* written.c: which values on the device a copy has brought. */
+void written_note(const void *start, size_t size);
+bool written_is_stale(const void *start, size_t size);
+void written_forget(void);
+
+/* streams.c: order of work, as far as the host knows it; captures. */
+struct stream;
+struct stream *stream_of(void *handle);
+unsigned long long stream_capture(void *handle); /* 0: not capturing */
+void stream_add_node(void *handle);
+void stream_finish(void *handle);
+void device_finish(int device);
+
+#endif

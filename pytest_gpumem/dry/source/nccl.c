@@ -1,0 +1,179 @@
+/* NCCL: one rank of several, alone in its process. An all-gather of few bytes gives each rank's slot what this rank
+ * sends, so that DDP finds the parameters of all ranks alike. So does a group of broadcasts, one from each rank, by
+ * which torch gathers into separate tensors (ProcessGroupNCCL::allgather of torch/csrc/distributed/c10d). Other
+ * collectives leave their buffers as they are. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "abi.h"
+#include "dry.h"
+
+struct communicator {
+    int ranks, rank, device;
+};
+
+API int ncclGetVersion(int *version)
+{
+    *version = NCCL_VERSION;
+    return SUCCESS;
+}
+
+API const char *ncclGetErrorString(int error) { return error == 0 ? "no error" : "internal error"; }
+
+API const char *ncclGetLastError(IGNORED void *communicator) { return ""; }
+
+/* ncclUniqueId has 128 bytes, and is passed by value. */
+struct unique_id {
+    char bytes[128];
+};
+
+API int ncclGetUniqueId(struct unique_id *id)
+{
+    memset(id, 0, sizeof *id);
+    return SUCCESS;
+}
+
+static int communicate(struct communicator **made, int ranks, int rank)
+{
+    struct communicator *communicator = malloc(sizeof *communicator);
+    if (communicator == NULL)
+        return 2; /* ncclSystemError */
+    *communicator = (struct communicator){ranks, rank, current_device()};
+    *made = communicator;
+    return SUCCESS;
+}
+
+API int ncclCommInitRank(struct communicator **made, int ranks, IGNORED struct unique_id id, int rank)
+{
+    return communicate(made, ranks, rank);
+}
+
+API int ncclCommInitRankConfig(struct communicator **made, int ranks, IGNORED struct unique_id id, int rank,
+                               IGNORED void *config)
+{
+    return communicate(made, ranks, rank);
+}
+
+API int ncclCommInitRankScalable(struct communicator **made, int ranks, int rank, IGNORED int ids,
+                                 IGNORED struct unique_id *id, IGNORED void *config)
+{
+    return communicate(made, ranks, rank);
+}
+
+/* A color below zero has no communicator. The size of a part is not known here: as large as the whole. */
+API int ncclCommSplit(struct communicator *whole, int color, int key, struct communicator **made, IGNORED void *config)
+{
+    *made = NULL;
+    return color < 0 ? SUCCESS : communicate(made, whole->ranks, key < whole->ranks ? key : whole->rank);
+}
+
+API int ncclCommInitAll(struct communicator **made, int count, const int *devices)
+{
+    for (int i = 0; i < count; i++) {
+        communicate(&made[i], count, i);
+        made[i]->device = devices == NULL ? i : devices[i];
+    }
+    return SUCCESS;
+}
+
+API int ncclCommDestroy(struct communicator *communicator)
+{
+    free(communicator);
+    return SUCCESS;
+}
+
+API int ncclCommAbort(struct communicator *communicator) { return ncclCommDestroy(communicator); }
+
+API int ncclCommCount(const struct communicator *communicator, int *count)
+{
+    *count = communicator->ranks;
+    return SUCCESS;
+}
+
+API int ncclCommUserRank(const struct communicator *communicator, int *rank)
+{
+    *rank = communicator->rank;
+    return SUCCESS;
+}
+
+API int ncclCommGetAsyncError(IGNORED struct communicator *communicator, int *error)
+{
+    *error = SUCCESS;
+    return SUCCESS;
+}
+
+API int ncclMemAlloc(void **address, size_t size)
+{
+    *address = memory_take(size, DEVICE_MEMORY, current_device());
+    return *address == NULL ? 1 : SUCCESS; /* ncclUnhandledCudaError */
+}
+
+API int ncclMemFree(void *address)
+{
+    memory_give(address, DEVICE_MEMORY);
+    return SUCCESS;
+}
+
+/* ncclDataType_t: int8, uint8, int32, uint32, int64, uint64, half, float, double, bfloat16, two of 8 bits */
+static size_t bytes_of(size_t count, int type)
+{
+    static const size_t SIZES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    size_t size = type >= 0 && type < 12 ? count * SIZES[type] : 0;
+    return size <= 64 * KIB ? size : 0;
+}
+
+API int ncclAllGather(const void *sent, char *received, size_t count, int type, const struct communicator *communicator,
+                      void *stream)
+{
+    size_t size = bytes_of(count, type);
+    stream_add_node(stream);
+    for (int rank = 0; size > 0 && communicator != NULL && rank < communicator->ranks; rank++)
+        memory_copy(received + (size_t)rank * size, sent, size);
+    return SUCCESS;
+}
+
+/* The broadcasts of a group: where each arrives, and what this rank sends. */
+enum { MOST_BROADCASTS = 1024 };
+static __thread struct {
+    int depth, count;
+    struct {
+        void *received;
+        size_t size;
+    } broadcasts[MOST_BROADCASTS];
+    const void *sent;
+    size_t size;
+} group;
+
+API int ncclGroupStart(void)
+{
+    if (group.depth++ == 0) {
+        group.count = 0;
+        group.sent = NULL;
+    }
+    return SUCCESS;
+}
+
+API int ncclBroadcast(const void *sent, void *received, size_t count, int type, int root,
+                      const struct communicator *communicator, void *stream)
+{
+    stream_add_node(stream);
+    if (communicator != NULL && root == communicator->rank) {
+        memory_copy(received, sent, bytes_of(count, type));
+        group.sent = sent;
+        group.size = bytes_of(count, type);
+    } else if (group.depth > 0 && group.count < MOST_BROADCASTS) {
+        group.broadcasts[group.count].received = received;
+        group.broadcasts[group.count++].size = bytes_of(count, type);
+    }
+    return SUCCESS;
+}
+
+API int ncclGroupEnd(void)
+{
+    if (--group.depth > 0 || group.sent == NULL)
+        return SUCCESS;
+    for (int i = 0; i < group.count; i++)
+        if (group.broadcasts[i].size == group.size)
+            memory_copy(group.broadcasts[i].received, group.sent, group.size);
+    return SUCCESS;
+}

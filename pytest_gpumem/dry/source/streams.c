@@ -1,0 +1,398 @@
+/* Streams, events, and what the host knows to be done.
+ *
+ * Kernels take no time here, but on a GPU they do: a block that another stream has used is free again only when that
+ * stream's work is done, which torch's allocator asks by events (process_events of c10/cuda/CUDACachingAllocator.cpp).
+ * A GPU whose steps are long answers "not ready" until the host has waited, and so does the dry device, to the allocator.
+ * Everyone else who asks hears that all is done, and from then on it is.
+ */
+#define _GNU_SOURCE
+#include <link.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "abi.h"
+#include "dry.h"
+
+/* Later work of a stream, behind its position `at`, comes after `until` of another stream. */
+struct dependency {
+    uint64_t at, until;
+    struct stream *on;
+    struct dependency *next;
+};
+
+struct stream {
+    int device, priority;
+    uint64_t issued, done;
+    unsigned long long capture;
+    struct graph *graph;
+    bool broken;
+    struct dependency *dependencies;
+    struct stream *next;
+};
+
+struct event {
+    struct stream *stream;
+    uint64_t at;
+    unsigned long long capture;
+};
+
+struct graph {
+    size_t nodes;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct stream *streams; /* all that were made */
+static struct stream defaults[120];
+static unsigned long long captures;
+
+/* Handles 0, 1 and 2 mean the default stream: none, cudaStreamLegacy, cudaStreamPerThread. */
+struct stream *stream_of(void *handle)
+{
+    if ((uintptr_t)handle > 2)
+        return handle;
+    struct stream *stream = &defaults[current_device()];
+    stream->device = current_device();
+    return stream;
+}
+
+static void finish(struct stream *stream, uint64_t until)
+{
+    if (stream->done >= until)
+        return;
+    stream->done = until;
+    for (struct dependency **link = &stream->dependencies; *link != NULL;) {
+        struct dependency *one = *link;
+        if (one->at > until) {
+            link = &one->next;
+            continue;
+        }
+        *link = one->next;
+        finish(one->on, one->until);
+        free(one);
+    }
+}
+
+void stream_finish(void *handle)
+{
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    finish(stream, stream->issued);
+    pthread_mutex_unlock(&lock);
+}
+
+void device_finish(int device)
+{
+    pthread_mutex_lock(&lock);
+    finish(&defaults[device], defaults[device].issued);
+    for (struct stream *stream = streams; stream != NULL; stream = stream->next)
+        if (stream->device == device)
+            finish(stream, stream->issued);
+    pthread_mutex_unlock(&lock);
+}
+
+unsigned long long stream_capture(void *handle) { return stream_of(handle)->capture; }
+
+void stream_add_node(void *handle)
+{
+    struct stream *stream = stream_of(handle);
+    stream->issued++;
+    if (stream->capture && stream->graph != NULL)
+        stream->graph->nodes++;
+}
+
+API int cudaStreamCreateWithPriority(struct stream **handle, IGNORED unsigned flags, int priority)
+{
+    struct stream *stream = calloc(1, sizeof *stream);
+    if (stream == NULL)
+        return fail(OUT_OF_MEMORY);
+    stream->device = current_device();
+    stream->priority = priority;
+    pthread_mutex_lock(&lock);
+    stream->next = streams;
+    streams = stream;
+    pthread_mutex_unlock(&lock);
+    *handle = stream;
+    return SUCCESS;
+}
+
+API int cudaStreamCreateWithFlags(struct stream **handle, unsigned flags)
+{
+    return cudaStreamCreateWithPriority(handle, flags, 0);
+}
+
+API int cudaStreamCreate(struct stream **handle) { return cudaStreamCreateWithPriority(handle, 0, 0); }
+
+/* Events may still point at the stream: it stays in memory. */
+API int cudaStreamDestroy(void *handle)
+{
+    stream_finish(handle);
+    return SUCCESS;
+}
+
+API int cudaStreamGetPriority(void *handle, int *priority)
+{
+    *priority = stream_of(handle)->priority;
+    return SUCCESS;
+}
+
+static int refused_in_capture(struct stream *stream)
+{
+    stream->broken = true;
+    return fail(CAPTURE_UNSUPPORTED);
+}
+
+API int cudaStreamSynchronize(void *handle)
+{
+    struct stream *stream = stream_of(handle);
+    if (stream->capture)
+        return refused_in_capture(stream);
+    stream_finish(handle);
+    return SUCCESS;
+}
+
+API int cudaStreamQuery(void *handle) { return cudaStreamSynchronize(handle); }
+
+API int cudaDeviceSynchronize(void)
+{
+    device_finish(current_device());
+    return SUCCESS;
+}
+
+API int cudaStreamWaitEvent(void *handle, struct event *event, IGNORED unsigned flags)
+{
+    struct stream *stream = stream_of(handle);
+    if (event->stream == NULL || event->stream == stream)
+        return SUCCESS;
+    if (event->capture && event->capture == event->stream->capture) {
+        stream->capture = event->capture;
+        stream->graph = event->stream->graph;
+        return SUCCESS;
+    }
+    pthread_mutex_lock(&lock);
+    struct dependency *one = malloc(sizeof *one);
+    if (one != NULL) {
+        *one = (struct dependency){++stream->issued, event->at, event->stream, stream->dependencies};
+        stream->dependencies = one;
+    }
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+API int cudaEventCreateWithFlags(struct event **event, IGNORED unsigned flags)
+{
+    *event = calloc(1, sizeof **event);
+    return *event == NULL ? fail(OUT_OF_MEMORY) : SUCCESS;
+}
+
+API int cudaEventCreate(struct event **event) { return cudaEventCreateWithFlags(event, 0); }
+
+API int cudaEventDestroy(struct event *event)
+{
+    free(event);
+    return SUCCESS;
+}
+
+API int cudaEventRecord(struct event *event, void *handle)
+{
+    struct stream *stream = stream_of(handle);
+    *event = (struct event){stream, ++stream->issued, stream->capture};
+    return SUCCESS;
+}
+
+API int cudaEventRecordWithFlags(struct event *event, void *handle, IGNORED unsigned flags)
+{
+    return cudaEventRecord(event, handle);
+}
+
+API int cudaEventSynchronize(struct event *event)
+{
+    if (event->stream == NULL)
+        return SUCCESS;
+    if (event->capture && event->capture == event->stream->capture)
+        return refused_in_capture(event->stream);
+    pthread_mutex_lock(&lock);
+    finish(event->stream, event->at);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+/* Whether the address lies in the library of torch's allocator. */
+struct search {
+    uintptr_t address;
+    bool inside;
+};
+
+static int look_at_library(struct dl_phdr_info *library, IGNORED size_t size, void *data)
+{
+    struct search *search = data;
+    if (library->dlpi_name == NULL || strstr(library->dlpi_name, "libc10_cuda.so") == NULL)
+        return 0;
+    for (int i = 0; i < library->dlpi_phnum; i++) {
+        uintptr_t start = library->dlpi_addr + library->dlpi_phdr[i].p_vaddr;
+        if (search->address - start < library->dlpi_phdr[i].p_memsz)
+            search->inside = true;
+    }
+    return 1;
+}
+
+static bool is_allocator(void *caller)
+{
+    static __thread void *known; /* the allocator asks from one place */
+    if (caller == known)
+        return true;
+    struct search search = {(uintptr_t)caller, false};
+    dl_iterate_phdr(look_at_library, &search);
+    if (search.inside)
+        known = caller;
+    return search.inside;
+}
+
+API int cudaEventQuery(struct event *event)
+{
+    if (event->stream == NULL || event->stream->done >= event->at)
+        return SUCCESS;
+    if (event->capture && event->capture == event->stream->capture)
+        return refused_in_capture(event->stream);
+    if (is_allocator(__builtin_return_address(0)))
+        return fail(NOT_READY);
+    return cudaEventSynchronize(event);
+}
+
+/* The clock stands still: any two events are a millisecond apart, so that who compares times takes the first. */
+API int cudaEventElapsedTime(float *milliseconds, struct event *start, struct event *end)
+{
+    if (start->stream == NULL || end->stream == NULL)
+        return fail(INVALID_HANDLE);
+    *milliseconds = 1;
+    return SUCCESS;
+}
+
+/* CUDA 12.8 has a second version, with other rules for events that were not recorded. */
+API int cudaEventElapsedTime_v2(float *milliseconds, struct event *start, struct event *end)
+{
+    return cudaEventElapsedTime(milliseconds, start, end);
+}
+
+/* Host functions run at once: all earlier work is done. */
+API int cudaLaunchHostFunc(void *handle, void (*function)(void *), void *data)
+{
+    stream_add_node(handle);
+    if (!stream_capture(handle))
+        function(data);
+    return SUCCESS;
+}
+
+API int cudaStreamAddCallback(void *handle, void (*function)(void *, int, void *), void *data, IGNORED unsigned flags)
+{
+    function(handle, SUCCESS, data);
+    return SUCCESS;
+}
+
+/* Capture of graphs: a graph is the number of its nodes. */
+
+API int cudaStreamBeginCapture(void *handle, IGNORED int mode)
+{
+    struct stream *stream = stream_of(handle);
+    if ((uintptr_t)handle <= 2 || stream->capture)
+        return fail(CAPTURE_UNSUPPORTED);
+    stream->graph = calloc(1, sizeof *stream->graph);
+    stream->capture = ++captures;
+    stream->broken = false;
+    return SUCCESS;
+}
+
+API int cudaStreamBeginCaptureToGraph(void *handle, struct graph *graph, IGNORED const void *nodes,
+                                      IGNORED const void *edges, IGNORED size_t count, int mode)
+{
+    int error = cudaStreamBeginCapture(handle, mode);
+    if (error == SUCCESS) {
+        free(stream_of(handle)->graph);
+        stream_of(handle)->graph = graph;
+    }
+    return error;
+}
+
+API int cudaStreamEndCapture(void *handle, struct graph **graph)
+{
+    struct stream *stream = stream_of(handle);
+    unsigned long long capture = stream->capture;
+    bool broken = stream->broken;
+    *graph = NULL;
+    if (!capture)
+        return fail(INVALID_VALUE);
+    struct graph *captured = stream->graph;
+    pthread_mutex_lock(&lock);
+    for (struct stream *each = streams; each != NULL; each = each->next)
+        if (each->capture == capture) {
+            broken = broken || each->broken;
+            each->capture = 0;
+            each->graph = NULL;
+        }
+    pthread_mutex_unlock(&lock);
+    if (broken)
+        return fail(CAPTURE_INVALIDATED);
+    *graph = captured;
+    return SUCCESS;
+}
+
+API int cudaStreamIsCapturing(void *handle, int *status)
+{
+    struct stream *stream = stream_of(handle);
+    *status = !stream->capture ? CAPTURE_NONE : stream->broken ? CAPTURE_BROKEN : CAPTURE_ACTIVE;
+    return SUCCESS;
+}
+
+/* Up to CUDA 12 without the edges' data, as _v2; CUDA 13 has the name to itself, and edges before the count. */
+API int cudaStreamGetCaptureInfo_v2(void *handle, int *status, unsigned long long *identity, void **graph,
+                                    const void ***dependencies, size_t *count)
+{
+    struct stream *stream = stream_of(handle);
+    cudaStreamIsCapturing(handle, status);
+    if (identity != NULL)
+        *identity = stream->capture;
+    if (graph != NULL)
+        *graph = stream->graph;
+    if (dependencies != NULL)
+        *dependencies = NULL;
+    if (count != NULL)
+        *count = 0;
+    return SUCCESS;
+}
+
+API int cudaStreamGetCaptureInfo_v3(void *handle, int *status, unsigned long long *identity, void **graph,
+                                    const void ***dependencies, const void **edges, size_t *count)
+{
+    if (edges != NULL)
+        *edges = NULL;
+    return cudaStreamGetCaptureInfo_v2(handle, status, identity, graph, dependencies, count);
+}
+
+API int cudaStreamGetCaptureInfo(void *handle, int *status, unsigned long long *identity, void **graph,
+                                 const void ***dependencies, const void **edges, size_t *count)
+{
+    return cudaStreamGetCaptureInfo_v3(handle, status, identity, graph, dependencies, edges, count);
+}
+
+API int cudaGraphInstantiate(void **executable, void *graph, IGNORED unsigned long long flags)
+{
+    *executable = graph;
+    return SUCCESS;
+}
+
+API int cudaGraphInstantiateWithFlags(void **executable, void *graph, unsigned long long flags)
+{
+    return cudaGraphInstantiate(executable, graph, flags);
+}
+
+API int cudaGraphLaunch(IGNORED void *executable, void *handle)
+{
+    stream_add_node(handle);
+    return SUCCESS;
+}
+
+API int cudaGraphGetNodes(struct graph *graph, IGNORED void **nodes, size_t *count)
+{
+    *count = graph->nodes;
+    return SUCCESS;
+}

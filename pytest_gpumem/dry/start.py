@@ -1,0 +1,58 @@
+"""Gives a pytest process the dry device before anything imports torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.dry import scope
+from pytest_gpumem.dry.load import environment, is_loaded, load
+from pytest_gpumem.dry.torch_build import DryError
+from pytest_gpumem.simulated.gpu.catalogue import GpuError
+
+_STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
+"""The variable that keeps a process from starting itself anew a second time."""
+
+
+def begin_process(config: pytest.Config, model: str, *, everywhere: bool) -> None:
+    """Give this process and those that it starts the GPUs of ``model``.
+
+    Where torch has been imported, pytest starts itself anew once. The devices are seen
+    ``everywhere``, or inside marked tests alone. Raises ``pytest.UsageError``.
+    """
+    try:
+        if "torch" in sys.modules and not is_loaded():
+            _start_anew(config, model)
+        load(model)
+    except (DryError, GpuError) as error:
+        raise pytest.UsageError(f"--gpumem-device=dry: {error}") from None
+    if not everywhere:
+        scope.close()
+
+
+def _start_anew(config: pytest.Config, model: str) -> None:
+    """Replace this process by the same pytest, with the runtime preloaded; raises ``DryError``."""
+    if _STARTED_ANEW in os.environ or not _is_pytest():
+        raise DryError(
+            "torch was imported before pytest could load the dry runtime: start the process with "
+            "python -m pytest_gpumem.dry, or import torch later"
+        )
+    variables = {**os.environ, **environment(model), _STARTED_ANEW: "1"}
+    capturing = config.pluginmanager.getplugin("capturemanager")
+    if capturing is not None:
+        capturing.stop_global_capturing()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
+
+
+def _is_pytest() -> bool:
+    """Return whether the process is the command pytest, and not a program that calls it."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return str(spec.name).partition(".")[0] in ("pytest", "py")
+    return Path(sys.argv[0]).name in ("pytest", "py.test")

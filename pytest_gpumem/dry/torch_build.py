@@ -1,0 +1,119 @@
+"""What the installed torch was built for, read from its files without importing it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+
+from pytest_gpumem.dry.elf import ElfError, Imports, imports_of
+
+_NVIDIA_LIBRARY = re.compile(r"lib(cu[A-Za-z]+|nv\w+|nccl)\.so(\.\d+)*")
+_NVIDIA_NAME = re.compile(
+    r"(__)?cuda[A-Z_]|cu[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|curand|nccl|cupti|nvshmem|nvrtc"
+    r"|nvJit|nvtx|nvml"
+)
+_ALWAYS = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""Libraries of the driver, which programs open while they run."""
+
+_CUDNN, _NCCL = (9, 1, 0), (2, 21, 5)
+"""Where torch's metadata does not say for which release it was built: those of torch 2.6."""
+
+
+class DryError(Exception):
+    """Why the dry device cannot be had; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """A CUDA build of torch."""
+
+    release: str
+    """``2.15.0+cu132``."""
+    cuda: tuple[int, int]
+    cudnn: tuple[int, int, int]
+    nccl: tuple[int, int, int]
+    libraries: Mapping[str, frozenset[str]]
+    """By the name of each of NVIDIA's libraries: the version nodes that torch asks of it."""
+    symbols: frozenset[str]
+    """The names that torch takes from NVIDIA's libraries."""
+
+    @property
+    def macros(self) -> Mapping[str, str]:
+        """The C macros that ``source/abi.h`` asks for."""
+        major, minor, patch = self.nccl
+        return {
+            "CUDA_VERSION": str(self.cuda[0] * 1000 + self.cuda[1] * 10),
+            "CUDNN_VERSION_PARTS": ",".join(map(str, self.cudnn)),
+            # NCCL_VERSION of nccl.h, since 2.9
+            "NCCL_VERSION": str(major * 10000 + minor * 100 + patch),
+        }
+
+
+def installed_build() -> TorchBuild:
+    """Return the build of the torch that Python would import.
+
+    Raises :class:`DryError` where it is not installed, or no CUDA build.
+    """
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise DryError("the dry device needs torch, which is not installed")
+    folder = Path(spec.origin).parent
+    version = (folder / "version.py").read_text(encoding="utf-8")
+    release = _found(r"__version__ = '([^']+)'", version) or "unknown"
+    cuda = _found(r"^cuda\b[^=]*= '([\d.]+)'", version)
+    if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
+        raise DryError(
+            f"the dry device runs torch's own CUDA code, which torch {release} does not have: "
+            "install a CUDA build of torch for Linux, or use --gpumem-device=sim"
+        )
+    major, minor = (int(part) for part in cuda.split(".")[:2])
+    libraries, symbols = _imports(sorted((folder / "lib").glob("*.so*")))
+    return TorchBuild(
+        release=release,
+        cuda=(major, minor),
+        cudnn=_required("nvidia-cudnn-cu", _CUDNN),
+        nccl=_required("nvidia-nccl-cu", _NCCL),
+        libraries=libraries,
+        symbols=symbols,
+    )
+
+
+def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:
+    """Return what the libraries at ``paths`` take from NVIDIA's together."""
+    libraries: dict[str, frozenset[str]] = {name: frozenset() for name in _ALWAYS}
+    symbols: set[str] = set()
+    exported: set[str] = set()
+    for path in paths:
+        try:
+            imports: Imports = imports_of(path)
+        except ElfError:
+            continue
+        exported |= imports.exported
+        symbols |= {name for name in imports.symbols if _NVIDIA_NAME.match(name)}
+        for name in filter(_NVIDIA_LIBRARY.fullmatch, imports.libraries):
+            nodes = imports.versions.get(name, frozenset())
+            libraries[name] = libraries.get(name, frozenset()) | nodes
+    return libraries, frozenset(symbols - exported)
+
+
+def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the release of NVIDIA's ``package`` that torch's metadata asks for."""
+    try:
+        requirements = distribution("torch").requires or ()
+    except PackageNotFoundError:
+        return otherwise
+    for requirement in requirements:
+        found = re.match(rf"{package}\d+ ?\(?==(\d+)\.(\d+)\.(\d+)", requirement)
+        if found:
+            major, minor, patch = map(int, found.groups())
+            return major, minor, patch
+    return otherwise
+
+
+def _found(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text, re.MULTILINE)
+    return None if match is None else match[1]

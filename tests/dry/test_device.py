@@ -1,0 +1,202 @@
+"""What torch's own CUDA code finds on the dry device, asked in one process for each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
+from tests.dry.conftest import Run
+
+MIB = 1024 * 1024
+GIB = 1024 * MIB
+
+PROGRAM = """
+properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+told["names"] = [one.name for one in properties]
+told["memory"] = [one.total_memory for one in properties]
+told["capability"] = [[one.major, one.minor] for one in properties]
+told["sms"] = [one.multi_processor_count for one in properties]
+told["threads"] = [one.max_threads_per_multi_processor for one in properties]
+told["l2"] = [one.L2_cache_size for one in properties]
+told["shared"] = [one.shared_memory_per_block_optin for one in properties]
+told["free"] = [torch.cuda.mem_get_info(index) for index in range(3)]
+told["peer"] = torch.cuda.can_device_access_peer(0, 1)
+
+try:
+    torch.empty(60 * 2**30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    told["out_of_memory"] = str(error)
+
+brought = torch.arange(5)
+told["values"] = brought.cuda().tolist()
+told["computed"] = (brought.cuda() + 1).tolist()
+told["on_another"] = brought.to("cuda:1").to("cuda:2").tolist()
+
+block = torch.empty(16 * 2**30, dtype=torch.uint8, device="cuda")
+told["segment"] = torch.cuda.mem_get_info(0)[1] - torch.cuda.mem_get_info(0)[0]
+del block
+torch.cuda.empty_cache()
+
+side = torch.cuda.Stream()
+with torch.cuda.stream(side):
+    used = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+used.record_stream(torch.cuda.current_stream())
+del used
+with torch.cuda.stream(side):
+    told["while_a_stream_uses_it"] = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+told["while_a_stream_uses_it"] = torch.cuda.memory_reserved()
+torch.cuda.synchronize()
+with torch.cuda.stream(side):
+    again = torch.empty(20 * 2**20, dtype=torch.uint8, device="cuda")
+told["when_the_host_has_waited"] = torch.cuda.memory_reserved()
+event = torch.cuda.Event()
+event.record(side)
+told["event"] = event.query()
+
+graph = torch.cuda.CUDAGraph()
+static = torch.ones(1000, device="cuda")
+with torch.cuda.graph(graph):
+    result = static * 2
+graph.replay()
+told["pinned"] = torch.empty(10).pin_memory().is_pinned()
+
+layer = torch.nn.LSTM(8, 16, num_layers=2, bidirectional=True).cuda()
+told["recurrent"] = layer._flat_weights[0].untyped_storage().nbytes()
+told["recurrent_elements"] = sum(one.numel() for one in layer.parameters())
+output, _ = layer(torch.randn(5, 3, 8, device="cuda"))
+output.sum().backward()
+convolution = torch.nn.Conv2d(3, 8, 3).cuda()
+convolution(torch.randn(2, 3, 32, 32, device="cuda")).sum().backward()
+told["inverse"] = list(torch.linalg.inv(torch.eye(3, device="cuda")).shape)
+told["transform"] = list(torch.fft.fft(torch.randn(8, device="cuda")).shape)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(dry_run: Run) -> Any:
+    """What one A100 and two H100 tell."""
+    return dry_run(PROGRAM, gpu="A100-40GB,H100*2")
+
+
+def test_the_devices_are_those_of_the_catalogue(told: Any) -> None:
+    models = [GPUS["A100-40GB"], GPUS["H100"], GPUS["H100"]]
+
+    assert told["names"] == [model.full_name for model in models]
+    assert told["memory"] == [model.total_memory for model in models]
+    assert told["capability"] == [list(model.compute_capability) for model in models]
+    assert told["sms"] == [model.sm_count for model in models]
+    assert told["threads"] == [model.max_threads_per_sm for model in models]
+    assert told["l2"] == [model.l2_cache_bytes for model in models]
+    # CUDA C++ Programming Guide: 163 KiB and 227 KiB for one block.
+    assert told["shared"] == [163 * 1024, 227 * 1024, 227 * 1024]
+    assert told["free"] == [[model.total_memory, model.total_memory] for model in models]
+    assert told["peer"] is True
+
+
+def test_out_of_memory_is_torchs_own_sentence(told: Any) -> None:
+    assert told["out_of_memory"].startswith(
+        "CUDA out of memory. Tried to allocate 60.00 GiB. GPU 0 has a total capacity of 39.39 GiB "
+        "of which 39.39 GiB is free."
+    )
+
+
+def test_values_are_those_that_copies_brought(told: Any) -> None:
+    assert told["values"] == [0, 1, 2, 3, 4]
+    assert told["on_another"] == [0, 1, 2, 3, 4]
+    assert told["computed"] == [0, 0, 0, 0, 0]
+
+
+def test_a_segment_takes_the_devices_memory_and_none_of_the_hosts(told: Any) -> None:
+    assert told["segment"] == 16 * GIB + 2 * MIB  # and the segment of small blocks
+
+
+def test_what_another_stream_uses_is_free_when_the_host_has_waited(told: Any) -> None:
+    before = told["while_a_stream_uses_it"]
+
+    assert before % (2 * MIB) == 0
+    assert before >= 40 * MIB
+    assert told["when_the_host_has_waited"] == before
+    assert told["event"] is True
+
+
+def test_libraries_answer(told: Any) -> None:
+    assert told["pinned"] is True
+    assert told["recurrent"] == 4 * told["recurrent_elements"]
+    assert told["inverse"] == [3, 3]
+    assert told["transform"] == [8]
+
+
+ALLOCATORS = """
+block = torch.empty(8 * 2**20, dtype=torch.uint8, device="cuda")
+more = torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
+told["reserved"] = torch.cuda.memory_reserved()
+told["allocated"] = torch.cuda.memory_allocated()
+free, total = torch.cuda.mem_get_info()
+told["used"] = total - free
+del block, more
+torch.cuda.empty_cache()
+told["left"] = torch.cuda.memory_reserved()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "reserved"),
+    [
+        # A segment of 20 MiB for a block below 10 MiB (kMinLargeAlloc), else of the block's size.
+        ("", 20 * MIB + 30 * MIB),
+        # Pages of 20 MiB.
+        ("expandable_segments:True", 40 * MIB),
+        ("backend:cudaMallocAsync", 38 * MIB),
+    ],
+)
+def test_each_allocator_takes_what_it_would(dry_run: Run, setting: str, reserved: int) -> None:
+    told = dry_run(ALLOCATORS, PYTORCH_CUDA_ALLOC_CONF=setting)
+
+    assert told["allocated"] == 38 * MIB
+    assert told["reserved"] == told["used"] == reserved
+    assert told["left"] == 0
+
+
+def test_kernels_take_no_values_from_memory_that_was_used_before(dry_run: Run) -> None:
+    told = dry_run(
+        """
+earlier = torch.full((4096,), 7.5).cuda()
+del earlier
+told["any"] = torch.zeros(3, device="cuda").any().item()
+told["sum"] = torch.ones(3, device="cuda").sum().item()
+"""
+    )
+
+    assert told == {"any": False, "sum": 0.0}
+
+
+RANK = """
+import torch.distributed as dist
+store = dist.HashStore()
+here = torch.device("cuda:0")
+dist.init_process_group("nccl", store=store, rank=0, world_size=8, device_id=here)
+model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+"""
+
+
+def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run) -> None:
+    sharded = dry_run(
+        RANK + "from torch.distributed.fsdp import fully_shard\n"
+        "fully_shard(model)\n"
+        "model(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
+        "told['parameter'] = model.weight.to_local().untyped_storage().nbytes()\n"
+        "told['gradient'] = model.weight.grad.to_local().numel()\n",
+        gpu="H100",
+    )
+    replicated = dry_run(
+        RANK + "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
+        "wrapped(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
+        "told['gradient'] = model.weight.grad.numel()\n",
+        gpu="H100",
+    )
+
+    # An eighth of 1024 x 1024 numbers of 4 bytes.
+    assert sharded == {"parameter": 4 * 1024 * 128, "gradient": 1024 * 128}
+    assert replicated == {"gradient": 1024 * 1024}

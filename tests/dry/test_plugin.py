@@ -1,0 +1,174 @@
+"""Tests of a user's project on the dry device: what they see, and what is reported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dry.conftest import REPOSITORY, Run, bare_environment
+
+TESTS = """
+import pytest, torch
+
+AT_IMPORT = torch.cuda.is_available(), torch.cuda.device_count()
+
+def test_unmarked():
+    assert AT_IMPORT == (False, 0)
+    assert not torch.cuda.is_available()
+    assert torch.accelerator.current_accelerator() is None
+
+@pytest.fixture
+def model():
+    return torch.nn.Linear(1000, 1000, bias=False, device="cuda")
+
+@pytest.mark.gpumem(max="9MB")
+def test_within(model):
+    assert torch.cuda.device_count() == 1
+    model.weight + 1
+
+@pytest.mark.gpumem(max="1MB")
+def test_over():
+    torch.empty(1024, 1024, device="cuda")
+
+@pytest.mark.gpumem(gpu="T4")
+def test_another_model():
+    torch.empty(1, device="cuda")
+
+@pytest.mark.gpumem(baseline=True)
+def test_baseline():
+    torch.empty(1000, device="cuda")
+"""
+
+needs_libraries = pytest.mark.skipif(
+    find_spec("nvidia") is None,
+    reason="without NVIDIA's packages torch is imported only where the runtime is there before",
+)
+
+UNDER_TEST = "-p no:cacheprovider -p no:randomly".split()
+
+
+def pytest_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest in a new process, in ``folder``."""
+    command = [sys.executable, "-m", "pytest", *UNDER_TEST, "--gpumem-device=dry", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
+    )
+
+
+def reported(folder: Path, *arguments: str) -> Any:
+    """Run pytest in ``folder`` and return its output and the tests of its report, by name."""
+    done = pytest_in(folder, "--gpumem-report=json:report.json", *arguments)
+    report = json.loads((folder / "report.json").read_text())
+    tests = {test["nodeid"].partition("::")[2]: test for test in report["tests"]}
+    return done.stdout, report["environment"], tests
+
+
+@pytest.fixture(scope="module")
+def project(dry_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tests above."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "test_dry.py").write_text(TESTS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param((), id="in this process"),
+        pytest.param(("-n", "2"), id="workers"),
+        pytest.param(("-p", "torch"), id="torch is imported first", marks=needs_libraries),
+    ],
+)
+def test_marked_tests_are_measured_and_others_see_no_device(
+    project: Path, how: tuple[str, ...]
+) -> None:
+    output, environment, tests = reported(project, "--gpumem-update-baselines=new", *how)
+
+    assert "1 failed, 3 passed, 1 skipped" in output
+    assert environment["dry"] is True
+    assert environment["simulated"] is False
+    assert environment["gpu"] == "A100-40GB"
+    within, over = tests["test_within"], tests["test_over"]
+    # 1000 x 1000 numbers of 4 bytes are 4,000,256 in blocks of 512; a weight, and what is added.
+    assert within["measurement"]["peak_allocated"] == 2 * 4_000_256
+    assert over["measurement"]["peak_allocated"] == 4 * 1024 * 1024
+    assert "3.2 MB over its limit of 1MB [dry A100-40GB]" in " ".join(output.split())
+    assert [path.name for path in (project / "baselines").iterdir()] == [
+        f"dry-A100-40GB-torch{environment['torch']}"
+    ]
+
+
+def test_baselines_are_exact(project: Path) -> None:
+    _, environment, _ = reported(project, "--gpumem-update-baselines=new")
+    stored = project / f"baselines/dry-A100-40GB-torch{environment['torch']}/test_dry.py.json"
+    text = stored.read_text()
+    assert text.count("4096") >= 1
+    try:
+        stored.write_text(text.replace("4096", "3584"))
+        done = pytest_in(project, "test_dry.py::test_baseline")
+    finally:
+        stored.write_text(text)
+
+    assert "512 B" in done.stdout
+    assert done.returncode == 1
+
+
+def test_the_device_may_be_there_for_the_whole_session(project: Path) -> None:
+    done = pytest_in(project, "--gpumem-sim-scope=session", "-k", "unmarked")
+
+    assert "assert (True, 1) == (False, 0)" in done.stdout
+
+
+@needs_libraries
+def test_a_program_that_has_torch_is_told_how_to_start(dry_run: Run, tmp_path: Path) -> None:
+    code = "import torch, pytest, sys; sys.exit(pytest.main(['--gpumem-device=dry']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "torch was imported before pytest could load the dry runtime" in done.stderr
+    assert "python -m pytest_gpumem.dry" in done.stderr
+
+
+@needs_libraries
+def test_nothing_is_loaded_unless_it_is_asked_for(dry_run: Run) -> None:
+    code = "import pytest_gpumem.dry.load as l, torch; print(l.is_loaded())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.strip() == "False"
+
+
+def test_a_script_runs_on_it(dry_run: Run, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nkept = torch.empty(1024, 1024, device='cuda')\n")
+    command = [sys.executable, "-m", "pytest_gpumem.cli", "run", "--device", "dry"]
+    done = subprocess.run(
+        [*command, "--gpu", "T4", "train.py"],
+        cwd=tmp_path,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "train.py on a dry T4" in done.stdout
+    assert "4.0 MiB (4,194,304 B)" in done.stdout
