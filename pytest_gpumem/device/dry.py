@@ -6,10 +6,11 @@ named as exact ones, and there is neither a driver nor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.environment import Environment
@@ -17,6 +18,9 @@ from pytest_gpumem.dry import scope
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.device import Renewed
 
 
 class DryDevice(CudaDevice):
@@ -36,9 +40,9 @@ class DryDevice(CudaDevice):
         with scope.opened(), super().active():
             yield
 
-    def begin_test(self, name: str, shared: Iterable[object]) -> None:
+    def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Let segments lie as in a new process, whatever earlier tests have left."""
-        super().begin_test(name, shared)
+        super().begin_test(name, fixtures, renewed)
         begin_placing_anew()
 
     def complete(self, measurement: Measurement) -> Measurement:
