@@ -14,7 +14,7 @@ import pytest
 from tests.dry.conftest import REPOSITORY, Run, bare_environment
 
 TESTS = """
-import pytest, torch
+import pytest, pytest_gpumem, torch
 
 AT_IMPORT = torch.cuda.is_available(), torch.cuda.device_count()
 
@@ -22,6 +22,11 @@ def test_unmarked():
     assert AT_IMPORT == (False, 0)
     assert not torch.cuda.is_available()
     assert torch.accelerator.current_accelerator() is None
+
+def test_simulated():
+    with pytest_gpumem.simulate("T4"):
+        torch.cuda.synchronize()
+        assert torch.cuda.get_device_name() == "Tesla T4"
 
 @pytest.fixture
 def model():
@@ -90,7 +95,7 @@ def test_marked_tests_are_measured_and_others_see_no_device(
 ) -> None:
     output, environment, tests = reported(project, "--gpumem-update-baselines=new", *how)
 
-    assert "1 failed, 3 passed, 1 skipped" in output
+    assert "1 failed, 4 passed, 1 skipped" in output
     assert environment["dry"] is True
     assert environment["simulated"] is False
     assert environment["gpu"] == "A100-40GB"
