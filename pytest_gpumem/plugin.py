@@ -207,7 +207,8 @@ def pytest_runtest_makereport(
         hide_own_frames()
     report = yield
     if call.excinfo is not None:
-        skip_unsimulated(item, report, call.excinfo.value)
+        unmeasured = item.config.stash[SESSION].current is None
+        skip_unsimulated(item, report, call.excinfo.value, unmeasured=unmeasured)
         leave_the_sentence(report, call.excinfo.value)
     item.config.stash[SESSION].note_skip(item, report)
     item.config.stash[SESSION].complete(report, raised=call.excinfo is not None)

@@ -66,20 +66,36 @@ def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
             traceback.extraline = None
 
 
-def skip_unsimulated(item: pytest.Item, report: pytest.TestReport, error: BaseException) -> None:
+_HOW_TO_GET_VALUES = (
+    "mark the test with @pytest.mark.gpumem, so that values are computed where it needs them, or "
+    "run with --gpumem-sim-values=always"
+)
+
+
+def skip_unsimulated(
+    item: pytest.Item, report: pytest.TestReport, error: BaseException, *, unmeasured: bool
+) -> None:
     """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
 
-    Not a failure, because the code may be right, and not an expected one either.
+    Not a failure, because the code may be right, and not an expected one either. Of an
+    ``unmeasured`` test, which is not run again with values, it says how there are some.
     """
-    from pytest_gpumem.simulated.common.errors import SimulationError, UndescribedKernelError
+    from pytest_gpumem.simulated.common.errors import (
+        SimulationError,
+        UndescribedKernelError,
+        UnknownValueError,
+    )
 
     if not isinstance(error, SimulationError):
         return
     path, line, _ = item.location
+    sentence = str(error)
+    if unmeasured and isinstance(error, UnknownValueError):
+        sentence = f"{sentence}; {_HOW_TO_GET_VALUES}"
     report.outcome = "skipped"
-    report.longrepr = (path, (line or 0) + 1, f"Skipped: {error}")
+    report.longrepr = (path, (line or 0) + 1, f"Skipped: {sentence}")
     vars(report).pop("wasxfail", None)
-    setattr(report, UNSIMULATED, str(error))
+    setattr(report, UNSIMULATED, sentence)
     if isinstance(error, UndescribedKernelError):
         setattr(report, SNIPPET, (error.kernel, error.snippet))
 

@@ -104,3 +104,26 @@ def test_settings_of_the_allocator_that_a_conftest_makes_hold(project: Project) 
 
     (test,) = tests.values()
     assert test["environment"]["alloc_conf"] == "expandable_segments:True"
+
+
+def test_an_unmarked_test_that_needs_values_is_told_how_to_get_them(project: Project) -> None:
+    body = """
+        import pytest
+        import torch
+
+        def test_plain():
+            assert (torch.rand(3, device="cuda") < 2).all()
+
+        @pytest.mark.gpumem
+        def test_marked():
+            assert (torch.rand(3, device="cuda") < 2).all()
+    """
+    project.write(test_values=body)
+    result = project.run_apart("--gpumem-sim-scope=session", "-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    assert (
+        "only shapes are computed; mark the test with @pytest.mark.gpumem, so that values are "
+        "computed where it needs them, or run with --gpumem-sim-values=always"
+    ) in result.stdout.str()
+    result = project.run_apart("--gpumem-sim-scope=session", "--gpumem-sim-values=always")
+    result.assert_outcomes(passed=2)

@@ -719,6 +719,7 @@ NOT_OF_THE_CPU = frozenset(
         "_share_cuda_",
         "RecursiveScriptModule._apply",
         "profile.__init__",
+        "CDLL.__init__",  # no call of torch's
         "export",
         "spawn",
         "start_processes",

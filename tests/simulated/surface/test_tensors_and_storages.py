@@ -108,8 +108,8 @@ def test_dlpack_between_tensors_of_torch_is_another_name_for_the_same_memory() -
             r"torch\.nested\.as_nested_tensor at .* use layout=torch\.jagged$",
         ),
         (
-            lambda: torch.eye(3).to_sparse().cuda() @ torch.ones(3, 3, device="cuda"),
-            r"aten\.mm\.default at .* has no shape-only implementation",
+            lambda: torch.eye(3).to_sparse().cuda() @ torch.eye(3).to_sparse().cuda(),
+            r"aten\._sparse_sparse_matmul\.default at .* has no shape-only implementation",
         ),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.raw import CPU
@@ -18,8 +19,9 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
     """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
     offset = tensor.storage_offset()
     if base.dtype == tensor.dtype:
-        # A lazy module's buffer refuses to say its shape.
-        view = _as_strided(base, tensor.size(), tensor.stride(), offset)
+        # A lazy module's buffer refuses to say its shape otherwise.
+        shape = tensor.size() if is_lazy(tensor) else tensor.shape
+        view = _as_strided(base, shape, tensor.stride(), offset)
     else:
         view = _empty(0, dtype=tensor.dtype, device=CPU)
         view.set_(base.untyped_storage(), offset, tensor.shape, tensor.stride())
