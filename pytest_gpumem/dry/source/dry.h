@@ -61,7 +61,8 @@ void memory_set(void *at, int value, size_t size);
 
 /* written.c: which values on the device a copy has brought. */
 void written_note(const void *start, size_t size);
-bool written_is_stale(const void *start, size_t size);
+void written_drop(const void *start, size_t size);
+bool written_has(const void *start, size_t size);
 void written_forget(void);
 
 /* streams.c: order of work, as far as the host knows it; captures. */

@@ -282,29 +282,29 @@ void memory_copy(void *to, const void *from, size_t size)
     if (size == 0)
         return;
     bool to_device = on_device(to), from_device = on_device(from);
-    if (to_device && from_device && size > MOST_COPIED_ON_DEVICE)
-        return;
-    if (from_device && written_is_stale(from, size)) {
-        memset(to, 0, size);
-        return;
-    }
-    if (to_device)
+    size_t most = to_device && from_device ? MOST_COPIED_ON_DEVICE : MOST_COPIED_FROM_HOST;
+    bool known = from_device ? size <= most && written_has(from, size) : !to_device || size <= most;
+    if (known)
+        memmove(to, from, size);
+    else if (!to_device)
+        memset(to, 0, size); /* the host's memory may hold anything */
+    if (to_device && known)
         written_note(to, size);
-    if (to_device != from_device && size > MOST_COPIED_FROM_HOST) {
-        if (from_device)
-            memset(to, 0, size); /* the host's memory may hold anything; values that were not brought read as zero */
-        return;
-    }
-    memmove(to, from, size);
+    else if (to_device)
+        written_drop(to, size);
 }
 
 void memory_set(void *at, int value, size_t size)
 {
-    if (size > MOST_COPIED_ON_DEVICE)
+    bool known = size <= MOST_COPIED_ON_DEVICE;
+    if (known)
+        memset(at, value, size);
+    if (!on_device(at))
         return;
-    memset(at, value, size);
-    if (on_device(at))
+    if (known)
         written_note(at, size);
+    else
+        written_drop(at, size);
 }
 
 /* A test begins: what earlier segments left of their ranges is not used, as if the process were new. */

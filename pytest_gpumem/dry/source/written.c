@@ -1,17 +1,13 @@
-/* What copies have brought to the device: where each begins, and how long it is.
+/* What copies and memset have brought to the device: where each range begins and ends.
  *
- * A kernel writes nothing, so a result that lies where an earlier tensor lay would read as that tensor's values. Torch's
- * blocks begin at multiples of 512 bytes (kMinBlockSize of c10/cuda/CUDACachingAllocator.cpp): a read that begins at
- * such an address, within what one copy brought and shorter than that, is such a result, a sum, a flag or a count. It
- * reads as zero, as every number that no copy has brought. So does the first element of a longer tensor, read alone.
+ * A kernel writes nothing. So a number can be read only where a copy has brought it since its block was allocated
+ * (allocations.c); every other number reads as zero.
  */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "dry.h"
-
-#define BLOCK 512
 
 struct copy {
     uintptr_t start, end;
@@ -45,8 +41,8 @@ static void make_room(void)
         abort();
 }
 
-/* What is left of earlier copies, before and behind the new one, stays known. */
-void written_note(const void *address, size_t size)
+/* Replace what is known of the range by the new one, or by nothing; what lies before and behind it stays known. */
+static void replace(const void *address, size_t size, bool known)
 {
     struct copy added[3];
     size_t more = 0;
@@ -58,7 +54,8 @@ void written_note(const void *address, size_t size)
         behind++;
     if (behind > first && copies[first].start < copy.start)
         added[more++] = (struct copy){copies[first].start, copy.start};
-    added[more++] = copy;
+    if (known)
+        added[more++] = copy;
     if (behind > first && copies[behind - 1].end > copy.end)
         added[more++] = (struct copy){copy.end, copies[behind - 1].end};
     memmove(&copies[first + more], &copies[behind], (count - behind) * sizeof *copies);
@@ -67,17 +64,20 @@ void written_note(const void *address, size_t size)
     pthread_mutex_unlock(&lock);
 }
 
-bool written_is_stale(const void *address, size_t size)
+void written_note(const void *address, size_t size) { replace(address, size, true); }
+
+void written_drop(const void *address, size_t size) { replace(address, size, false); }
+
+bool written_has(const void *address, size_t size)
 {
-    uintptr_t start = (uintptr_t)address;
-    if (start % BLOCK != 0)
-        return false;
+    uintptr_t start = (uintptr_t)address, end = start + size;
     pthread_mutex_lock(&lock);
     size_t at = position_of(start);
-    bool inside = at < count && copies[at].start <= start;
-    bool stale = inside && (copies[at].start < start || start + size < copies[at].end);
+    while (at < count && copies[at].start <= start && copies[at].end < end)
+        start = copies[at++].end;
+    bool has = at < count && copies[at].start <= start && copies[at].end >= end;
     pthread_mutex_unlock(&lock);
-    return stale;
+    return has;
 }
 
 void written_forget(void)
