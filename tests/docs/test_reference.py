@@ -9,10 +9,10 @@ from itertools import groupby
 import make_picture
 import make_reference
 import pytest
-import torch
 from make_reference import FOLDER, Registered, UndescribedError, pages
 
 from pytest_gpumem import marker, options
+from tests.docs.release import NAMED_RELEASE, is_named_release
 
 PAGES = pages()
 
@@ -103,7 +103,7 @@ def test_figures_that_the_guide_quotes_are_those_of_the_page_that_is_measured(fi
     assert re.findall(r"[\d,.]*\d%?", figure)[-1] in quoted
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="shows numbers of 2.13")
+@pytest.mark.skipif(not is_named_release(), reason=f"shows numbers of torch {NAMED_RELEASE}")
 @pytest.mark.usefixtures("forked_python")
 def test_the_picture_shows_what_a_run_prints() -> None:
     root = ElementTree.parse(make_picture.PICTURE).getroot()

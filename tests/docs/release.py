@@ -1,0 +1,13 @@
+"""The torch release whose numbers the guide shows."""
+
+from __future__ import annotations
+
+import torch
+
+NAMED_RELEASE = "2.15"
+"""What ``pip install torch`` gives; a simulated A100-40GB, where no other GPU is named."""
+
+
+def is_named_release() -> bool:
+    """Whether the torch that runs prints the numbers that are shown."""
+    return torch.__version__.startswith(f"{NAMED_RELEASE}.")
