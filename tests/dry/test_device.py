@@ -166,10 +166,22 @@ earlier = torch.full((4096,), 7.5).cuda()
 del earlier
 told["any"] = torch.zeros(3, device="cuda").any().item()
 told["sum"] = torch.ones(3, device="cuda").sum().item()
+told["part"] = torch.randn(4096, device="cuda")[5].item()
+told["unique"] = list(torch.randint(9, (4096,), device="cuda").unique().shape)
+brought = torch.arange(4096.0).cuda()
+told["brought"] = brought[5:7].tolist()
+told["copied"] = brought.clone()[7].item()
 """
     )
 
-    assert told == {"any": False, "sum": 0.0}
+    assert told == {
+        "any": False,
+        "sum": 0.0,
+        "part": 0.0,
+        "unique": [0],
+        "brought": [5.0, 6.0],
+        "copied": 7.0,
+    }
 
 
 RANK = """
