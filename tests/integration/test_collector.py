@@ -6,8 +6,10 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pytest_gpumem.device.collector import GROWTH
+from pytest_gpumem.simulated.gpu.device import parse_version
 from tests.pytest_project import Project
 
 CYCLES = """
@@ -232,4 +234,6 @@ def test_garbage_that_goes_with_the_workspaces_is_none(project: Project) -> None
     tests = project.report()
 
     workspaces = [test["measurement"]["cublas_workspace"] for test in tests.values()]
-    assert workspaces == [0, 8_519_680]
+    # Since 2.15 each product returns its workspace: none is left (docs/versions.md).
+    left = 8_519_680 if parse_version(torch.__version__) < (2, 15) else 0
+    assert workspaces == [0, left]
