@@ -32,6 +32,12 @@ ops = torch.ops.gpumem_paste
 pytestmark = pytest.mark.usefixtures("no_descriptions")
 
 
+@pytest.fixture(autouse=True)
+def _no_cuda_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch is a CUDA build and nvcc is there, extensions are compiled."""
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+
+
 @pytest.fixture
 def library() -> Iterator[torch.library.Library]:
     made = torch.library.Library("gpumem_paste", "DEF")
@@ -424,7 +430,9 @@ def test_a_test_that_imports_the_loader_is_refused_too() -> None:
         "from pytest_gpumem.simulated.common.errors import UndescribedKernelError\n"
         "with simulate('T4'):\n"
         "    assert 'torch.utils.cpp_extension' not in sys.modules\n"
+        "    from torch.utils import cpp_extension\n"
         "    from torch.utils.cpp_extension import load\n"
+        "    cpp_extension.CUDA_HOME = None\n"
         "    try:\n"
         "        load('gpumem_late', ['kernel.cu'])\n"
         "    except UndescribedKernelError as error:\n"

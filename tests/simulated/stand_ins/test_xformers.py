@@ -29,6 +29,9 @@ OUT = BATCH * LENGTH * HEADS * SIZE * 2
 LSE = BATCH * HEADS * LENGTH * 4
 PADDED = BATCH * HEADS * 128 * 4
 """Logsumexp of the efficient kernel, whose rows are rounded to 32."""
+_HAS_SEED = parse_version(torch.__version__) >= (2, 15)
+SEEDED, UNSEEDED = ([8, 8], [-8, -8]) if _HAS_SEED else ([], [])
+"""The seed and offset of the efficient kernel, which has them without dropout since torch 2.15."""
 
 
 @pytest.fixture
@@ -105,16 +108,26 @@ def test_others_take_the_efficient_kernel(
     gpu = on(model)
     given = heads(dtype=dtype)
     out = OUT * dtype.itemsize // 2
-    assert gpu.of(lambda: ops.memory_efficient_attention(*given)) == [out, PADDED]
+    assert gpu.of(lambda: ops.memory_efficient_attention(*given)) == [
+        *SEEDED,
+        out,
+        PADDED,
+        *UNSEEDED,
+    ]
     # Without gradients no sums are made.
     given = heads(grad=False, dtype=dtype)
-    assert gpu.of(lambda: ops.memory_efficient_attention(*given)) == [out]
+    assert gpu.of(lambda: ops.memory_efficient_attention(*given)) == [*SEEDED, out, *UNSEEDED]
 
 
 def test_a_matrix_takes_the_efficient_kernel(gpu: Any, ops: Any) -> None:
     given = heads()
     bias = torch.zeros(BATCH, HEADS, LENGTH, 104, device="cuda", dtype=torch.half)[..., :LENGTH]
-    assert gpu.of(lambda: ops.memory_efficient_attention(*given, bias)) == [OUT, PADDED]
+    assert gpu.of(lambda: ops.memory_efficient_attention(*given, bias)) == [
+        *SEEDED,
+        OUT,
+        PADDED,
+        *UNSEEDED,
+    ]
     with pytest.raises(NotImplementedError, match=r"attn_bias.stride\(-2\) % 8 != 0"):
         ops.memory_efficient_attention(*given, bias.contiguous())
     with pytest.raises(ValueError, match="Invalid shape for attention bias"):
@@ -212,7 +225,12 @@ def test_torchs_kernels_take_no_pages(gpu: Any, ops: Any, biases: Any) -> None:
 def test_the_kernel_can_be_asked_for(gpu: Any, ops: Any) -> None:
     given = heads()
     asked = ops.MemoryEfficientAttentionCutlassOp
-    assert gpu.of(lambda: ops.memory_efficient_attention(*given, op=asked)) == [OUT, PADDED]
+    assert gpu.of(lambda: ops.memory_efficient_attention(*given, op=asked)) == [
+        *SEEDED,
+        OUT,
+        PADDED,
+        *UNSEEDED,
+    ]
     wide = heads(dtype=torch.float32)
     asked = ops.MemoryEfficientAttentionFlashAttentionOp
     with pytest.raises(ValueError, match=r"dtype=torch\.float32"):
