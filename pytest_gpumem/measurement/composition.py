@@ -102,7 +102,7 @@ class Account:
             self._beginning.segments = {one: self._recorder.segments(one) for one in devices}
 
     def found(self, values: Iterable[Any]) -> None:
-        """Know ``values`` of fixtures that the body asked for and an earlier test had set up."""
+        """Know ``values`` of fixtures that the body has asked for."""
         for holder in _holders(values):
             self.witness.watch(holder)
 

@@ -81,7 +81,7 @@ class Meter:
             self._ledger.metering(fixture, self._statistics, collect_garbage) as nested,
         ):
             yield nested
-        self._charged.append(fixture)
+        self._know(fixture)
 
     @contextmanager
     def running(self, fixtures: Iterable[FixtureKey]) -> Iterator[None]:
@@ -146,6 +146,10 @@ class Meter:
             self.tracker.aside(lambda: self._ledger.record(fixture).held),
         ):
             bring()
+        self._know(fixture)
+
+    def _know(self, fixture: FixtureKey) -> None:
+        """Charge a fixture that the body has asked for, and know what it holds."""
         self._charged.append(fixture)
         if self._account is not None:
             self._account.found(values_of([fixture]))
