@@ -48,6 +48,8 @@ def test_trl_grpo(tmp_path: Path) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
+    # The model that the trained one is held near is read from a folder, too.
+    llama().save_pretrained(tmp_path / "model")
     arguments = GRPOConfig(
         output_dir=str(tmp_path),
         max_steps=2,
@@ -58,7 +60,7 @@ def test_trl_grpo(tmp_path: Path) -> None:
         report_to=[],
     )
     GRPOTrainer(
-        model=llama(),
+        model=str(tmp_path / "model"),
         args=arguments,
         processing_class=tokenizer(),
         reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
