@@ -39,7 +39,7 @@ class Reading(Kept):
         self.facts = Facts(self, self._stated)
         self.work = Work()
         self.uncomputed: str | None = None
-        """The first operator that had no kernel on the CPU, where everything is computed."""
+        """The first operator or kernel that the CPU cannot compute, where all is computed."""
         self.begin()
 
     def begin(self) -> None:

@@ -80,6 +80,9 @@ class Compiled:
         if blocks > 0:
             written = [value for name, value in given.items() if name in self._written]
             self._machine.kernel_wrote(*_memory_of(written))
+            values = self._machine.values
+            if values.everything and values.uncomputed is None:
+                values.uncomputed = f"the Triton kernel {path_of(base_function(self._kernel))}"
 
     def _named(self, args: Sequence[Any]) -> Mapping[str, Any]:
         parameters = self._kernel.params

@@ -82,6 +82,18 @@ def test_only_what_the_kernel_stores_to_is_unknown_afterwards(kernel: JITFunctio
             out.sum().item()
 
 
+def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_computed(
+    kernel: JITFunction,
+) -> None:
+    with simulate("T4", real_values=True):
+        x, y, out = tensors()
+        kernel[(2,)](x, y, out, 256)
+        assert x.sum().item() == 256
+        sentence = r"because the Triton kernel \S*add_kernel cannot be computed on the CPU"
+        with pytest.raises(UnknownValueError, match=sentence):
+            out.sum().item()
+
+
 def test_an_empty_grid_launches_nothing(kernel: JITFunction) -> None:
     with simulate("T4"):
         x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
