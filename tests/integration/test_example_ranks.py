@@ -7,14 +7,16 @@ import re
 import subprocess
 
 import pytest
-import torch
 
+from tests.docs.release import NAMED_RELEASE, is_named_release
 from tests.forked import REPOSITORY, quick
 
 README = (REPOSITORY / "examples/ranks/README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(torch.__version__[:5] != "2.13.", reason="its baseline is of torch 2.13")
+@pytest.mark.skipif(
+    not is_named_release(), reason=f"the README shows numbers of torch {NAMED_RELEASE}"
+)
 def test_a_wrong_wrapping_policy_fails_as_shown() -> None:
     ran = subprocess.run(
         [
