@@ -192,6 +192,9 @@ dist.init_process_group("nccl", store=store, rank=0, world_size=8, device_id=her
 model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
 """
 
+LEAVE = "dist.destroy_process_group()\n"
+"""Without it the watchdog of the group may still run when the process ends, and aborts it."""
+
 
 def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run) -> None:
     sharded = dry_run(
@@ -199,13 +202,13 @@ def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run
         "fully_shard(model)\n"
         "model(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
         "told['parameter'] = model.weight.to_local().untyped_storage().nbytes()\n"
-        "told['gradient'] = model.weight.grad.to_local().numel()\n",
+        "told['gradient'] = model.weight.grad.to_local().numel()\n" + LEAVE,
         gpu="H100",
     )
     replicated = dry_run(
         RANK + "wrapped = torch.nn.parallel.DistributedDataParallel(model)\n"
         "wrapped(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
-        "told['gradient'] = model.weight.grad.numel()\n",
+        "told['gradient'] = model.weight.grad.numel()\n" + LEAVE,
         gpu="H100",
     )
 
