@@ -36,12 +36,12 @@ class DryDevice(CudaDevice):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the process see its devices inside."""
+        """Show the process its devices inside."""
         with scope.opened(), super().active():
             yield
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Let segments lie as in a new process, whatever earlier tests have left."""
+        """Place segments as in a new process, beside those that earlier tests have left."""
         super().begin_test(name, fixtures, renewed)
         begin_placing_anew()
 

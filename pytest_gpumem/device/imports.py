@@ -22,7 +22,7 @@ from pytest_gpumem.garbage import FramesLetGo
 
 @contextmanager
 def imports_watched() -> Iterator[None]:
-    """Let go of the frames that an import inside leaves behind, when it ends."""
+    """Clear the frames that an import inside leaves behind, when it ends."""
     watch = _ImportWatch()
     sys.meta_path.insert(0, watch)
     try:

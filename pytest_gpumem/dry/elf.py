@@ -29,7 +29,7 @@ class ElfError(ValueError):
 
 @dataclass(frozen=True)
 class Imports:
-    """What a shared library takes from others."""
+    """The names that a shared library takes from others."""
 
     libraries: frozenset[str]
     """The names that it asks the loader for, ``libcudart.so.13``."""

@@ -25,7 +25,7 @@ _kept: list[ctypes.CDLL] = []
 
 
 def load(names: str) -> None:
-    """Let this process, and those that it starts, have the GPUs that ``names`` stands for.
+    """Give this process, and those that it starts, the GPUs that ``names`` stands for.
 
     Torch must not have been imported. Raises :class:`DryError`, and ``GpuError`` for ``names``.
     """
@@ -48,7 +48,7 @@ def is_loaded() -> bool:
 
 
 def begin_placing_anew() -> None:
-    """Let later segments of every GPU lie as in a new process, below those that are there."""
+    """Place later segments of every GPU as in a new process, below those that are there."""
     getattr(ctypes.CDLL(None), _BEGIN)()
 
 

@@ -1,4 +1,4 @@
-"""What the installed torch was built for, read from its files without importing it."""
+"""The CUDA release and libraries of the installed torch, read from its files alone."""
 
 from __future__ import annotations
 

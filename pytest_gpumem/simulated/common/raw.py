@@ -12,7 +12,6 @@ CPU = torch.device("cpu")
 
 empty = torch.empty
 empty_permuted = torch.empty_permuted
-empty_strided = torch.empty_strided
 """Factories as torch has them: while a simulation is active, torch's names watch for tensors that
 the user makes on ``meta``."""
 
