@@ -230,7 +230,7 @@ def compiling() -> Iterator[str]:
         "a saved view keeps (BERT and ViT save one token of the last hidden state, and all of it, "
         "12 and 18.5 MiB, ends with it); weights that forward copies to channels last and saves "
         "under the parameters' names, which end, too (ResNet-50); padded rows (GPT-2's 50,257 "
-        "logits are 50,304 wide). Eager FlexAttention with gradients is not simulated."
+        "logits are 50,304 wide)."
     )
     yield ""
     yield from printed_by("compiled.py")

@@ -12,3 +12,7 @@ RUNS_EAGERLY = "runs eagerly"
 def ran_eagerly(note: str) -> bool:
     """Whether ``note`` says that the number is eager code's, where code was to be compiled."""
     return note.startswith(OF_COMPILED_CODE) and RUNS_EAGERLY in note
+
+
+FOLLOWED_SINCE = "2.11"
+"""Releases before have other hooks; ``torch.__version__`` compares itself by releases."""

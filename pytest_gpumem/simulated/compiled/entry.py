@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pytest_gpumem.garbage import FramesLetGo
 from pytest_gpumem.simulated.common.callsite import is_own, user_line
-from pytest_gpumem.simulated.common.compiled_notes import RUNS_EAGERLY
+from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE, RUNS_EAGERLY
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
-from pytest_gpumem.simulated.compiled import streams, trace_log
+from pytest_gpumem.simulated.compiled import flex_attention, streams, trace_log
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.compiled.refusals import (
     CompiledCodeError,
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
-
-FOLLOWED_SINCE = "2.11"
-"""Releases before have other hooks; ``torch.__version__`` compares itself by releases."""
 
 _GOES_ON = "while another thread goes on that may use torch"
 """Why nothing can be compiled; what is replaced meanwhile is replaced for all threads."""
@@ -77,8 +74,12 @@ _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARY = f"{Path(torch.__file__).parent / '_library'}{os.sep}"
 """Where torch calls what gives the shapes of a custom operator, which on a GPU nobody runs."""
 
-_HIGHER_ORDER = f"{Path(torch.__file__).parent / '_higher_order_ops'}{os.sep}"
-"""Where torch compiles what it runs eagerly, with backend ``"eager"``: branches and loops."""
+_CAPTURES = (
+    f"{Path(torch.__file__).parent / '_higher_order_ops'}{os.sep}",
+    str(Path(torch.__file__).parent / "nn" / "attention" / "flex_attention.py"),
+)
+"""Files in which torch compiles code that runs eagerly, with backend ``"eager"``: branches, loops,
+and attention whose scores a function changes. Their gradients need the tensors of its closure."""
 
 libraries_compile: set[CodeType] = set()
 """Functions of this package that stand for what a library gives to ``torch.compile``."""
@@ -186,6 +187,7 @@ class Compilation:
             patches.plan(backward, "begin_capture", self._capturing(backward.begin_capture))
             name = "extract_bw_module"
             patches.plan(compiled_autograd, name, self._on_device(getattr(compiled_autograd, name)))
+            flex_attention.plan(patches, self._tracer, self._code)
         return patches
 
     def _reset(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -230,7 +232,7 @@ class Compilation:
             backend = inner
         name = str(getattr(backend, "compiler_name", getattr(backend, "__name__", backend)))
         if name == "eager":
-            if torch.__version__ < FOLLOWED_SINCE or not _is_control_flow():
+            if torch.__version__ < FOLLOWED_SINCE or not _is_captured_by_torch():
                 return None
         elif (reason := self._reason(name)) is not None:
             self._say_eager(reason)
@@ -350,11 +352,11 @@ class Compilation:
         reset_code_state()
 
 
-def _is_control_flow() -> bool:
-    """Whether torch itself compiles: a branch or loop, whose gradients need what it closes over."""
+def _is_captured_by_torch() -> bool:
+    """Return whether the call of ``torch.compile`` stands in one of torch's own functions."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_HIGHER_ORDER):
+        if frame.f_code.co_filename.startswith(_CAPTURES):
             return True
         frame = frame.f_back
     return False

@@ -114,7 +114,7 @@ class Tracing:
         )
         self._lasting.plan(async_compile, settings.HELPERS, settings.no_helpers)
         self._plan_optimizers()
-        self._is_entered = False
+        self.is_entered = False
 
     def _plan_gpu(self) -> None:
         plan = self._patches.plan
@@ -287,10 +287,10 @@ class Tracing:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        if self._is_entered:
+        if self.is_entered:
             yield
             return
-        self._is_entered = True
+        self.is_entered = True
         global _last
         if _last is None or _last() is not self:
             _forget_gpu()
@@ -313,7 +313,7 @@ class Tracing:
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
                 yield
         finally:
-            self._is_entered = False
+            self.is_entered = False
 
 
 class _OnHost(TorchDispatchMode):

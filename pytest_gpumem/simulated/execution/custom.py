@@ -32,9 +32,10 @@ def is_custom(func: Any) -> bool:
     return func.namespace not in TORCHS_OWN
 
 
-_IN_PYTHON = frozenset({"apex", "xformers_flash", "xformers_flash3"})
+_IN_PYTHON = frozenset({"apex", "flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
-and flash3.py of 0.0.35; apex/normalization/fused_layer_norm.py of 25.09)."""
+and flash3.py of 0.0.35; apex/normalization/fused_layer_norm.py of 25.09;
+torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
 
 
 def in_parts(runner: Runner, func: Any) -> Handler | None:

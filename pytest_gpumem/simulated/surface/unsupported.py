@@ -19,6 +19,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
@@ -75,12 +76,14 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     interface: Any = vars(torch.Tensor)["__cuda_array_interface__"]
     described = _of_gpu(machine, "__cuda_array_interface__", interface.__get__)
     patches.plan(torch.Tensor, "__cuda_array_interface__", property(described))
-    # Called for gradients only: it traces the score function with a mode that has a device.
-    with_gradients = _refusing(
-        "flex_attention with gradients",
-        "traces its score function for a compiler, which a simulated GPU does not have",
-    )
-    patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
+    if torch.__version__ < FOLLOWED_SINCE:
+        # Called for gradients only: it traces the score function with a mode that has a device.
+        with_gradients = _refusing(
+            "flex_attention with gradients",
+            "traces its score function, which a simulated GPU follows since torch "
+            f"{FOLLOWED_SINCE}",
+        )
+        patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
     if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has rules alone
         patches.plan(
             HigherOrderOperator,

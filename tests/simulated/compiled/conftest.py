@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pytest_gpumem.simulated.compiled.entry import FOLLOWED_SINCE
+from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from pytest_gpumem.simulated.compiled.entry import FOLLOWED_SINCE
+from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 from tests.forked import quick
 
 PRELUDE = """

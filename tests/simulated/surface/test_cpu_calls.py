@@ -625,7 +625,6 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: untyped.backends.mha.get_fastpath_enabled(),
         lambda: _encoded(),
     ],
-    "create_fw_bw_graph": [lambda: _flexible()],
 }
 
 
@@ -693,18 +692,6 @@ def _encoded() -> Any:
 def twice_a_fake() -> Any:
     with FakeTensorMode() as mode:
         return mode.from_tensor(untyped.ones(2)) * 2
-
-
-def _flexible() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    validates = torch.distributions.Distribution._validate_args
-    q = torch.ones(1, 1, 16, 16)
-    try:
-        return flex_attention(q, q, q)
-    finally:
-        # Outside a simulation it begins to compile, which switches that off for good.
-        torch.distributions.Distribution.set_default_validate_args(validates)
 
 
 NOT_OF_THE_CPU = frozenset(

@@ -443,9 +443,6 @@ def test_flex_attention_without_gradients_materialises_its_scores() -> None:
         output: Any = flex_attention(q, q, q)
         assert output.is_cuda
         assert gpu.peak_allocated > 2 * 128 * 128 * 4
-        q.requires_grad_()
-        with pytest.raises(UnsupportedOperatorError, match="flex_attention with gradients at"):
-            flex_attention(q, q, q)
 
 
 # What needs a device or another process.
