@@ -128,22 +128,6 @@ def usable_path(base: Path, value: str) -> Path:
     return base / value
 
 
-def stand_in_names(value: str) -> tuple[str, ...] | None:
-    """Return the libraries to stand in for; ``None`` for ``auto``."""
-    from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
-
-    if value in ("auto", "off"):
-        return None if value == "auto" else ()
-    names = [name.strip().replace("_", "-") for name in value.split(",")]
-    for name in names:
-        if name not in LIBRARIES:
-            raise ValueError(
-                f"{_quoted(value)}: no library called {_quoted(name)} has a stand-in; write auto, "
-                f"off or names out of {', '.join(LIBRARIES)}"
-            )
-    return tuple(dict.fromkeys(names))
-
-
 def process_quota(value: str) -> Quota:
     """Return the quota: a size, a share or ``auto``."""
     from pytest_gpumem.sizes import SizeError, parse_size

@@ -34,7 +34,6 @@ from pytest_gpumem.option_values import (
     run_count,
     seconds,
     shard_part,
-    stand_in_names,
     usable_path,
 )
 
@@ -93,10 +92,8 @@ _VALUES = {
         "30; inf for no limit)",
     ),
     "gpumem_sim_stand_ins": (
-        "auto|off|NAME,...",
-        "libraries that need CUDA to be installed, like flash-attn, which simulated tests may "
-        "import all the same: those that change nothing unless asked for, none, or these (default: "
-        "auto)",
+        "auto|off",
+        "let simulated tests import flash-attn where it is not installed, or not (default: auto)",
     ),
     "gpumem_sim_compile": (
         "auto|always|eager",
@@ -179,9 +176,8 @@ class Settings:
     """How many tests the table shows; ``None`` where the user leaves it to the plugin."""
     sort: Literal["peak", "leaked", "over", "name"] | None = None
     loop_phases: Literal["folded", "numbered"] = "folded"
-    stand_ins: tuple[str, ...] | None = None
-    """Libraries that simulated tests may import although they are not installed; ``None`` where
-    the user leaves it to the plugin."""
+    stand_ins: bool = True
+    """Whether simulated tests may import flash-attn where it is not installed."""
     sim_compile: Literal["auto", "always", "eager"] = "auto"
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
@@ -257,7 +253,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
         sim_scope=reader.one("gpumem_sim_scope", one_of("test", "session")) or "test",
         sim_values=reader.one("gpumem_sim_values", one_of("auto", "always", "never")) or "auto",
         sim_values_limit=reader.one("gpumem_sim_values_limit", seconds) or VALUES_LIMIT,
-        stand_ins=reader.one("gpumem_sim_stand_ins", stand_in_names),
+        stand_ins=reader.one("gpumem_sim_stand_ins", one_of("auto", "off")) != "off",
         sim_compile=reader.one("gpumem_sim_compile", one_of("auto", "always", "eager")) or "auto",
         all=bool(reader.flag("gpumem_all")),
         share=bool(reader.flag("gpumem_share")),

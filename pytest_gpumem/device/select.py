@@ -20,9 +20,8 @@ class DeviceSelector:
 
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
-        self.stand_ins: Sequence[str] | None = None
-        """Libraries that simulated tests may import although they are not installed; ``None``:
-        those that are there without being named."""
+        self.stand_ins = True
+        """Whether simulated tests may import flash-attn where it is not installed."""
         self.compile = "auto"
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
@@ -53,8 +52,8 @@ class DeviceSelector:
         if self._choice.kind == "dry":
             return ", ".join(f"dry {model}" for model in self._choice.models)
         models = ", ".join(f"simulated {model}" for model in self._choice.models)
-        if models and self.stand_ins is not None:
-            models += f" with stand-ins of {', '.join(self.stand_ins) or 'no library'}"
+        if models and not self.stand_ins:
+            models += " without stand-ins"
         if self._choice.kind == "auto":
             return f"a CUDA device if torch sees one, else {models}"
         if self._choice.kind == "cuda":

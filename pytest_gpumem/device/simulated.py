@@ -41,10 +41,9 @@ class SimulatedDevice:
 
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
     ``real_values`` the CPU computes what is simulated, so that tests can read every value.
-    ``stand_ins`` names the libraries that tests may import although they are not installed;
-    ``None`` stands for those that are there without being named. ``compile`` says what becomes of
-    compiled code, as ``simulate`` takes it. With a ``seat`` the process is one rank of several,
-    whose GPU is the tests' own.
+    With ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` says what
+    becomes of compiled code, as ``simulate`` takes it. With a ``seat`` the process is one rank of
+    several, whose GPU is the tests' own.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class SimulatedDevice:
         name: str | Machine,
         *,
         real_values: bool = False,
-        stand_ins: Sequence[str] | None = None,
+        stand_ins: bool = True,
         compile: str = "auto",
         seat: Seat | None = None,
     ) -> None:

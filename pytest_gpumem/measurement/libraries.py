@@ -1,7 +1,6 @@
 """What libraries keep on the device until their process ends: workspaces, masks, histories.
 
-It is a leak of no test, as the workspaces of cuBLAS are none. Those of a simulated GPU's stand-ins
-are dropped with cuBLAS's; those of a library on a GPU stay, as CUDA graphs may use them.
+It is a leak of no test, as the workspaces of cuBLAS are none.
 
 Source: Transformer Engine 2.8, pytorch/module/base.py (``get_workspace``), pytorch/fp8.py
 (``FP8GlobalStateManager``) and pytorch/attention/dot_product_attention/utils.py and softmax.py.
@@ -11,8 +10,6 @@ from __future__ import annotations
 
 import sys
 from typing import Any
-
-from pytest_gpumem.simulated.stand_ins.usage import kept_values
 
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 _KEPT = (
@@ -29,8 +26,8 @@ _KEPT = (
 
 
 def kept_by_libraries() -> list[Any]:
-    """Return what libraries that were imported keep, and stand-ins of those that were not."""
-    return [*kept_values(), *(_found(sys.modules.get(name), path) for name, path in _KEPT)]
+    """Return the objects that imported libraries keep."""
+    return [_found(sys.modules.get(name), path) for name, path in _KEPT]
 
 
 def _found(value: Any, path: tuple[str, ...]) -> Any:

@@ -20,7 +20,6 @@ import torch
 
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.measurement.workspace import possible_sizes
-from pytest_gpumem.simulated.stand_ins.usage import forget_caches
 
 Path = tuple[str, ...]
 
@@ -170,13 +169,9 @@ class CudaStatistics:
                 torch.cuda.synchronize(device)
 
     def clear_workspaces(self) -> None:
-        """Free the cuBLAS and cuBLASLt workspaces of every thread and stream.
-
-        And what stand-ins of libraries keep on a simulated GPU, and make anew.
-        """
+        """Free the cuBLAS and cuBLASLt workspaces of every thread and stream."""
         if _initialized():
             torch._C._cuda_clearCublasWorkspaces()
-            forget_caches()
 
     def empty_cache(self) -> None:
         """Give unused segments back to the driver."""

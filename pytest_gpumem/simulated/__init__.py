@@ -9,7 +9,7 @@ operators  what CUDA's operators allocate, by family
 execution  the dispatch mode that runs operators by their shapes
 surface    names of torch's that are replaced, each by a translation to the machine
 compiled   torch.compile: Inductor's own wrapper, run for what it allocates
-stand_ins  CUDA libraries that are not installed, each by what its functions allocate
+stand_ins  flash-attn where it is not installed, by the allocations of its functions
 distributed  one rank of several: process groups and collectives without the other ranks
 ========== =====================================================================================
 

@@ -48,9 +48,8 @@ class SimulatedGPU(GPU):
     """A CUDA device that computes shapes only.
 
     ``settings`` are those of :class:`~pytest_gpumem.simulated.gpu.device.Device`, and so are the
-    errors. With ``real_values`` all values are computed on the CPU. ``stand_ins`` names the
-    libraries that code may import although they are not installed; ``None`` stands
-    for those that are there without being named.
+    errors. With ``real_values`` all values are computed on the CPU, and with ``stand_ins`` code may
+    import flash-attn where it is not installed.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class SimulatedGPU(GPU):
         model: str | GpuModel,
         *,
         real_values: bool = False,
-        stand_ins: Sequence[str] | None = None,
+        stand_ins: bool = True,
         compile: str = AUTO,
         **settings: Any,
     ) -> None:
@@ -111,9 +110,9 @@ class SimulatedGPU(GPU):
 class Simulation(SimulatedMachine):
     """Makes the process believe it has ``gpus``; can be entered and left many times.
 
-    With ``real_values`` every operator is computed on the CPU beside its shapes. ``stand_ins``
-    are the libraries that can be imported meanwhile although they are not installed. In a ``world``
-    the process is one of its ranks.
+    With ``real_values`` every operator is computed on the CPU beside its shapes. With ``stand_ins``
+    flash-attn can be imported meanwhile where it is not installed. In a ``world`` the process is
+    one of its ranks.
     """
 
     execution: ShapeExecution
@@ -123,14 +122,12 @@ class Simulation(SimulatedMachine):
         gpus: Sequence[GPU],
         *,
         real_values: bool = False,
-        stand_ins: Sequence[str] | None = None,
+        stand_ins: bool = True,
         compile: str = AUTO,
         world: World | None = None,
     ) -> None:
         super().__init__(gpus, real_values=real_values)
         self._stand_ins = stand_ins
-        self._of_stand_ins: dict[str, Any] = {}
-        """What libraries keep until their process ends."""
         self.world = world
         self.current_index = self.first_index
         self.execution = ShapeExecution(self)
@@ -198,7 +195,8 @@ class Simulation(SimulatedMachine):
             resources.enter_context(EXTENSIONS.guarded())
             resources.enter_context(loading_on(self))
             resources.enter_context(DESCRIPTIONS.served(self.kernel_wrote))
-            resources.enter_context(served(self._stand_ins, self.note, self._of_stand_ins))
+            if self._stand_ins:
+                resources.enter_context(served(self.note))
             resources.enter_context(installed(self, self._casts))
             resources.enter_context(in_place.answering(self.execution))
             resources.enter_context(self.execution)

@@ -66,6 +66,9 @@ def test_a_refusal_ends_with_what_to_paste(
     assert code == 2
     assert f"gpumem_told::{name}" in sentence.splitlines()[-1]
     where = "conftest.py" if "::" in options[0] else "the code that it runs"
-    assert heading == f"to simulate gpumem_told::{name}, paste this into {where}:"
+    assert heading == (
+        f"to simulate gpumem_told::{name}, paste this into {where}, "
+        "or take the dry device, which needs no description:"
+    )
     assert f'@simulate_operator("gpumem_told::{name}")' in snippet
     compile(snippet, "conftest.py", "exec")

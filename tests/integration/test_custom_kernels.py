@@ -111,7 +111,7 @@ BINDS = 'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("fused", &fused); }'
 def snippets(lines: list[str]) -> str:
     """What the terminal says is to be pasted, as it is printed."""
     blocks = "\n".join("" if line.startswith("====") else line for line in lines).split("\n\n")
-    heads = [i for i, block in enumerate(blocks) if block.endswith("into conftest.py:")]
+    heads = [i for i, block in enumerate(blocks) if block.startswith("to simulate ")]
     return "".join(blocks[i + 1].strip() + "\n" for i in heads)
 
 
@@ -125,9 +125,9 @@ def test_what_the_terminal_shows_can_be_pasted(project: Project, workers: tuple[
     refused.assert_outcomes(skipped=3)
     refused.stdout.fnmatch_lines(
         [
-            "to simulate gpumem_shop::pasted, paste this into conftest.py:",
+            "to simulate gpumem_shop::pasted, paste this into conftest.py, or take the dry*",
             "# gpumem_shop.pasted(Tensor (128,) float32 cuda:0, 0.5) was called at *.py:*",
-            'to simulate load(name="pasted_ext", ...), paste this into conftest.py:',
+            'to simulate load(name="pasted_ext", ...), paste this into conftest.py, or take*',
             '# load(name="pasted_ext", ...) was called at test_kernel.py:*',
         ]
     )
@@ -137,7 +137,7 @@ def test_what_the_terminal_shows_can_be_pasted(project: Project, workers: tuple[
         "note: test_kernel.py::test_kernel[0.5] and 1 more test were skipped",
         "note: test_kernel.py::test_compiled was skipped",
     ]
-    headings = [line for line in refused.outlines if line.endswith("into conftest.py:")]
+    headings = [line for line in refused.outlines if line.startswith("to simulate ")]
     assert len(headings) == 2
     text = snippets(refused.outlines)
     assert len(text.splitlines()) == 6 + 8

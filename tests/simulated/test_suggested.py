@@ -192,7 +192,8 @@ def test_a_traceback_ends_with_the_snippet(library: torch.library.Library) -> No
         error = refusal(lambda: ops.noted(x()))
     (note,) = error.__notes__
     assert note == (
-        f"to simulate gpumem_paste::noted, paste this into conftest.py:\n\n{error.snippet}"
+        f"to simulate gpumem_paste::noted, paste this into conftest.py, or take the dry "
+        f"device, which needs no description:\n\n{error.snippet}"
     )
 
 

@@ -37,8 +37,11 @@ class UndescribedKernelError(UnsupportedOperatorError):
 
 
 def how_to_paste(kernel: str, where: str = "conftest.py") -> str:
-    """What stands above a snippet."""
-    return f"to simulate {kernel}, paste this into {where}:"
+    """Return the line above a snippet."""
+    return (
+        f"to simulate {kernel}, paste this into {where}, or take the dry device, which needs no "
+        "description:"
+    )
 
 
 class HostMemoryError(SimulationError):

@@ -1,8 +1,8 @@
 """Operators of other libraries: a description stands for those that have one.
 
 What ``torch.library.triton_op`` makes needs none: it is built from operators of torch's and kernels
-of Triton's, each of which is seen for itself. So are those that xformers and
-apex write in Python around other kernels, and what ``torch.library.custom_op`` makes where it is
+of Triton's, each of which is seen for itself. So are those that xformers writes in Python around
+other kernels, and what ``torch.library.custom_op`` makes where it is
 told a device, no tensor says on which one it runs, or values decide its shapes.
 """
 
@@ -32,10 +32,9 @@ def is_custom(func: Any) -> bool:
     return func.namespace not in TORCHS_OWN
 
 
-_IN_PYTHON = frozenset({"apex", "flex_lib", "xformers_flash", "xformers_flash3"})
+_IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 """Namespaces of operators whose code is Python around other operators (xformers/ops/fmha/flash.py
-and flash3.py of 0.0.35; apex/normalization/fused_layer_norm.py of 25.09;
-torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
+and flash3.py of 0.0.35; torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
 
 
 def in_parts(runner: Runner, func: Any) -> Handler | None:

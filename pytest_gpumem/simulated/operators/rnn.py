@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.backends.cudnn.rnn as cudnn_rnn
 from torch import Tensor
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
-from torch.backends.cudnn import rnn as cudnn_rnn
 
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.real import recurrent

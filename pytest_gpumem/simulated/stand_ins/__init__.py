@@ -1,7 +1,6 @@
-"""CUDA libraries that are not installed: stand-ins that allocate what their functions do.
+"""flash-attn where it is not installed: a stand-in allocates as its functions do.
 
 May use: ``allocator``, ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
-``surface``, ``compiled``. ``libraries`` is the table of what there is, ``imports`` lets code import
-it while a simulation is active; each library has a module or folder of its own, whose ``MODULES``
-are the library's.
+``surface``, ``compiled``. ``libraries`` describes the library, ``imports`` lets code import it
+while a simulation is active, and the folder ``flash_attn`` holds its functions.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from pytest_gpumem.simulated.stand_ins.flash_attn import functions, layers, padding, rotary
 from pytest_gpumem.simulated.stand_ins.flash_attn.extension import EXTENSION
 from pytest_gpumem.simulated.stand_ins.flash_attn.kernels import OPERATORS
-from pytest_gpumem.simulated.stand_ins.libraries import LIBRARIES
+from pytest_gpumem.simulated.stand_ins.libraries import FLASH_ATTN
 
 _FUNCTIONS = {
     name: function for name, function in vars(functions).items() if name.startswith("flash_attn_")
@@ -17,7 +17,7 @@ _ROTARY = {"apply_rotary": layers.apply_rotary}
 _CROSS_ENTROPY = {"cross_entropy_loss": layers.cross_entropy_loss}
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
-    "flash_attn": {"__version__": LIBRARIES["flash-attn"].version, **_FUNCTIONS},
+    "flash_attn": {"__version__": FLASH_ATTN.version, **_FUNCTIONS},
     "flash_attn.flash_attn_interface": {
         **_FUNCTIONS,
         **OPERATORS,

@@ -348,7 +348,7 @@ def _check(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, softcap: float, *, any_size: bool = False
 ) -> None:
     """The conditions that users meet, in the library's own words."""
-    used("flash-attn")
+    used()
     newest = torch.cuda.get_device_capability(q.device)[0] >= 8
     _require(newest, "FlashAttention only supports Ampere GPUs or newer.")
     _require(q.dtype in HALVES, "FlashAttention only support fp16 and bf16 data type")
