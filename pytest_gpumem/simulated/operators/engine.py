@@ -16,6 +16,7 @@ householder_product, ormqr, matrix_exp): these stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -68,9 +69,14 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _references_of_sole_owner() -> tuple[int, int]:
-    # What a handler sees of a tensor that the engine's buffer alone holds depends on how torch
-    # wraps tensors for Python, so it is asked, not written down.
+@cache
+def references_of_sole_owner() -> tuple[int, int]:
+    """Return the references to a tensor, and to its storage, that the engine's buffer alone holds.
+
+    They depend on how torch wraps tensors for Python, so they are asked, not written down: once,
+    when a simulation begins. A backward pass starts the engine's threads, and a process that has
+    them cannot be forked, so importing this module does not run one.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones((), requires_grad=True)
         root = leaf.exp()
@@ -81,14 +87,12 @@ def _references_of_sole_owner() -> tuple[int, int]:
     return count.seen
 
 
-_SOLE_OWNER = _references_of_sole_owner()
-
-
 def _is_temporary(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False  # it has no storage of its own
     tensor_uses, storage_uses = _references(tensor)
-    return tensor_uses <= _SOLE_OWNER[0] and storage_uses <= _SOLE_OWNER[1]
+    of_owner = references_of_sole_owner()
+    return tensor_uses <= of_owner[0] and storage_uses <= of_owner[1]
 
 
 def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
