@@ -35,6 +35,9 @@ SIGNS = {"alloc": "+", "free_requested": "-"}
 OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
 """What is compared besides: what the allocator asks of the driver."""
 
+WORKSPACES = ("cuDNN", "cuFFT", "cuSOLVER", "cuSPARSE", "MAGMA")
+"""Libraries whose workspaces only they know."""
+
 Json = dict[str, Any]
 
 
@@ -162,14 +165,19 @@ def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
         entries = [(one.action, one.size, one.context) for one in simulated.trace[began:]]
         who = [_operator(context) for action, _, context in entries if _sign(action)]
         where = [_place(context) for action, _, context in entries if _sign(action)]
+        libraries = [
+            position
+            for position, context in enumerate(one[2] for one in entries if _sign(one[0]))
+            if getattr(context, "library", None) in WORKSPACES
+        ]
     else:
         trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
         torch.cuda.memory._record_memory_history(None)
         entries = [(one["action"], one["size"], one.get("frames")) for one in trace]
         who = [_frames(frames) for action, _, frames in entries if _sign(action)] if stacks else []
-        where = []
+        where, libraries = [], []
     events = [f"{_sign(action)}{size}" for action, size, _ in entries if _sign(action)]
-    return {"events": events, "who": who, "where": where, **peaks}
+    return {"events": events, "who": who, "where": where, "libraries": libraries, **peaks}
 
 
 def _sign(action: str) -> str:
