@@ -211,6 +211,7 @@ class SimulatedDevice:
         """Begin anew what depends on all that has run: the collector, autograd's numbering."""
         self._collector.restart()
         running.begin()
+        self._simulation.numbering.begin()
         for gpu in self._gpus:
             gpu.restart_collector(self._collector)
 

@@ -234,6 +234,7 @@ def simulate(
         inside.enter_context(collector.in_charge())
         collector.restart()
         running.begin()
+        own.simulation.numbering.begin()
         for gpu in gpus:
             gpu.restart_collector(collector)
         statistics = CudaStatistics()

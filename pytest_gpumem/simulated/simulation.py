@@ -27,6 +27,7 @@ from pytest_gpumem.simulated.machine import forks
 from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
 from pytest_gpumem.simulated.operators.autocast import CastCache
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.operators.engine import references_of_sole_owner
 from pytest_gpumem.simulated.operators.tables import installed
 from pytest_gpumem.simulated.stand_ins.imports import served
 from pytest_gpumem.simulated.surface import compilers, in_place, pinned, plan
@@ -177,6 +178,7 @@ class Simulation(SimulatedMachine):
                 self._leave()
 
     def _enter(self) -> None:
+        references_of_sole_owner()
         with ExitStack() as resources:
             self._patches.apply()
             resources.callback(self._patches.undo)

@@ -128,11 +128,15 @@ def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
 def scalar(runner: Runner, func: Any) -> Handler:
     """A number as a tensor, which C++ also makes of the numbers among arguments."""
     make = factory(runner, func)
+    machine, here = runner.machine, runner.machine.here
     operator = Operator.of(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = kwargs.get("device")
-        if target is not None and target.type == "meta":
+        # C++ asks for a number where one of its tensors is, scalar_tensor(0., grad.options()): on
+        # the GPU, or on meta where there are such tensors, which the next operator tells.
+        is_unsure = here.sets_items or machine.has_real_meta
+        if target is not None and target.type == "meta" and is_unsure:
             # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
             # (torch/csrc/autograd/python_variable_indexing.cpp, THPVariable_setitem).
             result = runner.run(func, args, kwargs)

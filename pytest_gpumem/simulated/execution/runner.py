@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 """Tags of operators whose results have sizes that values decide."""
 _OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
 """Types of the tensors that C++ makes of lists of indices."""
+_SEVERAL = (tuple, list, GeneratorType)
+"""What operators return, and what a rule that takes something in between yields."""
 _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTERNAL ASSERT")
 
 
@@ -140,7 +143,7 @@ class Runner:
         if isinstance(result, torch.Tensor):
             if raw.is_meta(result):
                 self.storages.adopt(result, device)
-        elif isinstance(result, (tuple, list)):
+        elif isinstance(result, _SEVERAL):
             for item in result:
                 self.adopt(item, device)
 

@@ -22,10 +22,11 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
     On the CPU it may be left out, if ``machine`` leaves large tensors unfilled.
     """
     unfilled = _UNFILLED.get(func)
+    draws = _draws(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         streams = machine.streams
-        if streams.captures:
+        if streams.captures and draws(args, kwargs):
             gpu = machine.current
             capture = streams.captures.get((gpu.index, gpu.stream))
             if capture is not None and capture.graph is not None:
@@ -37,6 +38,23 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
         return handler(args, kwargs)
 
     return handle
+
+
+def _draws(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+    """Whether a call asks the generator: fused attention does only to drop something.
+
+    Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
+    flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names or "cudnn" in func._schema.name:
+        return lambda args, kwargs: True
+    at = names.index("dropout_p")
+
+    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return bool(args[at] if len(args) > at else kwargs.get("dropout_p", 0.0))
+
+    return draws
 
 
 def _in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

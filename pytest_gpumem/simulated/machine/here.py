@@ -19,5 +19,7 @@ class ThreadState(threading.local):
     """
     on_meta = False
     """Whether the last operator was on meta tensors of the user's own."""
+    sets_items = False
+    """Whether the thread runs ``x[i] = ...``, whose numbers stay on the host."""
     joined = False
     """Whether the thread has entered the simulation."""

@@ -19,6 +19,7 @@ from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.here import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.numbering import Numbering
 from pytest_gpumem.simulated.machine.pinned import Pinned
 from pytest_gpumem.simulated.machine.placement import Placement
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents
@@ -188,6 +189,7 @@ class SimulatedMachine(Notes):
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
         """Which GPU an operator runs on; ``None`` where there is but one."""
         self.streams = Streams(self.gpus[0].timeline)
+        self.numbering = Numbering()
         self.pool_ids = PoolIds()
         self.pool_contents = EveryPoolContents(self.values)
         self.active_pools = ActivePool()

@@ -9,7 +9,7 @@ kernels/cutlassB.h, of torch 2.6 to 2.15.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.operators.attention_choice import (
     AttentionCall,
 )
 from pytest_gpumem.simulated.operators.layout import HALVES, copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -53,21 +53,27 @@ def scaled_dot_product_attention(
         size = value.shape[-1]
         padded = [_pad_head(tensor) for tensor in (query, key, value)]
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        out: Tensor = _aten._scaled_dot_product_flash_attention(
-            *padded, dropout_p, is_causal, False, scale=scale
-        )[0]
+        out: Tensor = first_of(
+            _aten._scaled_dot_product_flash_attention(
+                *padded, dropout_p, is_causal, False, scale=scale
+            )
+        )
         return out if out.shape[-1] == size else out[..., :size]
     if kernel == EFFICIENT:
         if mask is not None:
             mask = _aligned(mask).expand(*query.shape[:3], key.shape[2])
         keeps = call.trains or (mask is not None and mask.requires_grad and call.grad_mode)
-        return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]  # an operator
-            query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
-        )[0]
+        return first_of(  # type: ignore[no-any-return]  # an operator
+            _aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
+            )
+        )
     if kernel == CUDNN:
-        return _aten._scaled_dot_product_cudnn_attention(  # type: ignore[no-any-return]  # an operator
-            query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
-        )[0]
+        return first_of(  # type: ignore[no-any-return]  # an operator
+            _aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, call.trains, dropout_p, is_causal, False, scale=scale
+            )
+        )
     return _by_products(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -132,19 +138,47 @@ def _by_products(
     del scores
     if dropout > 0:
         weights = torch.dropout(weights, dropout, True)
-    return torch.matmul(weights, value).to(dtype)
+    # make_tuple(matmul(attn, value).to(dtype), attn.to(dtype)): the second one is made first.
+    kept = weights.to(dtype)
+    out = torch.matmul(weights, value).to(dtype)
+    del weights, value, key, query, scaled, mask
+    del kept
+    return out
 
 
 # What the kernels allocate.
 
 
-def _flash_outputs(gpu: GPU, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def _flash_outputs(
+    gpu: GPU, query: Tensor, key: Tensor, dropout_p: float, result: tuple[Tensor, ...]
+) -> Iterator[Tensor]:
     # out, logsumexp, ..., seed, offset, ...: the last two are CPU tensors up to 2.6.
-    yield result[0]
-    yield result[1]
-    if gpu.version >= (2, 7):
-        yield result[6]
-        yield result[7]
+    yield from flash_outputs(
+        gpu, query, key, dropout_p, result[:2], result[6:8] if gpu.version >= (2, 7) else ()
+    )
+
+
+def flash_outputs(
+    gpu: GPU,
+    query: Tensor,
+    key: Tensor,
+    dropout_p: float,
+    sums: Iterable[Tensor],
+    state: Iterable[Tensor],
+) -> Iterator[Tensor]:
+    """Outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
+
+    ``rng_state`` is made for the capture of a graph, and with dropout once more on the device.
+    """
+    yield from sums
+    parts = Scratch(gpu)
+    taken = [parts.take(nbytes) for nbytes in _flash_parts(gpu, query, key, dropout_p)]
+    state = list(state)
+    yield from state
+    if dropout_p and state:
+        passing(gpu, _RNG_STATE)
+    for address in taken:
+        parts.drop(address)
 
 
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
@@ -177,17 +211,20 @@ def head_size_rounded(size: int) -> int:
     return round_up(size, 32) if size <= 192 else 256
 
 
-def flash_forward(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> None:
-    """Parts of the output and logsumexp, where the keys are split; (batch, heads, length, size)."""
+_RNG_STATE = 16
+"""Two numbers of 64 bits."""
+
+
+def _flash_parts(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> tuple[int, ...]:
+    """Parts of logsumexp and output, where the keys are split; (batch, heads, length, size)."""
     batch, heads, length, size = query.shape
     if dropout_p:
-        return
+        return ()
     if length == 1 and heads > key.shape[1]:
         length, heads = heads // key.shape[1], key.shape[1]
     splits = splits_of(gpu.model.sm_count, batch * heads * -(-length // 64), size, key.shape[2])
-    if splits > 1:
-        rows = splits * batch * heads * length
-        passing(gpu, rows * 4, rows * head_size_rounded(size) * 4)
+    rows = splits * batch * heads * length
+    return (rows * 4, rows * head_size_rounded(size) * 4) if splits > 1 else ()
 
 
 def splits_of(processors: int, blocks: int, size: int, keys: int) -> int:
@@ -375,7 +412,7 @@ def _safe_softmax(gpu: GPU, result: Tensor) -> None:
 
 
 RULES = {
-    "aten::_scaled_dot_product_flash_attention": Rule(after=flash_forward, placed=_flash_outputs),
+    "aten::_scaled_dot_product_flash_attention": Rule(placed=_flash_outputs),
     "aten::_scaled_dot_product_flash_attention_backward": Rule(
         before=_before_flash_backward, after=flash_backward
     ),

@@ -151,12 +151,19 @@ class CastCache:
     def _run(
         self, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
     ) -> Any:
-        given = self._cast(args, dtype)
+        """Call ``overload`` with its arguments cast, the last one first.
+
+        ``(*F)(cached_cast(to, args, device_type)...)`` of WrapFunction_: gcc for x86-64 evaluates
+        arguments from the right, and destroys temporaries in the reverse order.
+        """
+        named = {name: self._cast(kwargs[name], dtype) for name in reversed(kwargs)}
+        given = [self._cast(value, dtype) for value in reversed(args)]
         try:
-            return overload(*given, **self._cast_items(kwargs, dtype))
+            return overload(*reversed(given), **named)
         finally:
-            # A vector of C++ frees its tensors first to last, a list of Python's last to first.
-            for value in given:
+            while given:
+                value = given.pop()
+                # A vector of C++ frees its tensors first to last, a list of Python's last to first.
                 while isinstance(value, list) and value:
                     del value[0]
 
@@ -241,9 +248,6 @@ class CastCache:
             )
 
         return kernel
-
-    def _cast_items(self, values: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        return {name: self._cast(value, dtype) for name, value in values.items()}
 
 
 def _eligible(tensor: Any) -> bool:

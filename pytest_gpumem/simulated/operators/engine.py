@@ -16,6 +16,7 @@ householder_product, ormqr, matrix_exp): these stay as they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -68,9 +69,14 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _references_of_sole_owner() -> tuple[int, int]:
-    # What a handler sees of a tensor that the engine's buffer alone holds depends on how torch
-    # wraps tensors for Python, so it is asked, not written down.
+@cache
+def references_of_sole_owner() -> tuple[int, int]:
+    """Return the references to a tensor, and to its storage, that the engine's buffer alone holds.
+
+    They depend on how torch wraps tensors for Python, so they are asked, not written down: once,
+    when a simulation begins. A backward pass starts the engine's threads, and a process that has
+    them cannot be forked, so importing this module does not run one.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones((), requires_grad=True)
         root = leaf.exp()
@@ -81,14 +87,12 @@ def _references_of_sole_owner() -> tuple[int, int]:
     return count.seen
 
 
-_SOLE_OWNER = _references_of_sole_owner()
-
-
 def _is_temporary(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False  # it has no storage of its own
     tensor_uses, storage_uses = _references(tensor)
-    return tensor_uses <= _SOLE_OWNER[0] and storage_uses <= _SOLE_OWNER[1]
+    of_owner = references_of_sole_owner()
+    return tensor_uses <= of_owner[0] and storage_uses <= of_owner[1]
 
 
 def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
@@ -101,7 +105,10 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
     return _aten.add_.Tensor if _is_temporary(held) and is_dense(held) else None
 
 
-_FORMULAS_THAT_ADD = ("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu")
+_FORMULAS_THAT_ADD = (
+    *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu"),
+    *("VarMean", "StdMean"),
+)
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
 
 
@@ -121,6 +128,27 @@ _SELECTIONS = (
 )
 _WHOLE_SELECTIONS = "MaxBackward1 MinBackward1 MedianBackward0 NanmedianBackward0"
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_CHOICES = (
+    "Atan2Backward0 ClampBackward0 ClampMaxBackward1 ClampMinBackward1 FmaxBackward0 FminBackward0 "
+    "MaximumBackward0 MinimumBackward0"
+)
+"""Nodes that pass a gradient on to one of two tensors, and fill the other's with zeros."""
+
+
+def _product(args: tuple[Any, ...], node: str) -> OpOverload | None:
+    # binary_cross_entropy_with_logits_backward multiplies its own result, but pos_weight itself.
+    if node == "BinaryCrossEntropyBackward0":
+        return _aten.mul_.Tensor if _is_temporary(args[0]) else None
+    if node != _LOGITS:
+        return None
+    weight = torch._C._current_autograd_node()._saved_pos_weight  # type: ignore[union-attr]  # it runs
+    is_weight = weight is not None and _storage(weight) == _storage(args[0])
+    return None if is_weight else _aten.mul_.Tensor
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
 
 IN_PLACE: dict[str, InPlace] = {
     "aten.add.Tensor": _accumulation,
@@ -135,9 +163,9 @@ IN_PLACE: dict[str, InPlace] = {
     "aten.index_fill.int_Tensor": _in("TraceBackward0", _aten.index_fill_.int_Tensor),
     "aten.index_fill.int_Scalar": _in("TraceBackward0", _aten.index_fill_.int_Scalar),
     "aten.logical_and.default": _in(_WHOLE_SELECTIONS, _aten.logical_and_.default),
-    "aten.masked_fill.Scalar": _in("Atan2Backward0", _aten.masked_fill_.Scalar),
-    "aten.sub.Tensor": _on_temporary(_LOGITS, _aten.sub_.Tensor),
-    "aten.mul.Tensor": _on_temporary(f"{_LOGITS} BinaryCrossEntropyBackward0", _aten.mul_.Tensor),
+    "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
+    "aten.sub.Tensor": _in(_LOGITS, _aten.sub_.Tensor),
+    "aten.mul.Tensor": _product,
 }
 """By overload: which in-place operator CUDA runs instead, given arguments and node."""
 

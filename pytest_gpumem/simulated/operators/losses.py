@@ -31,7 +31,10 @@ def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
         self = self.to(torch.get_default_dtype())
     highest = torch.amax(self, dim, True)
     shift = highest if keepdim else highest.squeeze(tuple(dim))
-    shift.masked_fill_(shift.abs() == math.inf, 0)
+    sizes = shift.abs()
+    are_infinite = sizes == math.inf
+    shift.masked_fill_(are_infinite, 0)
+    del are_infinite, sizes
     result = torch.sum((self - highest).exp_(), dim, keepdim)
     return result.log_().add_(shift)
 
@@ -121,6 +124,17 @@ def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
         passing(gpu, self.shape[0] * self.element_size())
 
 
+def _target_first(
+    gpu: GPU, self: Tensor, reduction: int, result: tuple[Tensor, Tensor]
+) -> Iterator[Tensor]:
+    """Whether a class is a target, each row's loss, the loss (multilabel_margin_loss_forward)."""
+    yield result[1]
+    is_reduced = self.dim() == 2 and reduction
+    rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)
+    yield result[0]
+    rows.free()
+
+
 def _without_buffer(result: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
     # The buffer is empty on CUDA.
     yield result[0]
@@ -137,5 +151,5 @@ RULES = {
     "aten::huber_loss": Rule(before=_huber_values, after=_huber),
     "aten::nll_loss2d_forward": Rule(placed=_weight_first),
     "aten::multi_margin_loss": Rule(after=_margin_of_rows),
-    "aten::multilabel_margin_loss_forward": Rule(after=_margin_of_rows),
+    "aten::multilabel_margin_loss_forward": Rule(placed=_target_first),
 }

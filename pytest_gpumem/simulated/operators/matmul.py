@@ -51,6 +51,14 @@ def _product(
         copies.free()
 
 
+def _each_batch(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
+    """addbmm_impl_ (native/LinearAlgebra.cpp): ``addmm_`` of one batch after the other."""
+    if not result.numel() or not batch1.numel():
+        return
+    for _ in range(batch1.shape[0]):
+        gpu.workspaces.gemm(gpu.stream)
+
+
 def _readable(matrix: Tensor) -> bool:
     rows, columns = matrix.shape
     down, across = matrix.stride()
@@ -63,7 +71,23 @@ def _readable(matrix: Tensor) -> bool:
 
 
 def _bmm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
-    _batched(gpu, self, mat2, result)
+    if not _is_outer_product(gpu, self, mat2):
+        _batched(gpu, self, mat2, result)
+
+
+_OUTER_PRODUCT_SINCE = (2, 12)
+"""Since this release ``bmm`` with one element a row is a Triton kernel (torch/_native/ops/
+bmm_outer_product/triton_impl.py), which takes no workspace."""
+
+
+def _is_outer_product(gpu: GPU, first: Tensor, second: Tensor) -> bool:
+    return (
+        gpu.version >= _OUTER_PRODUCT_SINCE
+        and first.shape[2] == 1
+        and first.numel() > 0
+        and second.numel() > 0
+        and not first.is_complex()
+    )
 
 
 def _batched(gpu: GPU, batch1: Tensor, batch2: Tensor, result: Tensor) -> None:
@@ -130,6 +154,8 @@ RULES = {
     "aten::mm": Rule(after=_mm),
     "aten::bmm": Rule(after=_bmm),
     "aten::baddbmm": Rule(after=_batched),
+    "aten::addbmm": Rule(after=_each_batch),
+    "aten::addbmm_": Rule(after=_each_batch),
     "aten::mv": Rule(after=_mv),
     "aten::addmv": Rule(after=_mv),
     "aten::addmm": Rule(after=_addmm),

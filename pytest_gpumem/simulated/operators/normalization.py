@@ -425,10 +425,12 @@ def _group_norm_backward(
         scratch.take(N * C * nbytes)
         scratch.take(N * C * nbytes)
     if result[0] is not None:
-        scratch.take(N * group * nbytes)
-        scratch.take(N * group * nbytes)
+        sums = [scratch.take(N * group * nbytes) for _ in range(2)]
         if HxW > 1 and weight is not None:
             scratch.take(N * C * nbytes)
+        # c1 was declared before c2 and c3.
+        for address in reversed(sums):
+            scratch.drop(address)
     scratch.free()
 
 

@@ -28,20 +28,21 @@ def _by_head(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2)
 
 
-def _flash_outputs(gpu: GPU, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
+def _flash_outputs(
+    gpu: GPU,
+    query: Tensor,
+    key: Tensor,
+    cum_seq_q: Tensor | None,
+    dropout_p: float,
+    result: tuple[Tensor, ...],
+) -> Iterator[Tensor]:
     # out, logsumexp, seed, offset: the last two are CPU tensors up to 2.6.
-    yield result[0]
-    yield result[1]
-    if gpu.version >= (2, 7):
-        yield result[2]
-        yield result[3]
-
-
-def _flash_forward(
-    gpu: GPU, query: Tensor, key: Tensor, cum_seq_q: Tensor | None, dropout_p: float
-) -> None:
+    sums, state = result[:2], result[2:4] if gpu.version >= (2, 7) else ()
     if cum_seq_q is None:
-        attention.flash_forward(gpu, _by_head(query), _by_head(key), dropout_p)
+        given = _by_head(query), _by_head(key)
+        yield from attention.flash_outputs(gpu, *given, dropout_p, sums, state)
+    else:
+        yield from (*sums, *state)
 
 
 def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
@@ -109,7 +110,7 @@ def _gradients(
 
 
 RULES = {
-    "aten::_flash_attention_forward": Rule(after=_flash_forward, placed=_flash_outputs),
+    "aten::_flash_attention_forward": Rule(placed=_flash_outputs),
     "aten::_flash_attention_backward": Rule(before=_before_flash_backward, after=_flash_backward),
     "aten::_efficient_attention_forward": Rule(
         after=attention.efficient_forward, placed=attention.efficient_outputs

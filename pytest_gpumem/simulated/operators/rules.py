@@ -74,12 +74,12 @@ class Call:
         return self._rule.shapes(self._given)
 
     def placed(self, result: Any) -> Any:
-        """What of ``result`` takes device memory, in order; the rule may take some meanwhile."""
+        """What of ``result`` takes device memory, in order; the rule may take some in between."""
         rule = self._rule
         if rule.placed is None:
             return result
         self._given[rule.result_at] = result
-        return list(rule.placed(self._given))
+        return rule.placed(self._given)
 
     def end(self, result: Any) -> None:
         """Do what happens after the outputs were allocated."""
@@ -172,6 +172,16 @@ def _bound(
 ) -> tuple[Callable[..., list[Any]], Callable[[list[Any]], Any]]:
     signature = Signature(func._schema)
     return signature.given, signature.taking(composite)
+
+
+def first_of(results: Iterable[Any]) -> Any:
+    """The first of what an operator returns; the others go first to last, as of a ``std::tuple``."""
+    held = list(results)
+    del results
+    first = held.pop(0)
+    while held:
+        del held[0]
+    return first
 
 
 def passing(gpu: Device, *sizes: int) -> None:

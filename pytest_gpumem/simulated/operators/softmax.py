@@ -1,19 +1,22 @@
 """Softmax: the product that its backward takes, and copies of what is not contiguous.
 
 Source: aten/src/ATen/native/cuda/SoftMax.cu (host_softmax, host_softmax_backward,
-softmax_backward_cuda_out), torch 2.6 to 2.15. Outputs come first, as of every structured operator:
-the meta kernels give their sizes, types and strides as CUDA's do.
+softmax_backward_cuda_out) and native/SoftMax.cpp (softmax and log_softmax with a ``dtype``), torch
+2.6 to 2.15. Outputs come first, as of every structured operator: the meta kernels give their sizes,
+types and strides as CUDA's do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides, make_contiguous_strides_for
 
 from pytest_gpumem.simulated.operators.layout import copied
-from pytest_gpumem.simulated.operators.rules import Rule, passing
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -45,6 +48,25 @@ def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
         for size, stride, wanted in zip(shape, strides, expected, strict=True)
     )
 
+
+def _of_halves(whole: Callable[..., Tensor], kernel: Callable[..., Tensor]) -> Composite:
+    """``softmax(input, dim, dtype)``: of float16 to float32 one kernel, else a cast goes before."""
+
+    def of_halves(self: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+        if dtype is torch.float32 and self.dtype is torch.float16:
+            return kernel(self, dim, True)
+        return whole(self, dim, dtype)
+
+    return of_halves
+
+
+COMPOSITES: dict[str, Composite] = {
+    f"aten.{name}.int": _of_halves(
+        getattr(torch.ops.aten, name).int.decompose, getattr(torch.ops.aten, f"_{name}")
+    )
+    for name in ("softmax", "log_softmax")
+}
+"""By overload."""
 
 RULES = {
     "aten::_softmax": Rule(after=_forward),

@@ -95,6 +95,7 @@ COMPOSITES: dict[str, Composite] = {
     **matmul.COMPOSITES,
     **normalization.COMPOSITES,
     **rnn.COMPOSITES,
+    **softmax.COMPOSITES,
 }
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
 

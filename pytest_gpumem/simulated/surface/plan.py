@@ -11,6 +11,7 @@ from pytest_gpumem.simulated.surface import (
     control_flow,
     cuda,
     devices,
+    double_backward,
     factories,
     fast_paths,
     gradients,
@@ -43,6 +44,7 @@ def plan(machine: SimulatedMachine, casts: CastCache, patches: Patches) -> None:
     for part in (
         tensors,
         gradients,
+        double_backward,
         factories,
         cuda,
         optimizers,

@@ -59,7 +59,13 @@ class TensorReads(TensorFacts):
     def setitem(self, tensor: torch.Tensor, index: Any, value: Any) -> None:
         if self._machine.placement is not None:
             value = brought(self._machine, tensor, value)
-        _setitem(tensor, self._as_indices(tensor, index), value)
+        index = self._as_indices(tensor, index)
+        here = self._machine.here
+        before, here.sets_items = here.sets_items, True
+        try:
+            _setitem(tensor, index, value)
+        finally:
+            here.sets_items = before
 
     def _as_indices(self, tensor: torch.Tensor, index: Any) -> Any:
         """``tensor[[0, 2]]``: the list becomes a tensor on the device, which C++ does unseen.

@@ -100,7 +100,7 @@ def test_short_queries_split_the_keys(on: Any) -> None:
     events = gpu.of(lambda: attend(q, k, k))
     # 8 blocks for 216 places and 32 blocks of keys: 16 splits fill 128 / 216 of a wave, as much as
     # 32 splits fill of two; 11, the next below, fill less than 0.85 of that.
-    assert events == [1024, 32, 16 * 8 * 4, 16 * 8 * 64 * 4, -16 * 8 * 64 * 4, -16 * 8 * 4, -32]
+    assert events == [1024, 32, 16 * 8 * 4, 16 * 8 * 64 * 4, -16 * 8 * 4, -16 * 8 * 64 * 4, -32]
 
 
 def test_efficient_backward_as_recorded(on: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,20 @@ def test_lower_precision_and_float32_operators(dtype: torch.dtype) -> None:
         with torch.autocast("cuda", enabled=False):
             assert (x @ x).dtype == torch.float32
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_the_last_argument_is_cast_first_and_freed_last(on: Any) -> None:
+    gpu = on()
+    given = torch.randn(8, 32, device="cuda")
+    weight, bias = torch.randn(64, 32, device="cuda"), torch.randn(64, device="cuda")
+    product = 8 * 64 * 2
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        # Bias, weight and input in bfloat16, and the product; input, weight and bias go.
+        events = gpu.of(lambda: F.linear(given, weight, bias))
+    workspace = [event for event in events if abs(event) > 2 * 64 * 32]
+    assert [event for event in events if event not in workspace] == [
+        128, 4096, 512, product, -512, -4096, -128,
+    ]  # fmt: skip
 
 
 def test_outside_autocast_nothing_is_cast() -> None:

@@ -68,3 +68,29 @@ def test_an_expanded_gradient_is_copied_where_there_is_no_product(on: Any) -> No
     x, gradient = made(64, 32), torch.ones(1, 1, device="cuda").expand(64, 32)
     assert gradient_events(gpu, x.softmax(-1), x, gradient) == [MATRIX, MATRIX, -MATRIX]
     assert gradient_events(gpu, x.log_softmax(-1), x, gradient) == [MATRIX, MATRIX, -MATRIX]
+
+
+def test_float16_to_float32_is_one_kernel_and_bfloat16_is_cast_first(on: Any) -> None:
+    gpu = on()
+    half, brain = (
+        torch.randn(64, 32, device="cuda", dtype=dtype).requires_grad_()
+        for dtype in (torch.float16, torch.bfloat16)
+    )
+    assert gpu.of(lambda: functional.softmax(half, -1, dtype=torch.float32)) == [MATRIX]
+    assert gpu.of(lambda: functional.log_softmax(half, -1, dtype=torch.float32)) == [MATRIX]
+    assert gpu.of(lambda: functional.softmax(brain, -1, dtype=torch.float32)) == [
+        MATRIX, MATRIX, -MATRIX,
+    ]  # fmt: skip
+    # softmin's negative is of halves, and lives as long as the result's graph.
+    assert gpu.of(lambda: functional.softmin(half, -1, dtype=torch.float32)) == [
+        MATRIX // 2, MATRIX, -MATRIX // 2,
+    ]  # fmt: skip
+
+
+def test_the_gradient_of_that_kernel_is_of_halves(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(64, 32, device="cuda", dtype=torch.float16, requires_grad=True)
+    gradient = torch.randn(64, 32, device="cuda")
+    y = functional.softmax(x, -1, dtype=torch.float32)
+    # The result of halves, and grad * output in float32 beside it.
+    assert gradient_events(gpu, y, x, gradient) == [MATRIX // 2, MATRIX, -MATRIX]

@@ -1,0 +1,276 @@
+"""One truth: the simulated device against torch's own CUDA code, event by event. Needs no GPU.
+
+    python benchmarks/truth.py                        PyTorch's samples, scenarios, programs
+    python benchmarks/truth.py NAME...                groups whose name matches one of these
+    python benchmarks/truth.py --corpus op --dtype f32,bf16 --gpu H100
+    python benchmarks/truth.py --sample 200 --seed 7  one case each of so many groups
+    python benchmarks/truth.py --stacks all -v NAME   who made the first event that differs
+    python benchmarks/truth.py --write docs/fidelity.md
+
+Needs a CUDA build of torch and a C compiler (docs/dry.md), and expecttest for PyTorch's own
+samples. Every case runs on both devices, a fork for each group of cases. Compared are the
+allocator's events by action, size and order, then the highest bytes allocated and reserved.
+Returns 1 where a pass differs that no exception of ``truth_exceptions.py`` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truth_exceptions import LIBRARY, exception_of
+
+ROOT = Path(__file__).resolve().parent.parent
+CORPORA = ("op", "module", "optim", "scenario", "program")
+DTYPES = "f32,bf16,f16,i64"
+
+Json = dict[str, Any]
+
+EQUAL = "same events"
+REORDERED = "other order, same peaks"
+PEAK = "other peak"
+REFUSED = "refused by the simulation"
+DRY_FAILS = "fails on the dry device alone"
+BOTH_FAIL = "fails on both"
+OUTCOMES = (EQUAL, REORDERED, PEAK, REFUSED, DRY_FAILS, BOTH_FAIL)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one pass did on both devices."""
+
+    case: str
+    name: str
+    given: str
+    outcome: str
+    dry: Json
+    simulated: Json
+    exception: str | None
+    """Why it is not comparable."""
+
+    @property
+    def first(self) -> int:
+        """The position of the first event that differs."""
+        pairs = zip(self.dry["events"], self.simulated["events"], strict=False)
+        for position, (one, other) in enumerate(pairs):
+            if one != other:
+                return position
+        return min(len(self.dry["events"]), len(self.simulated["events"]))
+
+    @property
+    def family(self) -> str:
+        """What passes with the same cause have in common."""
+        what = "/".join(self.case.split("/")[:2])
+        if self.outcome in (REFUSED, DRY_FAILS):
+            error = (self.simulated if self.outcome == REFUSED else self.dry)["error"]
+            return f"{what}: {re.sub(r'[0-9]+', 'N', error)[:110]}"
+        one, other = (_event(side, self.first) for side in (self.dry, self.simulated))
+        kinds = f"{_kind(one)} where simulated {_kind(other)}"
+        who = _at(self.simulated["who"], self.first)
+        return f"{what} {self.name}: {kinds}, {who}"
+
+    @property
+    def shift(self) -> int:
+        """By how many bytes the simulated peak is higher."""
+        return int(self.simulated["allocated"]) - int(self.dry["allocated"])
+
+
+def main() -> int:
+    """Run what is asked for, and print or write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--corpus", default=",".join(CORPORA))
+    parser.add_argument("--dtype", default=DTYPES)
+    parser.add_argument("--gpu", default="A100-40GB")
+    parser.add_argument("--samples", type=int, default=6, help="of each operator and dtype")
+    parser.add_argument("--sample", type=int, help="how many groups, one case each")
+    parser.add_argument("--seed", default=str(datetime.date.today()))
+    parser.add_argument("--stacks", choices=("python", "all"))
+    parser.add_argument("--keep", type=Path, help="a folder for both sides' results")
+    parser.add_argument("--read", type=Path, help="such a folder, instead of running")
+    parser.add_argument("-v", "--verbose", action="store_true")
+    options = parser.parse_args()
+    request = {
+        "corpora": options.corpus.split(","),
+        "dtypes": options.dtype.split(","),
+        **{name: getattr(options, name) for name in ("names", "samples", "sample", "stacks")},
+        "seed": options.seed,
+    }
+    began = time.time()
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.read or options.keep or Path(made)
+        if options.read is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            run(request, options.gpu, folder)
+        passes = list(compared(folder))
+    print(f"{options.gpu}, seed {options.seed}, {time.time() - began:.0f} s")
+    print_table(passes)
+    print_families(passes, options.verbose)
+    differing = [one for one in passes if one.outcome in (REORDERED, PEAK, REFUSED)]
+    return 1 if any(one.exception is None for one in differing) else 0
+
+
+def run(request: Json, gpu: str, folder: Path) -> None:
+    """Run both sides beside each other; raises ``CalledProcessError`` where one dies."""
+    path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    children = []
+    for device in ("dry", "simulated"):
+        command = [sys.executable, "-m", "pytest_gpumem.dry", "--gpu", gpu]
+        command += [str(Path(__file__).with_name("truth_worker.py")), device, gpu]
+        command += [json.dumps(request), str(folder / f"{device}.jsonl")]
+        children.append((subprocess.Popen(command, env=variables, cwd=ROOT), command))
+    for child, command in children:
+        if child.wait():
+            raise subprocess.CalledProcessError(child.returncode, command[:5])
+
+
+def compared(folder: Path) -> Iterator[Pass]:
+    """Yield every pass of both sides' results."""
+    dry, simulated = (_read(folder / f"{device}.jsonl") for device in ("dry", "simulated"))
+    for case, one in dry.items():
+        yield from _passes(case, one, simulated.get(case, {"error": "it did not run"}))
+
+
+def _read(file: Path) -> dict[str, Json]:
+    """Return the results of one side by case."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return {told["case"]: told for told in map(json.loads, lines)}
+
+
+def _passes(case: str, dry: Json, simulated: Json) -> Iterator[Pass]:
+    """Yield the passes of one case."""
+    sides = [{one["name"]: one for one in side.get("passes", ())} for side in (dry, simulated)]
+    nothing: Json = {"events": [], "who": [], "where": [], "libraries": []}
+    nothing |= {"allocated": 0, "reserved": 0}
+    names = list(sides[0] | sides[1])
+    if "error" in dry or "error" in simulated:
+        names.append("the rest")
+    for name in names:
+        one = {**nothing, **sides[0].get(name, {"error": dry.get("error")})}
+        other = {**nothing, **sides[1].get(name, {"error": simulated.get("error")})}
+        outcome = _outcome(one, other)
+        given = dry.get("given", "")
+        exception = exception_of(case, name, outcome)
+        if outcome in (REORDERED, PEAK) and _is_but_for_libraries(one, other):
+            exception = LIBRARY
+        yield Pass(case, name, given, outcome, one, other, exception)
+
+
+def _outcome(one: Json, other: Json) -> str:
+    """Return how a pass on torch's own code and the simulated one differ."""
+    if "error" in one and "error" in other:
+        if one["error"] and other["error"]:
+            return BOTH_FAIL
+        return DRY_FAILS if one["error"] else REFUSED
+    if "error" in one or "error" in other:
+        return DRY_FAILS if "error" in one else REFUSED
+    if one["events"] == other["events"]:
+        return EQUAL
+    if all(one[peak] == other[peak] for peak in ("allocated", "reserved")):
+        return REORDERED
+    return PEAK
+
+
+def _is_but_for_libraries(dry: Json, simulated: Json) -> bool:
+    """Return whether the simulation adds nothing but workspaces, and segments for them."""
+    theirs = set(simulated["libraries"])
+    without = [one for at, one in enumerate(simulated["events"]) if at not in theirs]
+    return bool(theirs) and _blocks(without) == _blocks(dry["events"])
+
+
+def _blocks(events: Sequence[str]) -> list[str]:
+    """Return what is taken and freed, without segments."""
+    return [one for one in events if one[0] in "+-"]
+
+
+def print_table(passes: Sequence[Pass]) -> None:
+    """Print how many passes of each corpus have which outcome."""
+    corpora = sorted({one.case.split("/")[0] for one in passes}, key=CORPORA.index)
+    print(f"{'':10}" + "".join(f"{name:>34}" for name in corpora))
+    for outcome in OUTCOMES:
+        counts = [
+            Counter(
+                one.exception is None
+                for one in passes
+                if one.outcome == outcome and one.case.startswith(f"{corpus}/")
+            )
+            for corpus in corpora
+        ]
+        told = "".join(f"{count[True]:>18} ({count[False]:>5} excepted)" for count in counts)
+        print(f"{outcome:32}{told}")
+    for corpus in corpora:
+        print(
+            f"{corpus:10} {_shares([one for one in passes if one.case.startswith(f'{corpus}/')])}"
+        )
+
+
+def _shares(passes: Sequence[Pass]) -> str:
+    """Return which part of what can be compared is equal."""
+    counts = Counter(one.outcome for one in passes if one.exception is None)
+    total = counts[EQUAL] + counts[REORDERED] + counts[PEAK] + counts[REFUSED]
+    if not total:
+        return "nothing to compare"
+    same = counts[EQUAL] + counts[REORDERED]
+    return (
+        f"same events {counts[EQUAL]} of {total} ({counts[EQUAL] / total:.2%}), "
+        f"same peaks {same} ({same / total:.2%})"
+    )
+
+
+def print_families(passes: Sequence[Pass], verbose: bool) -> None:
+    """Print what differs, folded by cause, the most frequent first."""
+    found: dict[str, list[Pass]] = defaultdict(list)
+    for one in passes:
+        if one.outcome in (REORDERED, PEAK, REFUSED) and one.exception is None:
+            found[one.family].append(one)
+    for family, members in sorted(found.items(), key=lambda item: -len(item[1])):
+        example = members[0]
+        outcomes = Counter(one.outcome for one in members)
+        told = ", ".join(f"{outcome} {count}" for outcome, count in outcomes.items())
+        print(f"\n{len(members):4} {family}")
+        print(f"     {told}; {example.case} {example.given}")
+        if example.outcome == REFUSED:
+            continue
+        first = example.first
+        print(
+            f"     peak {example.dry['allocated']:,}, simulated {example.shift:+,}; event {first}"
+        )
+        for side, label in ((example.dry, "torch"), (example.simulated, "sim  ")):
+            shown = side["events"] if verbose else side["events"][max(0, first - 3) : first + 5]
+            print(f"     {label} {' '.join(shown)}")
+        if verbose:
+            print(f"     {_at(example.dry['who'], first)}\n  simulated")
+            print(f"     {_at(example.simulated['who'], first)}")
+            print(f"     {_at(example.simulated['where'], first)}")
+
+
+def _event(side: Json, position: int) -> str:
+    """Return the event at ``position``."""
+    return str(_at(side["events"], position) or "nothing")
+
+
+def _kind(event: str) -> str:
+    """Return what is done, without its size."""
+    return {"+": "takes", "-": "frees"}.get(event[0], event.partition(" ")[0])
+
+
+def _at(listed: Sequence[Any], position: int) -> Any:
+    """Return what is at ``position``, nothing behind the end."""
+    return listed[position] if position < len(listed) else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The programs that torch's own CUDA code and the simulated device are compared by.
+
+A group is what one process runs: the samples of an operator, the configurations of a module or of
+an optimizer, one scenario, one program. It yields cases; a case runs its passes one after the
+other, each through the function that it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+from truth_programs import programs
+
+Record = Callable[[str, Callable[[], Any]], Any]
+"""Runs one pass under a name, and returns what it returns."""
+
+DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "amp": torch.float32,
+    "amp16": torch.float32,
+}
+"""By the names of ``--dtype``; ``amp`` and ``amp16`` run under autocast to bf16 and f16."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample: what is known of it before it runs, and its passes."""
+
+    name: str
+    """``corpus/what/dtype/index``."""
+    run: Callable[[Record], None]
+    given: str = ""
+    """Shapes of its inputs."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What one process runs."""
+
+    name: str
+    """``corpus/what``."""
+    cases: Callable[[], Iterator[Case]]
+
+
+def groups(corpora: Sequence[str], dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield the groups of ``corpora``, with at most ``samples`` cases of each dtype."""
+    for corpus in corpora:
+        yield from _CORPORA[corpus](dtypes, samples)
+
+
+def _operators(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield each operator of ``op_db``."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        name = f"op/{op.formatted_name}"
+        yield Group(name, partial(_samples, op, name, dtypes, samples))
+
+
+def _samples(op: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterator[Case]:
+    """Yield some of the samples of ``op``, in an order that depends on nothing but their number."""
+    for dtype in dtypes:
+        if DTYPES[dtype] not in op.supported_dtypes("cuda"):
+            continue
+        _seed()
+        has_gradient = op.supports_autograd and DTYPES[dtype].is_floating_point
+        found = list(op.sample_inputs("cpu", DTYPES[dtype], requires_grad=has_gradient))
+        order = list(range(len(found)))
+        random.Random(0).shuffle(order)
+        for index in order[:samples]:
+            sample = found[index]
+            given = (sample.input, sample.args, sample.kwargs)
+            yield Case(
+                f"{name}/{dtype}/{index}",
+                partial(_called, op, given, dtype, has_gradient),
+                _shapes(given),
+            )
+
+
+def _called(op: Any, given: Any, dtype: str, has_gradient: bool, record: Record) -> None:
+    """Call ``op`` forward and backward with copies of its inputs on the device."""
+    first, args, kwargs = _moved(given)
+    with _autocast(dtype):
+        result = record("forward", lambda: op(first, *args, **kwargs))
+    if has_gradient:
+        _backward(result, record)
+
+
+def _backward(result: Any, record: Record) -> None:
+    """Run the gradients of all of ``result``."""
+    outputs = [
+        one
+        for one in tree_leaves(result)
+        if isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point()
+    ]
+    if outputs:
+        gradients = [torch.ones_like(one) for one in outputs]
+        record("backward", lambda: torch.autograd.backward(outputs, gradients))
+
+
+def _modules(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield each module of ``module_db``."""
+    from torch.testing._internal.common_modules import module_db
+
+    for info in module_db:
+        name = f"module/{info.formatted_name}"
+        yield Group(name, partial(_configurations, info, name, dtypes, samples))
+
+
+def _configurations(info: Any, name: str, dtypes: Sequence[str], samples: int) -> Iterator[Case]:
+    """Yield the module's configurations, in training and in inference."""
+    for dtype in dtypes:
+        real = DTYPES[dtype]
+        if not real.is_floating_point:
+            continue
+        if real not in info.dtypes and real not in (torch.float16, torch.bfloat16):
+            continue
+        for is_training in (True, False):
+            _seed()
+            # The functions look at the device for what it can do.
+            found = info.module_inputs_func(
+                info, device="cpu", dtype=real, requires_grad=is_training, training=is_training
+            )
+            mode = "train" if is_training else "eval"
+            for index, one in enumerate(islice(found, samples)):
+                yield Case(
+                    f"{name}/{dtype}/{mode}{index}",
+                    partial(_module_passes, info.module_cls, one, dtype, is_training),
+                    f"{one.desc} {_constructor(one)} {_shapes(_arguments(one.forward_input))}",
+                )
+
+
+def _module_passes(kind: Any, given: Any, dtype: str, is_training: bool, record: Record) -> None:
+    """Build the module, and run it forward and backward."""
+    _seed()
+    args, kwargs = _arguments(given.constructor_input)
+    module = kind(*args, **kwargs)
+    module.to(device="cuda", dtype=DTYPES[dtype]).train(is_training)
+    args, kwargs = _moved(_arguments(given.forward_input))
+    with _autocast(dtype), contextlib.nullcontext() if is_training else torch.no_grad():
+        result = record("forward", lambda: module(*args, **kwargs))
+    if is_training:
+        _backward(result, record)
+
+
+def _arguments(given: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call, none where none is given."""
+    return (given.args, given.kwargs) if given is not None else ((), {})
+
+
+def _constructor(given: Any) -> str:
+    """Return what a module is built with, in short."""
+    args, kwargs = _arguments(given.constructor_input)
+    return ", ".join([*map(str, args), *(f"{key}={value}" for key, value in kwargs.items())])[:120]
+
+
+def _optimizers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield each optimizer of ``optim_db``."""
+    from torch.testing._internal.common_optimizers import optim_db
+
+    for info in optim_db:
+        name = f"optim/{info.optim_cls.__name__}"
+        yield Group(name, partial(_optimizer_settings, info, name, dtypes))
+
+
+def _optimizer_settings(info: Any, name: str, dtypes: Sequence[str]) -> Iterator[Case]:
+    """Yield the optimizer's settings, in each of its implementations."""
+    for dtype in dtypes:
+        if not DTYPES[dtype].is_floating_point or dtype.startswith("amp"):
+            continue
+        for index, one in enumerate(info.optim_inputs_func(device="cpu")):
+            for way in ("default", *info.supported_impls):
+                if way in one.kwargs or way == "differentiable":
+                    continue
+                chosen = {way: True} if way in ("foreach", "fused") else {}
+                settings = {**one.kwargs, **chosen}
+                yield Case(
+                    f"{name}/{dtype}/{way}{index}",
+                    partial(_steps, info.optim_cls, settings, DTYPES[dtype]),
+                    f"{one.desc} {settings}",
+                )
+
+
+def _steps(kind: Any, settings: dict[str, Any], dtype: torch.dtype, record: Record) -> None:
+    """Take three steps of a small net."""
+    _seed()
+    has_bias = kind.__name__ != "Muon"  # which takes matrices alone
+    layers = (torch.nn.Linear(64, 300, bias=has_bias), torch.nn.Linear(300, 7, bias=has_bias))
+    net = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
+    net.to(device="cuda", dtype=dtype)
+    given = torch.randn(32, 64, dtype=dtype).cuda()
+    optimizer = kind(net.parameters(), **settings)
+
+    def loss() -> Any:
+        optimizer.zero_grad()
+        found = net(given).square().mean()
+        found.backward()
+        return found
+
+    for step in range(3):
+        record(f"step {step}", lambda: optimizer.step(loss))
+
+
+def _scenarios(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield the scenarios of the twin run under the allocator's default settings."""
+    del dtypes, samples
+    from scenarios import scenarios
+
+    for name, scenario in scenarios().items():
+        if scenario.possible and not scenario.alloc_conf and not scenario.is_warmed:
+            yield Group(f"scenario/{name}", partial(_one_pass, f"scenario/{name}", scenario.run))
+
+
+def _programs(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
+    """Yield the programs of this folder."""
+    del dtypes, samples
+    for name, run in programs().items():
+        yield Group(f"program/{name}", partial(_one_pass, f"program/{name}", run))
+
+
+def _one_pass(name: str, run: Callable[[], Any]) -> Iterator[Case]:
+    """Yield a program as one case of one pass."""
+
+    def passes(record: Record) -> None:
+        _seed()
+        record("run", run)
+
+    yield Case(name, passes)
+
+
+_CORPORA: dict[str, Callable[[Sequence[str], int], Iterator[Group]]] = {
+    "op": _operators,
+    "module": _modules,
+    "optim": _optimizers,
+    "scenario": _scenarios,
+    "program": _programs,
+}
+CORPORA = tuple(_CORPORA)
+
+
+def _seed() -> None:
+    """Begin all generators anew."""
+    torch.manual_seed(0)
+    random.seed(0)
+    import numpy as np
+
+    np.random.seed(0)
+
+
+def _autocast(dtype: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the autocast that the name of a dtype asks for."""
+    if not dtype.startswith("amp"):
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", dtype=torch.float16 if dtype == "amp16" else torch.bfloat16)
+
+
+def _moved(given: Any) -> Any:
+    """Return ``given`` with its tensors, and devices, on the GPU."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().cuda().requires_grad_(value.requires_grad)
+        return torch.device("cuda") if isinstance(value, torch.device) else value
+
+    return tree_map(one, given)
+
+
+def _shapes(given: Any) -> str:
+    """Return the shapes of the tensors in ``given``, and the other arguments, in short."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return f"{str(value.dtype)[6:]}{list(value.shape)}"
+
+    return str(tree_map(one, given)).replace("'", "")[:200]

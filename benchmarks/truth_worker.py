@@ -1,0 +1,224 @@
+"""One side of the comparison with torch's own code: runs cases on one device, a fork a group.
+
+    python -m pytest_gpumem.dry benchmarks/truth_worker.py dry|simulated GPU REQUEST RESULT
+
+REQUEST is JSON: the corpora, the dtypes, samples of each, names, a size and a seed of a sample.
+RESULT gets a line of JSON for each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from truth_corpora import Case, Group, groups
+
+from pytest_gpumem import simulate
+
+PATIENCE = 120
+"""Seconds for the cases of one group."""
+
+SIGNS = {"alloc": "+", "free_requested": "-"}
+OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
+"""What is compared besides: what the allocator asks of the driver."""
+
+WORKSPACES = ("cuDNN", "cuFFT", "cuSOLVER", "cuSPARSE", "MAGMA")
+"""Libraries whose workspaces only they know."""
+
+Json = dict[str, Any]
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("device", choices=("dry", "simulated"))
+    parser.add_argument("gpu")
+    parser.add_argument("request")
+    parser.add_argument("result", type=Path)
+    options = parser.parse_args()
+    request = json.loads(options.request)
+    warnings.simplefilter("ignore")
+    torch.cuda._is_in_bad_fork = lambda: False  # the dry runtime survives a fork
+    chosen, seed = _chosen(request)
+    gc.collect()
+    gc.freeze()
+    with options.result.open("w", encoding="utf-8") as out:
+        for group in chosen:
+            _in_fork(group, seed, options.device, options.gpu, request["stacks"], out)
+    os._exit(0)  # without what libraries say of what they leave behind
+
+
+def _chosen(request: Json) -> tuple[list[Group], str | None]:
+    """Return the groups to run, and the seed that chooses one case of each, ``None`` for all."""
+    found = list(groups(request["corpora"], request["dtypes"], request["samples"]))
+    if request["names"]:
+        patterns = [re.compile(name) for name in request["names"]]
+        found = [group for group in found if any(one.search(group.name) for one in patterns)]
+    if request["sample"] is None:
+        return found, None
+    random.Random(request["seed"]).shuffle(found)
+    return found[: request["sample"]], request["seed"]
+
+
+def _in_fork(
+    group: Group, seed: str | None, device: str, gpu: str, stacks: str | None, out: Any
+) -> None:
+    """Run ``group`` in a process of its own."""
+    out.flush()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(PATIENCE)
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+        _run(group, seed, device, gpu, stacks, out)
+        os._exit(0)  # without what the parent would do at its end
+    _, status = os.waitpid(child, 0)
+    if status:
+        ending = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "exit code"
+        _tell(out, {"case": group.name, "error": f"the process ended: {ending}"})
+
+
+def _run(
+    group: Group, seed: str | None, device: str, gpu: str, stacks: str | None, out: Any
+) -> None:
+    """Run the cases of ``group``; with a ``seed`` one of them."""
+    try:
+        entered: Any = simulate(gpu) if device == "simulated" else contextlib.nullcontext()
+        with entered as simulated:
+            cases = group.cases()
+            if seed is not None:
+                found = list(cases)
+                cases = iter(
+                    random.Random(f"{seed} {group.name}").sample(found, min(1, len(found)))
+                )
+            for case in cases:
+                _tell(out, _made(case, simulated, stacks))
+    except BaseException as error:
+        _tell(out, {"case": group.name, "error": _said(error)})
+
+
+def _made(case: Case, simulated: Any, stacks: str | None) -> Json:
+    """Run one case on an empty device; return what its passes did."""
+    _empty()
+    passes: list[Json] = []
+
+    def record(name: str, run: Callable[[], Any]) -> Any:
+        torch.cuda.synchronize()
+        began = _begin(simulated, stacks)
+        result = run()
+        torch.cuda.synchronize()
+        passes.append({"name": name, **_ended(simulated, began, stacks)})
+        return result
+
+    told: Json = {"case": case.name, "given": case.given, "passes": passes}
+    gc.disable()
+    try:
+        case.run(record)
+    except BaseException as error:
+        told["error"] = _said(error)
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        gc.enable()
+    return told
+
+
+def _empty() -> None:
+    """Leave nothing on the device."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _begin(simulated: Any, stacks: str | None) -> int:
+    """Begin a pass; return how many events of a simulated device went before."""
+    torch.cuda.reset_peak_memory_stats()
+    if simulated is not None:
+        return len(simulated.trace)
+    torch.cuda.memory._record_memory_history(None)
+    if stacks is None:
+        torch.cuda.memory._record_memory_history("all", context=None)
+    else:
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks=stacks)
+    return 0
+
+
+def _ended(simulated: Any, began: int, stacks: str | None) -> Json:
+    """Return the events since, who made them where that is known, and the peaks."""
+    peaks = {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
+    if simulated is not None:
+        entries = [(one.action, one.size, one.context) for one in simulated.trace[began:]]
+        who = [_operator(context) for action, _, context in entries if _sign(action)]
+        where = [_place(context) for action, _, context in entries if _sign(action)]
+        libraries = [
+            position
+            for position, context in enumerate(one[2] for one in entries if _sign(one[0]))
+            if getattr(context, "library", None) in WORKSPACES
+        ]
+    else:
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        torch.cuda.memory._record_memory_history(None)
+        entries = [(one["action"], one["size"], one.get("frames")) for one in trace]
+        who = [_frames(frames) for action, _, frames in entries if _sign(action)] if stacks else []
+        where, libraries = [], []
+    events = [f"{_sign(action)}{size}" for action, size, _ in entries if _sign(action)]
+    return {"events": events, "who": who, "where": where, "libraries": libraries, **peaks}
+
+
+def _sign(action: str) -> str:
+    """Return how an event of this kind begins, nothing where it is not compared."""
+    return SIGNS.get(action, f"{action} " if action in OTHERS else "")
+
+
+def _operator(context: Any) -> str:
+    """Return the operator behind an event of a simulated device."""
+    if context is None:
+        return ""
+    return " ".join(one for one in (context.operator_name, context.node) if one)
+
+
+def _place(context: Any) -> str:
+    """Return the line behind an event of a simulated device."""
+    place = context.place if context is not None else None
+    return f"{Path(place[0]).name}:{place[1]}" if place else ""
+
+
+def _frames(frames: Any) -> str:
+    """Return the functions of ATen and the lines of Python behind an event."""
+    names = [
+        f"{Path(one['filename']).name}:{one['line']} {one['name']}"
+        if one["filename"].endswith(".py")
+        else one["name"]
+        for one in frames or ()
+    ]
+    return "\n".join(names)
+
+
+def _said(error: BaseException) -> str:
+    """Return the first line of what ``error`` says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _tell(out: Any, told: Json) -> None:
+    """Write one line at once: the process may die next."""
+    out.write(json.dumps(told) + "\n")
+    out.flush()
+
+
+if __name__ == "__main__":
+    main()
