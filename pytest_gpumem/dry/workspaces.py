@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.simulated.operators import cudnn
 
@@ -25,6 +26,9 @@ _ELEMENT_BYTES = {0: 4, 1: 8, 2: 2, 9: 2}
 _FLOAT, _DOUBLE = 0, 1
 _CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """By cudnnRNNMode_t."""
+
+if TYPE_CHECKING:
+    _Pointer = ctypes._Pointer[ctypes.c_int64]
 
 _Numbers = ctypes.POINTER(ctypes.c_int64)
 _Answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Numbers, ctypes.c_int, _Numbers)
@@ -113,7 +117,12 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _answer(question: int, numbers: ctypes._Pointer[ctypes.c_int64], count: int, answers: ctypes._Pointer[ctypes.c_int64]) -> int:
+def _answer(
+    question: int,
+    numbers: ctypes._Pointer[ctypes.c_int64],
+    count: int,
+    answers: ctypes._Pointer[ctypes.c_int64],
+) -> int:
     rules: dict[int, Callable[[Sequence[int]], Sequence[int]]] = {
         _CONVOLUTION: _convolution,
         _RECURRENT: _recurrent,
@@ -157,16 +166,12 @@ def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> b
     from pytest_gpumem.simulated.operators.layout import is_channels_last
 
     written = {cudnn.FORWARD: 2, cudnn.INPUT: 0, cudnn.WEIGHT: 1}[_DIRECTIONS[direction]]
-    return any(
-        is_channels_last(shapes[at], shapes[at + 3]) for at in range(3) if at != written
-    )
+    return any(is_channels_last(shapes[at], shapes[at + 3]) for at in range(3) if at != written)
 
 
 def _on_tensor_cores(dtype: int, size: int, capability: tuple[int, int]) -> bool:
     if dtype == _FLOAT:
-        return capability >= (8, 0) and bool(
-            sys.modules["torch"].backends.cudnn.allow_tf32
-        )
+        return capability >= (8, 0) and bool(sys.modules["torch"].backends.cudnn.allow_tf32)
     return size == 2 and capability >= (7, 0)
 
 

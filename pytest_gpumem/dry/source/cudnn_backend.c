@@ -1,6 +1,6 @@
 /* cuDNN's backend, by which torch chooses convolutions since version 8 of the library (cudnn-frontend): descriptors
- * with attributes. Asked for engines its heuristics name one, whose plan asks for the workspace that the rule of the
- * simulated device gives; the engines that the caller names by number, after that plan could not run, need none.
+ * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the rule
+ * of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
  * Source of the numbers: "cuDNN Backend API", cudnnBackendAttributeName_t and cudnnBackendAttributeType_t. */
 #include <stdlib.h>
 #include <string.h>
@@ -161,13 +161,15 @@ static void ask(struct descriptor *plan)
 API int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, IGNORED int type, int64_t asked,
                                  int64_t *count, void *elements)
 {
-    bool one = name == HEURISTIC_RESULTS || name == PLAN_WORKSPACE || name == ENGINE_COUNT;
+    enum { ENGINES = 2 };
+    bool is_number = name == PLAN_WORKSPACE || name == ENGINE_COUNT;
+    int64_t results = asked > 0 && asked < ENGINES ? asked : ENGINES;
     if (count != NULL)
-        *count = one;
-    if (!one || asked == 0 || elements == NULL)
+        *count = name == HEURISTIC_RESULTS ? results : is_number;
+    if (asked == 0 || elements == NULL)
         return SUCCESS;
     if (name == ENGINE_COUNT)
-        *(int64_t *)elements = 1;
+        *(int64_t *)elements = ENGINES;
     /* The caller made the descriptors of the results beforehand. */
     if (name == HEURISTIC_RESULTS)
         (*(struct descriptor **)elements)->asked = descriptor->asked;
