@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = _named(given)
         try:
             arguments = parser_of([name] if name else []).parse_args(given)
+            arguments.given = given
             code = _printed(_answer(arguments), arguments)
         finally:  # --help and --version leave by SystemExit, and a lost reader shows in a flush
             sys.stdout.flush()

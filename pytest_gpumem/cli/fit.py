@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, table
@@ -15,9 +16,17 @@ SHOWN_PHASES = 6
 CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."
 
 
-def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED) -> Iterator[str]:
+RULES = "simulated by the rules of torch {}"
+DRY = "torch {}'s own CUDA code over a runtime without kernels"
+MEASURED = "measured with torch {}"
+"""Whose numbers they are."""
+
+
+def lines(
+    target: str, predictions: Sequence[Prediction], width: int = UNLIMITED, whose: str = RULES
+) -> Iterator[str]:
     """Yield what the command prints; a narrow terminal shows the first phases only."""
-    yield heading(target)
+    yield heading(target, whose)
     yield ""
     yield from fit_table(predictions, phases_of(predictions), width)
     yield ""
@@ -25,11 +34,9 @@ def lines(target: str, predictions: Sequence[Prediction], width: int = UNLIMITED
     yield from dict.fromkeys(f"note: {note}" for one in predictions for note in one.notes)
 
 
-def heading(target: str) -> str:
+def heading(target: str, whose: str = RULES) -> str:
     """Return the line that says whose numbers they are."""
-    import torch
-
-    return f"{target}, simulated by the rules of torch {torch.__version__.partition('+')[0]}"
+    return f"{target}, {whose.format(version('torch').partition('+')[0])}"
 
 
 def phases_of(predictions: Iterable[Prediction]) -> list[str]:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument, run_on_dry
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
+from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
 
@@ -41,16 +43,22 @@ _TEXTS = 4
 """Columns of text; the others are numbers."""
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> Answer | int:
     """Run the model; raises ``ValueError`` for bad input."""
     if arguments.csv and arguments.json:
         raise ValueError("--csv and --json are two forms of the same; give one of them")
-    found = layers_of_target(arguments.target, arguments.gpu, arguments.input)
+    device: DeviceOption = arguments.device
+    (gpu,) = device.models(arguments.gpu and [arguments.gpu], [DEFAULT_GPU])
+    if device.kind == DRY:
+        return run_on_dry(arguments, gpu)
+    found = layers_of_target(
+        arguments.target, CUDA if device.kind == CUDA else gpu, arguments.input
+    )
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     return Answer(
         _csv_lines(shown)
         if arguments.csv
-        else lines(arguments.target, shown, terminal_width(), gpu=arguments.gpu),
+        else lines(arguments.target, shown, terminal_width(), gpu=gpu),
         lambda: [layer.to_dict() for layer in shown],
     )
 
@@ -65,11 +73,10 @@ def _csv_lines(layers: Sequence[Layer]) -> list[str]:
 
 def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
     """Return the layers of what the target ``text`` calls."""
-    from pytest_gpumem.prediction.layers import layers_of
+    from pytest_gpumem.prediction.layers import layers_of, on_device
     from pytest_gpumem.simulated.common.errors import SimulationError
-    from pytest_gpumem.simulated.run import simulate
 
-    with simulate(gpu):  # what the module looks at while it is imported is a GPU
+    with on_device(gpu):  # what the module looks at while it is imported is a GPU
         target = find_target(text)
     if not isinstance(target, FunctionTarget):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")
@@ -96,7 +103,7 @@ def lines(
     yield ""
     if not (model.training.peak or model.inference.peak):
         yield from wrap(
-            f"nothing was allocated on the simulated {gpu}, as of a model on the CPU: move the "
+            f"nothing was allocated on the {gpu}, as of a model on the CPU: move the "
             f"model and its inputs there, as .cuda() does",
             width,
         )
@@ -194,9 +201,9 @@ COMMAND = Command(
         argument(
             "--gpu",
             metavar="MODEL",
-            default="A100-40GB",
-            help="model of the catalogue (default: A100-40GB)",
+            help=f"model of the catalogue (default: {DEFAULT_GPU})",
         ),
+        device_argument(),
         argument(
             "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
         ),

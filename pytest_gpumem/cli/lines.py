@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument, run_on_dry
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
+from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,9 +25,14 @@ PROCESS = 20
 """And those of what the process holds, which a narrow terminal does without."""
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> Answer | int:
     """Run the function; raises ``ValueError`` for bad input."""
-    found = lines_of_target(arguments.target, arguments.function, arguments.gpu)
+    device: DeviceOption = arguments.device
+    (gpu,) = device.models(arguments.gpu and [arguments.gpu], [DEFAULT_GPU])
+    if device.kind == DRY:
+        return run_on_dry(arguments, gpu)
+    where = CUDA if device.kind == CUDA else gpu
+    found = lines_of_target(arguments.target, arguments.function, where)
     return Answer(text_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
@@ -40,7 +47,7 @@ def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]
         target = find_target(text)
         followed = [_function(name) for name in functions]
     if gpu == MEASURED and not _has_cuda():
-        raise TargetError("--gpu cuda: torch sees no CUDA device; name a model to be simulated")
+        raise TargetError("torch sees no CUDA device; name a model to be simulated")
     if not isinstance(target, FunctionTarget):
         raise TargetError(f"{text}: lines are those of a function; write path.py:function")
     try:
@@ -133,10 +140,10 @@ COMMAND = Command(
         argument(
             "--gpu",
             metavar="MODEL",
-            default="A100-40GB",
-            help="model of the catalogue (default: A100-40GB), or cuda for a device of this "
+            help=f"model of the catalogue (default: {DEFAULT_GPU}), or cuda for a device of this "
             "machine",
         ),
+        device_argument(),
     ),
     examples=("gpumem lines train.py:step --function train.py:Net.forward",),
 )

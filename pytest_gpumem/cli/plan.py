@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.jsonfile import replace_file
 from pytest_gpumem.prediction.needs import Needs, needs_of
 from pytest_gpumem.prediction.runners import Job, Plan, PlannedTest, Runner, make_plan, parse_runner
@@ -26,7 +27,11 @@ MOST_LISTED = 10
 def run(arguments: argparse.Namespace) -> Answer:
     """Make the plan; raises ``ValueError`` for bad input."""
     runners = [parse_runner(text) for text in arguments.runner]
-    needs = needs_of(arguments.tests, runners, arguments.durations)
+    device: DeviceOption = arguments.device
+    if device.kind == CUDA or device.model is not None:
+        raise ValueError("plan runs tests on the GPUs of --runner: write --device sim or dry")
+    dry = device.kind == DRY
+    needs = needs_of(arguments.tests, runners, arguments.durations, dry=dry)
     limit = None if arguments.minutes is None else arguments.minutes * 60
     plan = make_plan(needs.tests, runners, limit=limit, startup=arguments.startup * 60)
     if arguments.output is not None:
@@ -201,6 +206,7 @@ COMMAND = Command(
             required=True,
             help="a GPU to be had and the price of an hour, like T4:0.35; give one for each kind",
         ),
+        device_argument(),
         argument(
             "--minutes", metavar="N", type=_minutes, help="in which every machine is to be done"
         ),

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.cli import fit
 from pytest_gpumem.cli.columns import terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
-from pytest_gpumem.cli.fit import lines
-from pytest_gpumem.cli.target import FunctionTarget, find_target
+from pytest_gpumem.cli.device import (
+    CUDA,
+    DRY,
+    SIM,
+    DeviceOption,
+    answer_on_dry,
+    device_argument,
+)
+from pytest_gpumem.cli.fit import RULES, lines
+from pytest_gpumem.cli.target import FunctionTarget, find_target, test_target
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
@@ -25,16 +35,73 @@ def run(arguments: argparse.Namespace) -> Answer:
     """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
-    gpus = arguments.gpu or list(GPUS)
+    device: DeviceOption = arguments.device
+    gpus = device.models(arguments.gpu, list(GPUS))
+    if device.kind != SIM:
+        return _measured(arguments, device.kind, gpus)
     asked = arguments.target, gpus, arguments.progress, arguments.ranks
     if arguments.compile:
         return _eager_beside_compiled(asked)
-    predictions = predictions_of(*asked)
+    return _answer(arguments.target, predictions_of(*asked))
+
+
+def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:
     return Answer(
-        lines(arguments.target, predictions, terminal_width()),
-        lambda: {"target": arguments.target, "gpus": [one.to_dict() for one in predictions]},
+        lines(target, predictions, terminal_width(), whose),
+        lambda: {"target": target, "gpus": [one.to_dict() for one in predictions]},
         0 if all(one.fits for one in predictions) else DOES_NOT_FIT,
     )
+
+
+def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> Answer:
+    """Run the function on this process's CUDA device, or in processes with a dry one each."""
+    from pytest_gpumem.prediction.predicted import Prediction
+
+    if arguments.ranks or arguments.compile:
+        raise ValueError(
+            f"--{'ranks' if arguments.ranks else 'compile'} runs code on simulated GPUs: leave "
+            f"--device {kind} out"
+        )
+    if "::" in arguments.target and kind == DRY:
+        from pytest_gpumem.prediction.tested import predict_test
+
+        nodeid = test_target(arguments.target).nodeid
+        return _answer(arguments.target, predict_test(nodeid, gpus, dry=True), fit.DRY)
+    if kind == CUDA:
+        return _answer(arguments.target, [_measured_here(arguments.target)], fit.MEASURED)
+    from pytest_gpumem.prediction.child import UNBOUNDED
+
+    predictions = []
+    for gpu in gpus:
+        found = Prediction.from_dict(answer_on_dry(arguments, gpu)["gpus"][0])
+        if not found.fits:
+            large = answer_on_dry(arguments, gpu, memory=UNBOUNDED)["gpus"][0]
+            found = replace(
+                Prediction.from_dict(large), fits=False, total_memory=found.total_memory
+            )
+        predictions.append(found)
+        arguments.progress.step()
+    return _answer(arguments.target, predictions, fit.DRY)
+
+
+def _measured_here(text: str) -> Prediction:
+    from pytest_gpumem.device.errors import DeviceError
+    from pytest_gpumem.prediction.measured import device_here, predict_measured
+    from pytest_gpumem.prediction.process import PredictionError
+
+    try:
+        device_here()
+    except DeviceError as error:
+        raise PredictionError(str(error)) from error
+    target = find_target(text)
+    if not isinstance(target, FunctionTarget):
+        raise PredictionError(
+            f"{text} is a test: run pytest to measure it on this machine's device"
+        )
+    try:
+        return predict_measured(text, target.call)
+    except (Exception, SystemExit) as error:
+        raise PredictionError(f"{text} raised {type(error).__name__}: {error}") from error
 
 
 def _eager_beside_compiled(asked: tuple[str, Sequence[str], Progress, Any]) -> Answer:
@@ -58,7 +125,8 @@ def predictions_of(
 ) -> list[Prediction]:
     """Return what the target ``text`` needs on each of ``gpus``, as the worst of so many ranks."""
     from pytest_gpumem.prediction.process import PredictionError
-    from pytest_gpumem.prediction.simulated import predict, predict_test
+    from pytest_gpumem.prediction.simulated import predict
+    from pytest_gpumem.prediction.tested import predict_test
     from pytest_gpumem.simulated.common.errors import SimulationError
     from pytest_gpumem.simulated.run import simulate
 
@@ -116,6 +184,7 @@ COMMAND = Command(
             help="model of the catalogue, like A100-40GB; may be given several times (default: "
             "all)",
         ),
+        device_argument(),
         argument(
             "--ranks",
             metavar="N[,N...]",

@@ -12,6 +12,7 @@ from typing import Any
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.measurement.record import Measurement, PhaseRecord
@@ -36,10 +37,12 @@ _NO_RESULT = (endings.RAISED, endings.EXITED)
 def run(arguments: argparse.Namespace) -> Answer | int:
     """Run the script; raises ``ValueError`` for what cannot be run."""
     script = Script(arguments.script, tuple(arguments.arguments), arguments.module)
-    kind = endings.DRY if arguments.device == "dry" else ""
+    device: DeviceOption = arguments.device
+    kind = endings.DRY if device.kind == DRY else ""
+    otherwise = endings.MEASURED if device.kind == CUDA else DEFAULT_GPU
     names = [
         gpu if gpu == endings.MEASURED else f"{kind}{find_machine(gpu).name}"
-        for gpu in arguments.gpu or [DEFAULT_GPU]
+        for gpu in device.models(arguments.gpu, [otherwise])
     ]
     script.check()
     if find_spec("torch") is None:  # said before another process is started for nothing
@@ -240,13 +243,7 @@ COMMAND = Command(
             help=f"model of the catalogue, like T4 or A100-80GB*2, or cuda for a device of this "
             f"machine; may be given several times (default: {DEFAULT_GPU})",
         ),
-        argument(
-            "--device",
-            choices=("sim", "dry"),
-            default="sim",
-            help="what the models of --gpu are: simulated, or torch's own CUDA code without a GPU "
-            "(default: sim)",
-        ),
+        device_argument(),
         argument(
             "--steps",
             metavar="N",

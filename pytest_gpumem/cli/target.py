@@ -45,12 +45,7 @@ def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget |
     may not take any.
     """
     if "::" in text:
-        path = text.partition("::")[0]
-        if not path:
-            raise TargetError(f"{quoted(text)} is no target; {FORMS}")
-        if not Path(path).is_file():
-            raise TargetError(f"{text}: there is no file {path}")
-        return TestTarget(text)
+        return test_target(text)
     place, separator, name = text.rpartition(":")
     if not separator or not place or not name:
         raise TargetError(f"{quoted(text)} is no target; {FORMS}")
@@ -58,6 +53,19 @@ def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget |
     if not takes_arguments:
         _check_callable_alone(text, name, function)
     return FunctionTarget(text, function)
+
+
+def test_target(text: str) -> TestTarget:
+    """Return the test of that node id; raises :class:`TargetError` where it has no file."""
+    path = text.partition("::")[0]
+    if not path:
+        raise TargetError(f"{quoted(text)} is no target; {FORMS}")
+    if not Path(path).is_file():
+        raise TargetError(f"{text}: there is no file {path}")
+    return TestTarget(text)
+
+
+test_target.__test__ = False  # type: ignore[attr-defined]  # pytest would take it for a test
 
 
 def _module(text: str, place: str) -> ModuleType:

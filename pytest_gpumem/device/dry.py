@@ -7,14 +7,14 @@ named as exact ones, and there is neither a driver nor time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.dry import scope
+from pytest_gpumem.dry import scope, workspaces
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
@@ -44,10 +44,16 @@ class DryDevice(CudaDevice):
         """Place segments as in a new process, beside those that earlier tests have left."""
         super().begin_test(name, fixtures, renewed)
         begin_placing_anew()
+        workspaces.forget()
+
+    def unmeasured(self) -> AbstractContextManager[None]:
+        """Let no peak inside have anything to say of the test's estimates."""
+        return workspaces.unmeasured()
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as dry."""
-        return replace(super().complete(measurement), dry=True)
+        """Return ``measurement`` marked as dry, with what it has of libraries' workspaces."""
+        known = super().complete(measurement)
+        return replace(known, dry=True, notes=known.notes + workspaces.notes(self.index))
 
     def nvml(self) -> Mapping[str, object] | None:  # type: ignore[override]
         """Return nothing: there is no driver to read."""

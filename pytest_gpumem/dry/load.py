@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpumem.dry.build import RUNTIME, built
@@ -62,12 +63,15 @@ def folder_of_build() -> Path:
     return built(installed_build())
 
 
-def environment(names: str) -> Mapping[str, str]:
+def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
     """Return the variables that give a new process the GPUs that ``names`` stands for.
 
-    Raises :class:`DryError`, and ``GpuError`` for ``names``.
+    Each has as many bytes of ``memory``, or its model's. Raises :class:`DryError`, and ``GpuError``
+    for ``names``.
     """
     models = models_of(names)
+    if memory is not None:
+        models = [replace(model, total_memory=memory) for model in models]
     folder = folder_of_build()
     return {
         MODELS: names,

@@ -26,7 +26,6 @@ from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.device.simulated import SimulatedDevice
     from pytest_gpumem.simulated.distributed.world import Seat
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
@@ -34,6 +33,9 @@ REQUEST = "PYTEST_GPUMEM_REQUEST"
 
 UNBOUNDED = 1 << 50
 """Memory of a device on which everything fits, to see how much a program would need."""
+
+RAN_OUT = "it runs out of memory"
+"""The problem of a test that did."""
 
 _OPTIONS: dict[str, Any] = {
     "gpumem_all": True,
@@ -88,6 +90,8 @@ class Request:
     """After which no other test begins."""
     modules_compiled: bool = False
     """Whether the modules that tests call are compiled."""
+    dry: bool = False
+    """Whether the process has a dry device, which is the one machine that is asked for."""
 
     def write(self, path: Path) -> None:
         """Write it for :meth:`read`."""
@@ -114,7 +118,7 @@ def _machine(data: dict[str, Any]) -> Machine:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
     """Choose the machine before anybody asks for one."""
     request = Request.read(Path(os.environ[REQUEST]))
-    early_config.stash[SELECTOR] = Simulations(request.machines[0])
+    early_config.stash[SELECTOR] = Simulations(request.machines[0], dry=request.dry)
     return (yield)
 
 
@@ -135,10 +139,11 @@ def pytest_configure(config: pytest.Config) -> None:
 class Simulations(DeviceSelector):
     """Chooses the machine of the present run, whatever the options say."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, *, dry: bool = False) -> None:
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
-        self._devices: dict[tuple[Machine, bool, Seat | None], SimulatedDevice] = {}
+        self._dry = dry
+        self._devices: dict[tuple[Machine, bool, Seat | None], Device] = {}
 
     def real(self) -> None:
         """Return nothing: no test is measured."""
@@ -146,9 +151,13 @@ class Simulations(DeviceSelector):
     def select(
         self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
     ) -> Device:
-        """Return the simulated device of the present machine."""
+        """Return the device of the present machine."""
         key = self.machine, real_values, seat
-        if key not in self._devices:
+        if self._dry and key not in self._devices:
+            from pytest_gpumem.device.dry import DryDevice
+
+            self._devices[key] = DryDevice(self.machine.model.name)
+        elif key not in self._devices:
             from pytest_gpumem.device.simulated import SimulatedDevice
 
             self.check_torch()
@@ -222,7 +231,7 @@ class _Runs:
             answer["kernel"], answer["snippet"] = found
         if not report.passed and not answer["problem"]:
             short = report.nodeid in self._short
-            answer["problem"] = "it runs out of memory" if short else _problem(report)
+            answer["problem"] = RAN_OUT if short else _problem(report)
 
     def pytest_sessionfinish(self) -> None:
         """Write the answer."""

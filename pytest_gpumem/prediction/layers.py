@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pytest_gpumem.prediction.lines import MEASURED
 from pytest_gpumem.prediction.operations import operations_of
 from pytest_gpumem.simulated.run import simulate
 
@@ -80,11 +82,12 @@ def layers_of(
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
     ``target`` may also return a model, or a model and its inputs, which is then called; ``inputs``
-    are the shapes of float32 inputs for a model alone. It runs on a simulated ``gpu``. The model
+    are the shapes of float32 inputs for a model alone. It runs on a simulated ``gpu``, or on the
+    CUDA device where that is ``"cuda"``. The model
     runs once without gradients and once with them. Raises :class:`NoModelError` where no model is
     found, or its inputs are missing.
     """
-    with simulate(gpu):
+    with on_device(gpu):
         analysis = _Analysis()
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(nn.Module, "__call__", analysis.calling(nn.Module.__call__))
@@ -99,6 +102,11 @@ def layers_of(
             "no model was called; let the function call one, or return it with its inputs"
         )
     return analysis.layers
+
+
+def on_device(gpu: str) -> AbstractContextManager[object]:
+    """Return a context with a simulated ``gpu``, or none for ``"cuda"``, which is there."""
+    return nullcontext() if gpu == MEASURED else simulate(gpu)
 
 
 class _DoneError(BaseException):

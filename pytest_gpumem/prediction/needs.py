@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,12 +48,16 @@ class _Measured:
 
 
 def needs_of(
-    given: Sequence[str], runners: Sequence[Runner], durations: Path | None = None
+    given: Sequence[str],
+    runners: Sequence[Runner],
+    durations: Path | None = None,
+    *,
+    dry: bool = False,
 ) -> Needs:
     """Return what the tests that ``given`` names need on ``runners``.
 
     ``given`` are JSON reports, or a folder of baselines, or else what pytest takes: paths and node
-    ids, which run on simulated GPUs, in a process of their own. ``durations`` is a file that says
+    ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file that says
     what tests take; otherwise pytest's cache, and what pytest-split has stored. Raises
     ``ValueError`` where that cannot be read or run.
     """
@@ -67,7 +72,7 @@ def needs_of(
         source = f"needs: stored baselines of {_environments(measured)}"
     else:
         measured = []
-        tests, source = _simulated(given or ["."], runners)
+        tests, source = _run(given or ["."], runners, dry=dry)
     if not tests:
         raise PlanError(f"{', '.join(given)} holds no measured test, so there is nothing to plan")
     timed, said = _timed(tests, runners, measured, durations)
@@ -136,23 +141,28 @@ def _environments(measured: Sequence[_Measured]) -> str:
     return ", ".join(sorted({one.environment.key for one in measured})) or "nothing"
 
 
-def _simulated(given: Sequence[str], runners: Sequence[Runner]) -> tuple[list[PlannedTest], str]:
+def _run(
+    given: Sequence[str], runners: Sequence[Runner], *, dry: bool
+) -> tuple[list[PlannedTest], str]:
     from importlib.metadata import version
 
-    import torch  # noqa: F401  # a machine without it says so before it starts another process
+    if find_spec("torch") is None:  # said before another process is started for nothing
+        raise ModuleNotFoundError("torch is not installed", name="torch")
 
     from pytest_gpumem.prediction.process import PredictionError, run_tests
     from pytest_gpumem.simulated.gpu.catalogue import Machine
 
     try:
-        answers = run_tests(given, [Machine(one.model, 1) for one in runners], unbounded=True)
+        machines = [Machine(one.model, 1) for one in runners]
+        answers = run_tests(given, machines, unbounded=True, dry=dry)
     except PredictionError as error:
         raise PredictionError(f"{' '.join(given)} was not run: {error}") from error
     by_test: dict[str, list[Answer]] = {}
     for answer in answers:
         by_test.setdefault(answer.nodeid, []).append(answer)
     release = ".".join(version("torch").split(".")[:2])
-    source = f"needs: simulated on each runner by the rules of torch {release}"
+    how = f"dry on each runner, by torch {release}'s own CUDA code"
+    source = f"needs: {how if dry else f'simulated on each runner by the rules of torch {release}'}"
     return [_answered(nodeid, found) for nodeid, found in by_test.items()], source
 
 

@@ -48,6 +48,12 @@ class Prediction:
             del data["code"], data["sites"]
         return {**data, "notes": list(self.notes)}
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
+        """Read what :meth:`to_dict` gave of a process of its own, in neither code nor ranks."""
+        known = {name: value for name, value in data.items() if name != "left"}
+        return cls(**{**known, "notes": tuple(data["notes"])})
+
 
 @dataclass(frozen=True)
 class PredictedTest:

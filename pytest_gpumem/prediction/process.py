@@ -8,11 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.prediction.child import INI, REQUEST, Request
+from pytest_gpumem.prediction.child import INI, RAN_OUT, REQUEST, UNBOUNDED, Request
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 
@@ -50,6 +50,11 @@ class Answer:
     """What describes it."""
 
     @property
+    def ran_out(self) -> bool:
+        """Whether it ended because memory did not suffice."""
+        return self.problem == RAN_OUT
+
+    @property
     def measured(self) -> bool:
         """Whether the body ran to its end on the device."""
         record = self.record
@@ -66,6 +71,7 @@ def run_tests(
     options: Mapping[str, Any] | None = None,
     seconds: float | None = None,
     modules_compiled: bool = False,
+    dry: bool = False,
 ) -> list[Answer]:
     """Run ``tests`` on each of ``machines``; the caller's process stays as it is.
 
@@ -74,8 +80,64 @@ def run_tests(
     ``unbounded`` a test that runs out of memory runs again with as much as it wants. After so many
     ``seconds`` no other test begins, and one that does not end is given as long again. With
     ``modules_compiled`` each module that a test calls is compiled. Raises
-    :class:`PredictionError` where pytest does not get as far as running tests.
+    :class:`PredictionError` where pytest does not get as far as running tests. With ``dry`` each
+    machine is a dry device, in a process of its own.
     """
+    if dry:
+        return _run_dry(tests, machines, arguments, folder, unbounded=unbounded)
+    return _run(
+        tests,
+        machines,
+        arguments,
+        folder,
+        unbounded=unbounded,
+        options=options,
+        seconds=seconds,
+        modules_compiled=modules_compiled,
+    )
+
+
+def _run_dry(
+    tests: Sequence[str],
+    machines: Sequence[Machine],
+    arguments: Sequence[str],
+    folder: Path | None,
+    *,
+    unbounded: bool,
+) -> list[Answer]:
+    found = []
+    for machine in machines:
+        for answer in _run(tests, [machine], arguments, folder, variables=_dry(machine)):
+            if unbounded and answer.ran_out:
+                large = _dry(machine, UNBOUNDED)
+                (again,) = _run([answer.nodeid], [machine], arguments, folder, variables=large)
+                answer = replace(again, fits=False)  # noqa: PLW2901 - the same test
+            found.append(answer)
+    return found
+
+
+def _dry(machine: Machine, memory: int | None = None) -> Mapping[str, str]:
+    from pytest_gpumem.dry.load import environment
+    from pytest_gpumem.dry.torch_build import DryError
+
+    try:
+        return environment(machine.model.name, memory)
+    except DryError as error:
+        raise PredictionError(f"--device dry: {error}") from None
+
+
+def _run(
+    tests: Sequence[str],
+    machines: Sequence[Machine],
+    arguments: Sequence[str],
+    folder: Path | None,
+    *,
+    unbounded: bool = False,
+    options: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
+    modules_compiled: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> list[Answer]:
     with tempfile.TemporaryDirectory() as temporary:
         own = Path(temporary)
         request = Request(
@@ -87,13 +149,14 @@ def run_tests(
             dict(options or {}),
             seconds,
             modules_compiled,
+            dry=variables is not None,
         )
         request.write(own / "request.json")
         try:
             ran = subprocess.run(
                 [sys.executable, "-m", "pytest", *_arguments(arguments, own)],
                 cwd=folder,
-                env={**os.environ, REQUEST: str(own / "request.json")},
+                env={**os.environ, **(variables or {}), REQUEST: str(own / "request.json")},
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -215,3 +215,8 @@ def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run
     # An eighth of 1024 x 1024 numbers of 4 bytes.
     assert sharded == {"parameter": 4 * 1024 * 128, "gradient": 1024 * 128}
     assert replicated == {"gradient": 1024 * 1024}
+
+
+@pytest.mark.parametrize("time", range(4))
+def test_a_program_may_end_as_soon_as_a_backward_pass_is_over(dry_run: Run, time: int) -> None:
+    dry_run("torch.nn.Linear(8, 8).cuda()(torch.ones(8, device='cuda')).sum().backward()")

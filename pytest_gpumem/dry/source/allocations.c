@@ -8,9 +8,11 @@
 #include <stdlib.h>
 
 #include "dry.h"
+#include "libraries.h"
 
 #define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
-#define CUDA 1 /* DeviceType of torch/headeronly/core/DeviceType.h, the first byte of a c10::Device */
+/* DeviceType of torch/headeronly/core/DeviceType.h, the first byte of a c10::Device; the second one is its index. */
+#define CUDA 1
 
 typedef void report_function(void *block, int64_t size, size_t allocated, size_t reserved, uint16_t device);
 
@@ -31,7 +33,10 @@ static report_function *torchs_own(void)
 
 void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16_t device)
 {
-    if (size > 0 && (device & 0xff) == CUDA)
+    if ((device & 0xff) == CUDA && size > 0) {
         written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
+        estimate_allocated(block, (size_t)size, allocated, device >> 8);
+    } else if ((device & 0xff) == CUDA)
+        estimate_freed(block, device >> 8);
     torchs_own()(block, size, allocated, reserved, device);
 }

@@ -1,4 +1,4 @@
-/* cuDNN: versions, handles, descriptors. What a library asks for as workspace only it knows: here it asks for none. */
+/* cuDNN: versions, handles, descriptors. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -79,8 +79,8 @@ WRITES(cudnnGetConvolutionBackwardFilterWorkspaceSize, 6, size_t, 0)
 WRITES(cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize, 8, size_t, 0)
 WRITES(cudnnGetBatchNormalizationBackwardExWorkspaceSize, 10, size_t, 0)
 WRITES(cudnnGetBatchNormalizationTrainingExReserveSpaceSize, 5, size_t, 0)
-WRITES(cudnnGetCTCLossWorkspaceSize, 8, size_t, 0)
-WRITES(cudnnGetCTCLossWorkspaceSize_v8, 5, size_t, 0)
+LEAVES_OUT(cudnnGetCTCLossWorkspaceSize, 8, size_t)
+LEAVES_OUT(cudnnGetCTCLossWorkspaceSize_v8, 5, size_t)
 
 /* One state of a generator for each thread that a device can run: 48 bytes of curandStateXORWOW_t ("cuRAND", device
  * API). */

@@ -1,11 +1,12 @@
 /* cuDNN's recurrent nets: where each layer's parameters lie in the one buffer, which torch asks when it flattens them
- * (get_parameters of aten/src/ATen/native/cudnn/RNN.cpp). The workspace and the reserve only the library knows: here it
- * asks for none. */
+ * (get_parameters of aten/src/ATen/native/cudnn/RNN.cpp). The workspace and the reserve are those of the simulated
+ * device's rule. */
 #include <string.h>
 
 #include "abi.h"
 #include "cudnn_tensors.h"
 #include "dry.h"
+#include "libraries.h"
 
 size_t element_size(int type)
 {
@@ -142,12 +143,70 @@ API int cudnnGetRNNWeightParams(IGNORED void *handle, const struct rnn *rnn, int
     return SUCCESS;
 }
 
-API int cudnnGetRNNTempSpaceSizes(IGNORED void *handle, IGNORED const struct rnn *rnn, IGNORED int mode,
-                                  IGNORED void *data, size_t *work, size_t *reserve)
+struct sequences {
+    int64_t batch, rows; /* sequences, and steps of all of them */
+};
+
+API int cudnnSetRNNDataDescriptor(struct sequences *sequences, IGNORED int type, IGNORED int layout,
+                                  IGNORED int longest, int batch, IGNORED int size, const int *lengths,
+                                  IGNORED void *padding)
 {
-    if (work != NULL)
-        *work = 0;
-    if (reserve != NULL)
-        *reserve = 0;
+    *sequences = (struct sequences){.batch = batch};
+    for (int i = 0; i < batch; i++)
+        sequences->rows += lengths[i];
     return SUCCESS;
+}
+
+/* The sentences of this thread's last question, of the workspace and of the reserve. */
+static __thread int64_t sentences[2];
+
+API int cudnnGetRNNTempSpaceSizes(void *handle, const struct rnn *rnn, int mode, const struct sequences *data,
+                                  size_t *work, size_t *reserve)
+{
+    enum { TRAINING = 1 };
+    size_t weights;
+    int64_t answers[MOST_ANSWERS];
+    cudnnGetRNNWeightSpaceSize(handle, rnn, &weights);
+    int64_t element = (int64_t)element_size(rnn->type);
+    int64_t numbers[] = {rnn->cell,   data->rows,      data->batch,                (int64_t)rnn->hidden,
+                         rnn->layers, rnn->directions, (int64_t)weights / element, element};
+    library_asks(RECURRENT_BYTES, numbers, sizeof numbers / sizeof *numbers, answers);
+    sentences[0] = answers[2];
+    sentences[1] = answers[3];
+    if (work != NULL)
+        *work = (size_t)answers[0];
+    if (reserve != NULL)
+        *reserve = mode == TRAINING ? (size_t)answers[1] : 0;
+    return SUCCESS;
+}
+
+static int ran(size_t work_size, const void *work, size_t reserve_size, const void *reserve)
+{
+    estimate_used(work_size > 0 ? work : NULL, work_size, sentences[0]);
+    estimate_used(reserve_size > 0 ? reserve : NULL, reserve_size, sentences[1]);
+    return SUCCESS;
+}
+
+#define WORD IGNORED long
+
+API int cudnnRNNForward(WORD handle, WORD rnn, IGNORED int mode, WORD lengths, WORD x, WORD x_at, WORD y, WORD y_at,
+                        WORD h, WORD hx, WORD hy, WORD c, WORD cx, WORD cy, WORD weight_size, WORD weights,
+                        size_t work_size, const void *work, size_t reserve_size, const void *reserve)
+{
+    return ran(work_size, work, reserve_size, reserve);
+}
+
+API int cudnnRNNBackwardData_v8(WORD handle, WORD rnn, WORD lengths, WORD y, WORD y_at, WORD dy, WORD x, WORD dx,
+                                WORD h, WORD hx, WORD dhy, WORD dhx, WORD c, WORD cx, WORD dcy, WORD dcx,
+                                WORD weight_size, WORD weights, size_t work_size, const void *work, size_t reserve_size,
+                                const void *reserve)
+{
+    return ran(work_size, work, reserve_size, reserve);
+}
+
+API int cudnnRNNBackwardWeights_v8(WORD handle, WORD rnn, IGNORED int add, WORD lengths, WORD x, WORD x_at, WORD h,
+                                   WORD hx, WORD y, WORD y_at, WORD weight_size, WORD weights, size_t work_size,
+                                   const void *work, size_t reserve_size, const void *reserve)
+{
+    return ran(work_size, work, reserve_size, reserve);
 }

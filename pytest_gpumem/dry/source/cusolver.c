@@ -13,11 +13,11 @@ CREATES(cusolverDnCreateSyevjInfo)
 DESTROYS(cusolverDnDestroySyevjInfo)
 
 #define REAL(routine, count)                                                                                           \
-    WRITES(cusolverDnS##routine##_bufferSize, count, int, 0)                                                           \
-    WRITES(cusolverDnD##routine##_bufferSize, count, int, 0)
+    LEAVES_OUT(cusolverDnS##routine##_bufferSize, count, int)                                                           \
+    LEAVES_OUT(cusolverDnD##routine##_bufferSize, count, int)
 #define COMPLEX(routine, count)                                                                                        \
-    WRITES(cusolverDnC##routine##_bufferSize, count, int, 0)                                                           \
-    WRITES(cusolverDnZ##routine##_bufferSize, count, int, 0)
+    LEAVES_OUT(cusolverDnC##routine##_bufferSize, count, int)                                                           \
+    LEAVES_OUT(cusolverDnZ##routine##_bufferSize, count, int)
 #define ALL(routine, count) REAL(routine, count) COMPLEX(routine, count)
 
 ALL(potrf, 5)
@@ -39,13 +39,13 @@ COMPLEX(heevj, 7)
 REAL(syevjBatched, 7)
 COMPLEX(heevjBatched, 7)
 
-WRITES_BOTH(cusolverDnXpotrf_bufferSize, 8)
-WRITES_BOTH(cusolverDnXgetrf_bufferSize, 8)
-WRITES_BOTH(cusolverDnXgeqrf_bufferSize, 10)
-WRITES_BOTH(cusolverDnXsytrs_bufferSize, 11)
-WRITES_BOTH(cusolverDnXsyevd_bufferSize, 11)
-WRITES_BOTH(cusolverDnXsyevBatched_bufferSize, 11)
-WRITES_BOTH(cusolverDnXgeev_bufferSize, 17)
+LEAVES_OUT_BOTH(cusolverDnXpotrf_bufferSize, 8)
+LEAVES_OUT_BOTH(cusolverDnXgetrf_bufferSize, 8)
+LEAVES_OUT_BOTH(cusolverDnXgeqrf_bufferSize, 10)
+LEAVES_OUT_BOTH(cusolverDnXsytrs_bufferSize, 11)
+LEAVES_OUT_BOTH(cusolverDnXsyevd_bufferSize, 11)
+LEAVES_OUT_BOTH(cusolverDnXsyevBatched_bufferSize, 11)
+LEAVES_OUT_BOTH(cusolverDnXgeev_bufferSize, 17)
 
 #define REAL_SUCCEEDS(routine, count)                                                                                  \
     SUCCEEDS(cusolverDnS##routine, count)                                                                              \

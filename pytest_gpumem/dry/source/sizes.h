@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "dry.h"
+#include "libraries.h"
 
 #define WORD IGNORED long
 #define AFTER_1 WORD a
@@ -42,11 +43,21 @@
         return 0;                                                                                                      \
     }
 
-/* The sizes of a workspace on the device and of one on the host. */
-#define WRITES_BOTH(name, count)                                                                                       \
+/* The size of a workspace that only the library knows: none, and the numbers say so. */
+#define LEAVES_OUT(name, count, type)                                                                                  \
+    API int name(AFTER_##count, type *written)                                                                         \
+    {                                                                                                                  \
+        *written = 0;                                                                                                  \
+        library_leaves_out(#name);                                                                                     \
+        return 0;                                                                                                      \
+    }
+
+/* The sizes of such a workspace on the device and of one on the host. */
+#define LEAVES_OUT_BOTH(name, count)                                                                                   \
     API int name(AFTER_##count, size_t *on_device, size_t *on_host)                                                    \
     {                                                                                                                  \
         *on_device = *on_host = 0;                                                                                     \
+        library_leaves_out(#name);                                                                                     \
         return 0;                                                                                                      \
     }
 

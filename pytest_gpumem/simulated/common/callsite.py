@@ -235,9 +235,9 @@ def _script_frames() -> Sequence[dict[str, Any]]:
     return cast(list[dict[str, Any]], frames)
 
 
-def user_line() -> str:
-    """``path:line`` of the innermost frame outside torch and this package."""
-    frame = sys._getframe(1)
+def user_line(innermost: FrameType | None = None) -> str:
+    """``path:line`` of the innermost frame outside torch and this package, of this thread's."""
+    frame = innermost or sys._getframe(1)
     while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return _shown_line(frame)

@@ -86,15 +86,19 @@ class Estimates:
         """A sentence for readers of the numbers; ``None`` where nothing was estimated."""
         if self._largest is None:
             return None
-        nbytes, where = self._largest
-        if self.in_peak:
-            return f"{format_size(self.in_peak)} of the peak are an estimate: {self._at_peak}"
-        return (
-            f"reserved memory contains estimates, of up to {format_size(nbytes)} at once: {where}"
-        )
+        return estimate_note(*self._largest, self.in_peak, self._at_peak)
 
     def _settle(self, peak: int, live: int) -> None:
         if peak != self._seen:
             self._seen = peak  # Lower than before: somebody reset it.
             if peak > self._highest:
                 self._highest, self._in_peak, self._at_peak = peak, live, self._latest
+
+
+def estimate_note(largest: int, at_largest: str, in_peak: int, at_peak: str) -> str:
+    """Return the sentence on estimates: the largest one in bytes, and what the peak has of them."""
+    if in_peak:
+        return f"{format_size(in_peak)} of the peak are an estimate: {at_peak}"
+    return (
+        f"reserved memory contains estimates, of up to {format_size(largest)} at once: {at_largest}"
+    )

@@ -19,13 +19,14 @@ _ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
 
 def suggested_format(tensor: torch.Tensor) -> torch.memory_format:
     """``TensorImpl::suggest_memory_format`` (c10/core/MemoryFormat.h), any version."""
-    if tensor.dim() in _LAST and _is_channels_last(tensor.shape, tensor.stride()):
+    if tensor.dim() in _LAST and is_channels_last(tensor.shape, tensor.stride()):
         return _LAST[tensor.dim()]
     return torch.contiguous_format
 
 
 @lru_cache(maxsize=4096)
-def _is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether strides of an image or a volume are those of channels last."""
     if not strides[1]:
         return False
     least = 0

@@ -28,7 +28,12 @@ def _is_one_call(dims: Sequence[int]) -> bool:
 
 def leave_out(gpu: GPU, library: str, operator: str) -> None:
     """Say that the workspace of ``library`` is in no number."""
-    gpu.simulation.note(
+    gpu.simulation.note(left_out_note(library, operator))
+
+
+def left_out_note(library: str, operator: str) -> str:
+    """Return the sentence that says so."""
+    return (
         f"{library}'s workspace for {operator} is not known and left out: "
         f"the peak can be higher on a GPU"
     )

@@ -347,6 +347,7 @@ def _backward(
     gpu: GPU,
     input: Tensor,
     weight: list[Tensor],
+    weight_stride0: int,
     weight_buf: Tensor,
     hx: Tensor,
     cx: Tensor | None,
@@ -385,9 +386,15 @@ def _backward(
     grads: list[Tensor] = []
     if output_mask[3]:
         copied = by_time.contiguous()
-        grads = _views(torch.zeros_like(weight_buf), weight)
-        _workspace(gpu, call).free()
-        del copied
+        buffer = torch.zeros_like(weight_buf)
+        workspace = _workspace(gpu, call)
+        if weight_stride0 in _WITHOUT_BIASES:
+            # cuDNN's layers have biases all the same: what belongs to the weights is copied.
+            grads = [torch.empty_like(one) for one in weight]
+        else:
+            grads = _views(buffer, weight)
+        workspace.free()
+        del copied, buffer
     return dx.transpose(0, 1) if transposed else dx, dhx, dcx, grads
 
 

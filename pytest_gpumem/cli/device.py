@@ -1,0 +1,111 @@
+"""``--device``: where a command runs code, and the processes that have the dry device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpumem.cli.command import Argument, argument
+from pytest_gpumem.dry.load import environment
+from pytest_gpumem.dry.torch_build import DryError
+from pytest_gpumem.echo import quoted
+from pytest_gpumem.simulated.gpu.catalogue import find_machine
+
+CUDA, DRY, SIM = "cuda", "dry", "sim"
+_BAD_INPUT = 2
+_SAID = "gpumem: "
+
+
+@dataclass(frozen=True)
+class DeviceOption:
+    """A kind of device and, where it was named with it, a model of the catalogue."""
+
+    kind: str
+    model: str | None = None
+
+    def models(self, given: Sequence[str] | None, otherwise: Sequence[str]) -> list[str]:
+        """Return the models to run on: that of the option, or ``given`` by ``--gpu``.
+
+        Raises ``ValueError`` where both name some, or a model is unknown.
+        """
+        if self.model is not None and given:
+            raise ValueError(
+                f"--device {self.kind}:{self.model} names a model, and so does --gpu: leave one out"
+            )
+        named = [self.model] if self.model is not None else list(given or otherwise)
+        for name in named:
+            if name != CUDA:
+                find_machine(name)
+        return named
+
+
+def _device(text: str) -> DeviceOption:
+    kind, colon, model = text.partition(":")
+    if kind not in (CUDA, DRY, SIM) or (colon and (not model or kind == CUDA)):
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is no device; write cuda, dry, dry:H100, sim or sim:H100"
+        )
+    return DeviceOption(kind, model or None)
+
+
+def device_argument() -> Argument:
+    """Return the option, which all commands that run code have."""
+    return argument(
+        "--device",
+        metavar="KIND[:MODEL]",
+        type=_device,
+        default=DeviceOption(SIM),
+        help="sim, dry (torch's own CUDA code without a GPU) or cuda, the device of this machine "
+        "(default: sim)",
+    )
+
+
+def run_on_dry(arguments: argparse.Namespace, gpu: str) -> int:
+    """Run the same command in a process whose CUDA device is a dry ``gpu``; return its exit code.
+
+    Raises ``ValueError`` where there is no such device.
+    """
+    return subprocess.run(
+        _command(arguments), env=_environment(gpu), check=False
+    ).returncode
+
+
+def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None = None) -> Any:
+    """Return what the same command answers as JSON in a process with a dry ``gpu``.
+
+    Its memory is as many bytes, or the model's. Raises ``ValueError`` for what the command refuses.
+    """
+    done = subprocess.run(
+        [*_command(arguments), "--json"],
+        env=_environment(gpu, memory),
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith(_SAID)]
+    if done.returncode == _BAD_INPUT and said:
+        raise ValueError(said[-1].removeprefix(_SAID))
+    sys.stderr.write(done.stderr)
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        raise ValueError(f"the process on the dry {gpu} ended with code {done.returncode}") from None
+
+
+def _command(arguments: argparse.Namespace) -> list[str]:
+    return [sys.executable, "-m", "pytest_gpumem.cli", *arguments.given, "--device", CUDA]
+
+
+def _environment(gpu: str, memory: int | None = None) -> Mapping[str, str]:
+    try:
+        return {**os.environ, **environment(gpu, memory)}
+    except DryError as error:
+        raise ValueError(f"--device dry: {error}") from None

@@ -1,0 +1,201 @@
+"""Workspaces that only NVIDIA's libraries know, by the rules of the simulated device.
+
+The runtime asks here, from ``source/libraries.c``, when torch asks a library how much memory it
+takes, and gets what the simulated device would take. It counts how many bytes of a peak are such
+estimates, and which calls are left out; the sentences are the simulated device's, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.simulated.operators import cudnn
+
+_CONVOLUTION, _RECURRENT, _PLACE = 1, 2, 3
+"""``enum question`` of ``source/libraries.h``."""
+
+_DIRECTIONS = (cudnn.FORWARD, cudnn.INPUT, cudnn.WEIGHT)
+_ELEMENT_BYTES = {0: 4, 1: 8, 2: 2, 9: 2}
+"""By cudnnDataType_t: float, double, half and bfloat16."""
+_FLOAT, _DOUBLE = 0, 1
+_CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+"""By cudnnRNNMode_t."""
+
+if TYPE_CHECKING:
+    _Pointer = ctypes._Pointer[ctypes.c_int64]
+
+_Numbers = ctypes.POINTER(ctypes.c_int64)
+_Answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _Numbers, ctypes.c_int, _Numbers)
+
+_LIBRARIES = {"cudnn": "cuDNN", "cufft": "cuFFT", "cusolverDn": "cuSOLVER", "cusparse": "cuSPARSE"}
+"""By how the names of their functions begin."""
+_ENDINGS = ("_bufferSizeExt", "_bufferSize", "_workEstimation", "_compute", "_v8")
+
+
+class _Sentences:
+    """Sentences that the runtime remembers by a number, of which 0 is none."""
+
+    def __init__(self) -> None:
+        self._known: list[str] = [""]
+        self._numbers: dict[str, int] = {"": 0}
+
+    def number(self, sentence: str) -> int:
+        """Return the number of ``sentence``."""
+        if sentence not in self._numbers:
+            self._numbers[sentence] = len(self._known)
+            self._known.append(sentence)
+        return self._numbers[sentence]
+
+    def __getitem__(self, number: int) -> str:
+        return self._known[number]
+
+
+_SENTENCES = _Sentences()
+_kept: list[object] = []
+
+
+def begin_answering() -> None:
+    """Answer the runtime's questions in this process from now on."""
+    answer = _Answer(_answer)
+    _kept.append(answer)
+    _runtime().pytest_gpumem_dry_answer_with(answer)
+
+
+def forget() -> None:
+    """Begin a test: peaks, places and calls of earlier ones count no more."""
+    _runtime().pytest_gpumem_dry_forget_estimates()
+    _runtime().pytest_gpumem_dry_forget_left_out()
+
+
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Let no peak inside count."""
+    _runtime().pytest_gpumem_dry_pause_estimates(1)
+    try:
+        yield
+    finally:
+        _runtime().pytest_gpumem_dry_pause_estimates(0)
+
+
+def notes(device: int) -> tuple[str, ...]:
+    """Return what readers of the numbers of GPU ``device`` have to know of its libraries."""
+    from pytest_gpumem.simulated.gpu.estimates import estimate_note
+    from pytest_gpumem.simulated.operators.libraries import left_out_note
+
+    told = (ctypes.c_int64 * 4)()
+    _runtime().pytest_gpumem_dry_estimates(device, told)
+    largest, in_peak, at_largest, at_peak = told
+    sentences = [left_out_note(*call) for call in _left_out()]
+    if largest:
+        sentences.append(
+            estimate_note(largest, _SENTENCES[at_largest], in_peak, _SENTENCES[at_peak])
+        )
+    return tuple(dict.fromkeys(sentences))
+
+
+def _left_out() -> Iterator[tuple[str, str]]:
+    """Yield the library and the function of each call whose workspace is in no number."""
+    name_at = _runtime().pytest_gpumem_dry_left_out
+    name_at.restype = ctypes.c_char_p
+    index = 0
+    while (name := name_at(index)) is not None:
+        function = name.decode()
+        prefix = next(prefix for prefix in _LIBRARIES if function.startswith(prefix))
+        for ending in _ENDINGS:
+            function = function.removesuffix(ending)
+        yield _LIBRARIES[prefix], function
+        index += 1
+
+
+def _runtime() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def _answer(
+    question: int,
+    numbers: ctypes._Pointer[ctypes.c_int64],
+    count: int,
+    answers: ctypes._Pointer[ctypes.c_int64],
+) -> int:
+    rules: dict[int, Callable[[Sequence[int]], Sequence[int]]] = {
+        _CONVOLUTION: _convolution,
+        _RECURRENT: _recurrent,
+        _PLACE: _place,
+    }
+    for at, number in enumerate(rules[question](numbers[:count])):
+        answers[at] = number
+    return 0
+
+
+def _convolution(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the bytes that the plan of a convolution asks for, and for what."""
+    major, minor, direction, dtype, dims, *rest = numbers
+    shapes = [tuple(rest[at * dims : (at + 1) * dims]) for at in range(6)]
+    input, weight, output = shapes[:3]
+    spatial = rest[6 * dims :]
+    size = _ELEMENT_BYTES.get(dtype, 1)
+    call = cudnn.Convolution(
+        _DIRECTIONS[direction],
+        input,
+        output[1],
+        weight[2:],
+        tuple(spatial[: dims - 2]),
+        tuple(spatial[dims - 2 :]),
+        input[1] // max(weight[1], 1),
+        math.prod(input) * size,
+        math.prod(weight) * size,
+        math.prod(output) * size,
+        size,
+        dtype != _DOUBLE and _reads_channels_last(direction, shapes),
+        _on_tensor_cores(dtype, size, (major, minor)),
+        (major, minor),
+    )
+    shown = 1 if weight[2] == 1 < weight[3] else dims - 2
+    what = f"conv{shown}d ({call.direction})"
+    return cudnn.convolution_bytes(call), _SENTENCES.number(f"cuDNN's workspace for {what}")
+
+
+def _reads_channels_last(direction: int, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Return cudnn_conv_suggest_memory_format of the two tensors that the convolution reads."""
+    from pytest_gpumem.simulated.operators.layout import is_channels_last
+
+    written = {cudnn.FORWARD: 2, cudnn.INPUT: 0, cudnn.WEIGHT: 1}[_DIRECTIONS[direction]]
+    return any(is_channels_last(shapes[at], shapes[at + 3]) for at in range(3) if at != written)
+
+
+def _on_tensor_cores(dtype: int, size: int, capability: tuple[int, int]) -> bool:
+    if dtype == _FLOAT:
+        return capability >= (8, 0) and bool(sys.modules["torch"].backends.cudnn.allow_tf32)
+    return size == 2 and capability >= (7, 0)
+
+
+def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the bytes of a recurrent layer's workspace and of its reserve, and for what."""
+    cell, *others = numbers
+    call = cudnn.Recurrent(_CELLS[cell], *others)
+    workspace = _SENTENCES.number(f"cuDNN's workspace for {call.name}")
+    reserve = _SENTENCES.number(f"cuDNN's reserve for {call.name}")
+    sizes = cudnn.recurrent_workspace_bytes(call), cudnn.reserve_bytes(call)
+    return *sizes, workspace, reserve
+
+
+def _place(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the sentence with the line of the user's code that runs.
+
+    A thread of autograd has no frames of Python: the main thread, which waits for it, has.
+    """
+    from pytest_gpumem.simulated.common.callsite import user_line
+
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    is_python = frame.f_code.co_filename != __file__
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    line = user_line(None if is_python else main)
+    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {line}"),)
