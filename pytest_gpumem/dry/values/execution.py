@@ -13,12 +13,13 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pytest_gpumem.dry.values import sizes
+from pytest_gpumem.dry.values import sizes, sparse
 from pytest_gpumem.dry.values.dispatch import unseen
 from pytest_gpumem.dry.values.known import DryValues
 from pytest_gpumem.dry.values.memory import Memory
 from pytest_gpumem.dry.values.reads import Reads
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import shown_operator
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.machine.storages import Storages
 from pytest_gpumem.simulated.machine.values import finite
@@ -28,7 +29,9 @@ Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
-_READS = frozenset({"aten::_local_scalar_dense", "aten::equal"})
+_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
+_COMPARISONS = _READS - {"aten::_local_scalar_dense"}
+"""Of two tensors as a whole; their parts are out of sight."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
@@ -83,6 +86,8 @@ class Execution:
             return self._reading(func)
         if name in _COPIES:
             return self._copying(func)
+        if name in sparse.BY_NAME:
+            return self._sparse(func, sparse.BY_NAME[name])
         if name in sizes.BY_NAME and "out" not in func._schema.overload_name:
             return self._sized(func, sizes.BY_NAME[name])
         return self._values.work.counting(func, self._computing(func))
@@ -96,6 +101,8 @@ class Execution:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if storages.on_host and self._is_lost((args, kwargs)):
                 return self._of_lost(operator, args, kwargs)
+            if operator.random:
+                values.begin_drawing(kwargs.get("generator"))
             result = func(*args, **kwargs)
             if self._is_followed(result, args):
                 if torch.cuda.is_current_stream_capturing():
@@ -132,12 +139,35 @@ class Execution:
                 return otherwise(args, kwargs)
             numbers = answers(values, operator, args, kwargs)
             if numbers is None:
-                self._reads.refuse(f"{func}")
+                self._reads.refuse(f"{shown_operator(operator.name)}()")
             self._memory.answer(numbers or ())
             try:
                 return otherwise(args, kwargs)
             finally:
                 self._memory.answer(())
+
+        return handle
+
+    def _sparse(self, func: Any, computed: sparse.Computed) -> Handler:
+        """An operator that makes a sparse tensor, as large as it finds elements."""
+        values, memory = self._values, self._memory
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not args[0].is_cuda:
+                return func(*args, **kwargs)
+            parts = computed(values, args)
+            if parts is None:
+                self._reads.refuse(f"{shown_operator(func._schema.name)}()")
+                raise AssertionError
+            memory.answer([parts[0].shape[1]])
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                memory.answer(())
+            for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
+                if known is not None:
+                    values.keep(tensor, known)
+            return result
 
         return handle
 
@@ -154,7 +184,7 @@ class Execution:
                 return func(*args, **kwargs)
             for tensor in tensors_in(args):
                 self._values.write_facts(tensor)
-            if operator.name == "aten::equal":
+            if operator.name in _COMPARISONS:
                 known = self._values.computed(operator, args, kwargs)
                 self._memory.answer(() if known is None else [int(known)])
             before = reads.here.unknown
@@ -174,8 +204,8 @@ class Execution:
         here.unknown += 1
         if here.expected:
             return value
-        if func._schema.name == "aten::equal":
-            self._reads.refuse("torch.equal()")
+        if func._schema.name in _COMPARISONS:
+            self._reads.refuse(f"{shown_operator(func._schema.name)}()")
         return self._reads.neutral(tensor, value, "item()")
 
     def _copying(self, func: Any) -> Handler:
@@ -239,7 +269,7 @@ class Execution:
         """An operator of CPU tensors, some of which hold values that are not known."""
         func = operator.func
         if sizes.DATA_DEPENDENT & set(func.tags):
-            self._reads.refuse(f"{func}")
+            self._reads.refuse(f"{shown_operator(operator.name)}()")
         result = func(*args, **kwargs)
         if func in finite.QUESTIONS:
             answer = finite.answer(self._values, func, args)

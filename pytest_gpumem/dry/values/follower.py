@@ -24,7 +24,13 @@ class Follower:
         self._storages = Storages()
         self._follows = follows
         self._everything = everything
-        self._reads = Reads(self._storages, self._notes, followed=follows, everything=everything)
+        self._reads = Reads(
+            self._storages,
+            self._notes,
+            lambda: self._values.uncomputed,
+            followed=follows,
+            everything=everything,
+        )
         self._memory = Memory(self._reads.told)
         self._values = DryValues(
             self._memory, self._storages, self._notes, everything=everything

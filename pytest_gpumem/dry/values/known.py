@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.dry.values.memory import Memory, Place, place_of, seen_by_cpu
+from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.here import ThreadState
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -33,6 +34,7 @@ class DryValues(Values):
         self._places: dict[int, Place] = {}
         """By key: where the runtime has been told of values."""
         self.ranges = _WatchedRanges(self)
+        self._random = RandomNumbers()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Know what copies have brought to ``tensors``, which no operator here has written."""
@@ -93,18 +95,13 @@ class DryValues(Values):
         """Forget what is known of the storage of ``tensor`` when it dies."""
         self._watch(tensor)
 
-    def source_of(self, generator: torch.Generator) -> torch.Generator:
-        """Return a generator of the CPU that draws what ``generator``, seeded so, has come to.
+    def begin_drawing(self, generator: torch.Generator | None) -> None:
+        """Let an operator draw next from ``generator``, or from the current device's own."""
+        self._random.begin(generator or torch.cuda.default_generators[self._here.current_index])
 
-        The operator itself moves the offset of the CUDA generator on, whatever it draws
-        (``philox_cuda_state`` of aten/src/ATen/cuda/CUDAGeneratorImpl.cpp).
-        """
-        if generator.device.type != "cuda":
-            return generator
-        state = bytes(generator.get_state().tolist())
-        seed = int.from_bytes(state[:8], "little") * 0x9E3779B97F4A7C15
-        offset = int.from_bytes(state[8:16], "little")
-        return torch.Generator("cpu").manual_seed((seed + offset) % (1 << 63))
+    def source_of(self, generator: torch.Generator) -> torch.Generator:
+        """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
+        return self._random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
         place = place_of(tensor)

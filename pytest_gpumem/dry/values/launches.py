@@ -36,9 +36,14 @@ def launches_seen(values: DryValues) -> Iterator[None]:
         patches.undo()
 
 
+def _name(kernel: Any) -> str:
+    return str(getattr(getattr(kernel, "fn", None), "__name__", "of compiled code"))
+
+
 def _telling(run: Any, values: DryValues) -> Any:
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         result = run(kernel, *args, **kwargs)
+        values.uncomputed = values.uncomputed or f"the Triton kernel {_name(kernel)}"
         for tensor in tensors_in((args, kwargs)):
             if tensor.__class__ in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda:
                 values.lost(tensor)

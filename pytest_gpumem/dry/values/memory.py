@@ -50,8 +50,8 @@ class Memory:
         self._copy_all(everything)
 
     def knows(self, place: Place) -> bool:
-        """Return whether all values of ``place`` are known."""
-        return bool(place[1] and self._knows(*place))
+        """Return whether all values of ``place`` are known, as those of nothing are."""
+        return not place[1] or bool(self._knows(*place))
 
     def know(self, place: Place) -> None:
         """Let what ``place`` holds now be its values."""

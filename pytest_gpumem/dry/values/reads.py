@@ -62,7 +62,16 @@ class _Unknown(UnknownValueError):
 class Reads:
     """The reads of one device, by tests on it, one after the other."""
 
-    def __init__(self, storages: Storages, notes: Notes, *, followed: bool, everything: bool):
+    def __init__(
+        self,
+        storages: Storages,
+        notes: Notes,
+        uncomputed: Callable[[], str | None],
+        *,
+        followed: bool,
+        everything: bool,
+    ) -> None:
+        """Let ``uncomputed`` name the first operator or kernel that the CPU could not compute."""
         self.here = Here()
         self.decided: str | None = None
         """Why the run that goes on is not to be believed: somebody decides by an unknown value."""
@@ -70,6 +79,7 @@ class Reads:
         """Whether a number that is not known has been read."""
         self._storages = storages
         self._notes = notes
+        self._uncomputed = uncomputed
         self._followed = followed
         self._everything = everything
         self._interrupted: set[int] = set()
@@ -133,12 +143,16 @@ class Reads:
 
     def refusal(self, read: str) -> str:
         """Say that ``read``, with its line, is of a value that is not known."""
-        why = (
-            "nothing that the CPU can compute has written it"
-            if self._everything
-            else "no copy has brought it, and kernels compute nothing"
+        depends = f"{read} depends on a value of a CUDA tensor"
+        uncomputed = self._uncomputed()
+        if uncomputed is not None:
+            return f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
+        if self._everything:
+            return f"{depends} that is not known: nothing has written it"
+        return (
+            f"{depends}, which a dry GPU does not have: no copy has brought it, and kernels "
+            f"compute nothing"
         )
-        return f"{read} depends on a value of a CUDA tensor, which a dry GPU does not have: {why}"
 
     def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
         """Return what ``read`` of an unknown number yields; raises :class:`UnknownValueError`."""
