@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -126,7 +127,17 @@ def second_run(
         reason = "it failed after it read a value that shapes do not have"
     else:
         return None
+    if error is not None:
+        _let_go(error)
     return SecondRun(session, item, reason, computed, expected=device.work.seconds)
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of ``error`` hold: they are part of cycles, and nobody shows them."""
+    following: BaseException | None = error
+    while following is not None:
+        clear_frames(following.__traceback__)
+        following = following.__cause__ or following.__context__
 
 
 def with_values(device: Device) -> SimulatedDevice | DryDevice | None:

@@ -3,11 +3,15 @@
  * Sizes that a kernel counts (nonzero, unique) are read by torch's own code from memory that no operator hands out. Who
  * has computed the operator on the CPU leaves the answer here, for the next such read of the thread.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
 #include <string.h>
 
 #include "dry.h"
 
-typedef void told_function(size_t size);
+/* Python's: returns an exception's type, for the thread that reads, or NULL. */
+typedef void *told_function(size_t size);
 
 enum { MOST_ANSWERS = 64 };
 
@@ -20,6 +24,20 @@ static bool unbounded;
 
 bool values_are_copied(size_t size, size_t most) { return unbounded || size <= most; }
 
+/* Raise an exception in this thread as soon as it is back in Python, which the caller is not. */
+static void interrupt(void *exception)
+{
+    int (*ensure)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
+    void (*release)(int) = (void (*)(int))dlsym(RTLD_DEFAULT, "PyGILState_Release");
+    int (*raise)(unsigned long, void *) =
+        (int (*)(unsigned long, void *))dlsym(RTLD_DEFAULT, "PyThreadState_SetAsyncExc");
+    if (ensure == NULL || release == NULL || raise == NULL)
+        return;
+    int state = ensure();
+    raise((unsigned long)pthread_self(), exception);
+    release(state);
+}
+
 void values_answer(void *to, size_t size)
 {
     memset(to, 0, size); /* the host's memory may hold anything */
@@ -27,8 +45,9 @@ void values_answer(void *to, size_t size)
         memcpy(to, &answers[given - left--], size); /* of a number the least significant bytes come first */
         return;
     }
-    if (told != NULL)
-        told(size);
+    void *exception = told == NULL ? NULL : told(size);
+    if (exception != NULL)
+        interrupt(exception);
 }
 
 API void pytest_gpumem_dry_tell(told_function *function) { told = function; }

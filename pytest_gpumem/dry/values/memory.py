@@ -11,7 +11,7 @@ import torch
 Place = tuple[int, int]
 """Address and bytes of a block on the device."""
 
-_Told = ctypes.CFUNCTYPE(None, ctypes.c_size_t)
+_Told = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
 
 _listening: list[tuple[Any, bool]] = []
 """Who is told of reads, and whether copies of any size bring values; the last one counts."""
@@ -20,8 +20,11 @@ _listening: list[tuple[Any, bool]] = []
 class Memory:
     """The functions of ``source/values.c``."""
 
-    def __init__(self, told: Callable[[int], None]) -> None:
-        """Let ``told`` hear of each read of values that are not known, with its bytes."""
+    def __init__(self, told: Callable[[int], type[BaseException] | None]) -> None:
+        """Let ``told`` hear of each read of values that are not known, with its bytes.
+
+        What it returns is raised where the thread comes back to Python. Keep hold of it.
+        """
         library = ctypes.CDLL(None)
         range_of_memory = [ctypes.c_void_p, ctypes.c_size_t]
         self._knows = library.pytest_gpumem_dry_knows
@@ -32,7 +35,12 @@ class Memory:
         self._answer = library.pytest_gpumem_dry_answer
         self._tell = library.pytest_gpumem_dry_tell
         self._copy_all = library.pytest_gpumem_dry_copy_all
-        self._told = _Told(told)
+
+        def told_in_c(size: int) -> int | None:
+            kind = told(size)
+            return None if kind is None else id(kind)
+
+        self._told = _Told(told_in_c)
 
     def begin(self, *, everything: bool) -> None:
         """Tell from now on of reads; copies of any size bring values where ``everything`` does."""

@@ -82,7 +82,7 @@ class Reads:
         self._uncomputed = uncomputed
         self._followed = followed
         self._everything = everything
-        self._interrupted: set[int] = set()
+        self._interrupted: dict[int, type[BaseException]] = {}
         self._patches = Patches()
         self._plan()
 
@@ -124,16 +124,19 @@ class Reads:
         finally:
             self.here.expected -= 1
 
-    def told(self, size: int) -> None:
-        """Hear from the runtime that ``size`` bytes that are not known have been read."""
+    def told(self, size: int) -> type[BaseException] | None:
+        """Hear from the runtime that ``size`` bytes that are not known have been read.
+
+        Returns what the thread is to raise.
+        """
         self.here.unknown += 1
         if self.here.expected:
-            return
+            return None
         self.made_up = True
         if size > MOST_DECIDED_BY or self._followed:
             self._note_first("torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host")
-            return
-        self._interrupt(self.refusal(f"a read in torch's own code at {user_line()}"))
+            return None
+        return self._interrupt(self.refusal(f"a read in torch's own code at {user_line()}"))
 
     def refuse(self, read: str) -> None:
         """Raise :class:`UnknownValueError` for ``read``, and remember that."""
@@ -242,23 +245,18 @@ class Reads:
         self.made_up = True
         self.refuse(read)
 
-    def _interrupt(self, sentence: str) -> None:
-        """Raise :class:`UnknownValueError` in this thread as soon as it is back in Python."""
+    def _interrupt(self, sentence: str) -> type[BaseException]:
+        """Return an error for this thread, to be raised as soon as it is back in Python."""
         self.decided = self.decided or sentence
         kind = type("UnknownValueError", (_Unknown,), {"sentence": sentence})
-        thread = threading.get_ident()
-        self._interrupted.add(thread)
-        _raise_in(thread, kind)
+        self._interrupted[threading.get_ident()] = kind
+        return kind
 
     def _take_back(self) -> None:
         """Let no thread be interrupted any more that has not come back to Python."""
         while self._interrupted:
-            _raise_in(self._interrupted.pop(), None)
-
-
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    what = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+            thread, _ = self._interrupted.popitem()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
 
 
 def _neutral(shape: tuple[int, ...]) -> list[Any]:
