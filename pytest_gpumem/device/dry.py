@@ -12,23 +12,33 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.dry import scope, workspaces
 from pytest_gpumem.dry.load import begin_placing_anew
+from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
+from pytest_gpumem.simulated.machine.values.work import Work
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed
 
 
 class DryDevice(CudaDevice):
-    """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``."""
+    """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``.
 
-    def __init__(self, name: str) -> None:
+    ``computed`` says which values the CPU computes.
+    """
+
+    def __init__(self, name: str, computed: Computed = Computed.AT_FIRST) -> None:
         super().__init__(None)
         self._name = find_machine(name).model.name
+        self._computed = computed
+        self._follower = Follower(
+            follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
+        )
 
     @cached_property
     def _environment(self) -> Environment:
@@ -37,12 +47,13 @@ class DryDevice(CudaDevice):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Show the process its devices inside."""
-        with scope.opened(), super().active():
+        with scope.opened(), super().active(), self._follower.active():
             yield
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Place segments as in a new process, beside those that earlier tests have left."""
         super().begin_test(name, fixtures, renewed)
+        self._follower.begin()
         begin_placing_anew()
         workspaces.forget()
 
@@ -51,9 +62,34 @@ class DryDevice(CudaDevice):
         return workspaces.unmeasured()
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as dry, with what it has of libraries' workspaces."""
-        known = super().complete(measurement)
-        return replace(known, dry=True, notes=known.notes + workspaces.notes(self.index))
+        """Return ``measurement`` marked as dry, with the sentences that go with it."""
+        completed = super().complete(measurement)
+        notes = (*completed.notes, *workspaces.notes(self.index), *self._follower.notes)
+        return replace(completed, dry=True, notes=notes)
+
+    @property
+    def following(self) -> Computed | None:
+        """What the next run computes of a test that needs more values; ``None``: there is none."""
+        return None if self._computed is Computed.ALL else Computed(self._computed + 1)
+
+    @property
+    def decided(self) -> str | None:
+        """What the present test has decided by although it is not known; ``None`` for nothing."""
+        return self._follower.decided
+
+    @property
+    def made_up(self) -> bool:
+        """Whether the present test has gone by a value that nobody computed."""
+        return self._follower.made_up
+
+    @property
+    def work(self) -> Work:
+        """What computing all values of the present test takes."""
+        return self._follower.work
+
+    def note(self, sentence: str) -> None:
+        """Say ``sentence`` with the numbers of the present test."""
+        self._follower.note(sentence)
 
     def nvml(self) -> Mapping[str, object] | None:  # type: ignore[override]
         """Return nothing: there is no driver to read."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from pytest_gpumem.device.computed import Computed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -27,6 +29,7 @@ class DeviceSelector:
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, Seat | None], Device] = {}
         self._real: Device | None = None
+        self._dry_devices: dict[Computed, Device] = {}
         self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """What other plugins add to the environment of a device."""
@@ -76,16 +79,23 @@ class DeviceSelector:
         return self._choice.models if self._choice.kind in ("sim", "dry") else ()
 
     def select(
-        self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
+        self,
+        model: str | None,
+        *,
+        computed: Computed = Computed.AT_FIRST,
+        seat: Seat | None = None,
     ) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
-        One with ``real_values`` is another device: it computes on the CPU what it simulates. So is
+        One of which more is ``computed`` is another device. So is
         that of a rank; the real one is the rank's own, as torchrun has started it.
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = self.real() or self._simulate(model or self._choice.models[0], real_values, seat)
+        device = self.real(computed)
+        if device is None:
+            everything = computed is Computed.ALL
+            device = self._simulate(model or self._choice.models[0], everything, seat)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
             self._extended.add(device)
@@ -103,13 +113,25 @@ class DeviceSelector:
                 "torch, or run with --gpumem-device=off"
             )
 
-    def real(self) -> Device | None:
-        """Return the real device to measure on, ``None`` where tests are simulated."""
+    def real(self, computed: Computed = Computed.AT_FIRST) -> Device | None:
+        """Return the real or dry device to measure on, ``None`` where tests are simulated.
+
+        Of the dry one another for each way in which values are ``computed``.
+        """
         if not self._decided:
             self.check_torch()
             self._real = self._find_real()
             self._decided = True
+        if computed and self._choice.kind == "dry":
+            return self._dry(computed)
         return self._real
+
+    def _dry(self, computed: Computed) -> Device:
+        if computed not in self._dry_devices:
+            from pytest_gpumem.device.dry import DryDevice
+
+            self._dry_devices[computed] = DryDevice(self._choice.models[0], computed)
+        return self._dry_devices[computed]
 
     def forget(self, fixture: object) -> None:
         """Drop what any device knows of a fixture that has been torn down."""
@@ -118,9 +140,7 @@ class DeviceSelector:
 
     def _find_real(self) -> Device | None:
         if self._choice.kind == "dry":
-            from pytest_gpumem.device.dry import DryDevice
-
-            return DryDevice(self._choice.models[0])
+            return self._dry(Computed.AT_FIRST)
         if self._choice.kind not in ("auto", "cuda"):
             return None
         from pytest_gpumem.device.cuda import find_device

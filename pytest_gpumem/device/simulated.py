@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.collector import Collector
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
@@ -274,6 +275,15 @@ class SimulatedDevice:
     def has_values(self) -> bool:
         """Whether every value is computed."""
         return self._simulation.values.everything
+
+    @property
+    def following(self) -> Computed | None:
+        """What the next run computes of a test that needs more values; ``None``: there is none."""
+        return None if self.has_values else Computed.ALL
+
+    @property
+    def decided(self) -> None:
+        """Nothing: who decides by a value that is not known is stopped."""
 
     @property
     def made_up(self) -> bool:

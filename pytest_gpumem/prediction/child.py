@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
 from pytest_gpumem.session.reported import ATTRIBUTE, SNIPPET
@@ -143,27 +144,31 @@ class Simulations(DeviceSelector):
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
         self._dry = dry
-        self._devices: dict[tuple[Machine, bool, Seat | None], Device] = {}
+        self._devices: dict[tuple[Machine, Computed, Seat | None], Device] = {}
 
-    def real(self) -> None:
+    def real(self, computed: Computed = Computed.AT_FIRST) -> None:
         """Return nothing: no test is measured."""
 
     def select(
-        self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
+        self,
+        model: str | None,
+        *,
+        computed: Computed = Computed.AT_FIRST,
+        seat: Seat | None = None,
     ) -> Device:
         """Return the device of the present machine."""
-        key = self.machine, real_values, seat
+        key = self.machine, computed, seat
         if self._dry and key not in self._devices:
             from pytest_gpumem.device.dry import DryDevice
 
-            self._devices[key] = DryDevice(self.machine.model.name)
+            self._devices[key] = DryDevice(self.machine.model.name, computed=computed)
         elif key not in self._devices:
             from pytest_gpumem.device.simulated import SimulatedDevice
 
             self.check_torch()
             self._devices[key] = SimulatedDevice(
                 self.machine,
-                real_values=real_values,
+                real_values=computed is Computed.ALL,
                 stand_ins=self.stand_ins,
                 compile=self.compile,
                 seat=seat,

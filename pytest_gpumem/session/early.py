@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 
@@ -88,8 +89,8 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
 
     Raises ``DeviceError`` where it cannot be had.
     """
-    values = settings.sim_values == "always"
-    device = selector.select(None, real_values=values, seat=selector.seat)
+    computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
+    device = selector.select(None, computed=computed, seat=selector.seat)
     ambient = Ambient(selector, device, ExitStack(), _variables())
     config.stash[AMBIENT] = ambient
     config.add_cleanup(ambient.resources.close)

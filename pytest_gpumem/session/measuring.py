@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 import pytest
 
 import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.quota import QuotaError
@@ -69,11 +70,11 @@ class Measuring:
         """What living fixtures hold."""
 
     def device_of(
-        self, item: pytest.Item, worst: WorstOfTest | None = None, *, real_values: bool
+        self, item: pytest.Item, worst: WorstOfTest | None = None, *, computed: Computed
     ) -> Device:
         """Return where ``item`` runs; skips or fails it with a sentence where it cannot.
 
-        A simulated device computes ``real_values`` where this or the options say so. Of a test
+        A simulated or dry device has the values that this or the options say. Of a test
         that several ranks run it is that of the one whose turn it is.
         """
         model, models = self._expectations.models(item)
@@ -85,7 +86,7 @@ class Measuring:
         if (asked := self._expectations.ranks(item)) is not None:
             self._check_ranks(asked)
         seat = self._expectations.seat(item, worst.rank if worst else 0)
-        device = self._reported(model, real_values, seat)
+        device = self._reported(model, computed, seat)
         if self._selector.real() and model not in (*models[:1], only, None):
             pytest.skip(
                 f"measured on a real GPU, once, as [{models[0]}]: {model} is for simulation"
@@ -142,10 +143,11 @@ class Measuring:
             pytrace=False,
         )
 
-    def _reported(self, model: str | None, real_values: bool, seat: Seat | None) -> Device:
-        real_values |= self._settings.sim_values == "always"
+    def _reported(self, model: str | None, computed: Computed, seat: Seat | None) -> Device:
+        if self._settings.sim_values == "always":
+            computed = Computed.ALL
         try:
-            return self._selector.select(model, real_values=real_values, seat=seat)
+            return self._selector.select(model, computed=computed, seat=seat)
         except DeviceError as error:
             problem = str(error)
         if problem in self._said:

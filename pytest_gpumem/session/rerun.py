@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 from _pytest.tmpdir import tmppath_result_key
 
+from pytest_gpumem.device.computed import Computed
+
 if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.item import MeasuredItem
@@ -24,8 +26,8 @@ class Measured(Protocol):
     current: MeasuredItem | None
     """The test that is measured now."""
 
-    def begin(self, item: pytest.Item, *, real_values: bool = False) -> None:
-        """Start measuring ``item``; a simulated device has ``real_values`` where this says so."""
+    def begin(self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST) -> None:
+        """Start measuring ``item`` on a device that has the values that this says."""
 
     def end(self) -> None:
         """Stop measuring the current test."""

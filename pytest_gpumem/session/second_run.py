@@ -1,11 +1,12 @@
 """A test that needs values is run a second time, where the CPU computes them.
 
-A simulated device knows shapes. Where control flow, a shape or an assertion depends on a value that
-it does not have, the test is torn down and set up again on a device of the same model that has
-values too, within the same phase of pytest's: other plugins see one run. Fixtures that tests share
+A simulated device knows shapes, and the dry one what copies bring. Where control flow, a shape or an
+assertion depends on a value that it does not have, the test is torn down and set up again on a
+device of the same model that has values too, within the same phase of pytest's: other plugins see
+one run. On the dry device small values come first, and all of them in a third run. Fixtures that tests share
 are set up anew if they depend on the device, as between any two devices.
 
-It computes for as long as ``--gpumem-sim-values-limit`` says. Where the first run, as far as it
+All values are computed for as long as ``--gpumem-sim-values-limit`` says. Where the first run, as far as it
 came, asked for more than that, it does not begin.
 """
 
@@ -13,33 +14,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.session.progress import progress_line
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again, collected_error
 from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
 if TYPE_CHECKING:
+    from pytest_gpumem.device.device import Device
+    from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.device.simulated import SimulatedDevice
 
 
 class SecondRun(Rerun):
     """The second run of one test, which ``reason`` asks for.
 
-    ``expected`` are the seconds of computing that it takes at the least.
+    ``expected`` are the seconds of computing that it takes at the least, where all is ``computed``.
     """
 
-    def __init__(self, session: Measured, item: Any, reason: str, *, expected: float) -> None:
+    def __init__(
+        self, session: Measured, item: Any, reason: str, computed: Computed, *, expected: float
+    ) -> None:
         super().__init__(session, item)
+        self._computed = computed
         self._reason = reason
         self._expected = expected
         self._limit = session.settings.sim_values_limit
         self._shown: Callable[[str], None] | None = None
 
     def _begin(self) -> None:
-        self._session.begin(self._item, real_values=True)
+        self._session.begin(self._item, computed=self._computed)
+        if self._computed is not Computed.ALL:
+            return
         device = self._device
         device.work.bound(self._limit, self._show)
         device.note(f"run again with real values on the CPU: {self._why}")
@@ -47,6 +57,9 @@ class SecondRun(Rerun):
     @contextmanager
     def _bounded(self) -> Iterator[None]:
         """Compute inside, for as long and in as much memory as is allowed."""
+        if self._computed is not Computed.ALL:
+            yield
+            return
         if self._expected > self._limit:
             raise WorkLimitError(
                 f"{self._reason}; and computing values on the CPU takes at least "
@@ -77,12 +90,11 @@ class SecondRun(Rerun):
         return f"the {self._limit:g} s that --gpumem-sim-values-limit allows"
 
     @property
-    def _device(self) -> SimulatedDevice:
-        from pytest_gpumem.device.simulated import SimulatedDevice
-
+    def _device(self) -> SimulatedDevice | DryDevice:
         assert self._session.current is not None
-        assert isinstance(self._session.current.device, SimulatedDevice)
-        return self._session.current.device
+        device = with_values(self._session.current.device)
+        assert device is not None
+        return device
 
 
 def _rounded(seconds: float) -> str:
@@ -99,22 +111,39 @@ def second_run(
     current = session.current
     if current is None:
         return None
-    # Not before: an unmarked test must not import torch.
-    from pytest_gpumem.device.simulated import SimulatedDevice
-
-    if (
-        not isinstance(current.device, SimulatedDevice)
-        or current.device.has_values
-        or session.settings.sim_values != "auto"
-        or not can_run_again(item)
-    ):
+    device = with_values(current.device)
+    computed = None if device is None else device.following
+    if device is None or computed is None or not can_run_again(item):
+        return None
+    if computed is Computed.ALL and session.settings.sim_values != "auto":
         return None
     error = collected_error(item) if error is None else error
     failed = isinstance(error, (Exception, pytest.fail.Exception)) and current.body_raised
     if isinstance(error, UnknownValueError):
         reason = str(error)
-    elif failed and current.device.made_up:
+    elif device.decided is not None:
+        reason = device.decided
+    elif failed and device.made_up:
         reason = "it failed after it read a value that shapes do not have"
     else:
         return None
-    return SecondRun(session, item, reason, expected=current.device.work.seconds)
+    if error is not None:
+        _let_go(error)
+    return SecondRun(session, item, reason, computed, expected=device.work.seconds)
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the frames of ``error`` hold: they are part of cycles, and nobody shows them."""
+    following: BaseException | None = error
+    while following is not None:
+        clear_frames(following.__traceback__)
+        following = following.__cause__ or following.__context__
+
+
+def with_values(device: Device) -> SimulatedDevice | DryDevice | None:
+    """Return ``device`` if it is one that the CPU can compute values for, else ``None``."""
+    # Not before: an unmarked test must not import torch.
+    from pytest_gpumem.device.dry import DryDevice
+    from pytest_gpumem.device.simulated import SimulatedDevice
+
+    return device if isinstance(device, (SimulatedDevice, DryDevice)) else None

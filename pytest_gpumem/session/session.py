@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.paths import relative
@@ -201,11 +202,17 @@ class GpumemSession(Parts):
             return None  # said where the test begins
         return self._expectations.of(item), device
 
-    def begin(self, item: pytest.Item, *, real_values: bool = False, first: bool = False) -> None:
+    def begin(
+        self,
+        item: pytest.Item,
+        *,
+        computed: Computed = Computed.AT_FIRST,
+        first: bool = False,
+    ) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
 
-        A simulated device computes ``real_values`` where this or the options say so. The ``first``
-        run of ``item`` may ask for others.
+        The device has the values that this or the options say. The ``first`` run of ``item`` may
+        ask for others.
         """
         self.current = None
         self._worst = self._expectations.worst(item) if first else self._worst
@@ -218,7 +225,7 @@ class GpumemSession(Parts):
         ):  # of a marker that was added after collection
             pytest.fail(problem, pytrace=False)
         if self._expectations.is_measured(item):
-            device = self.measuring.device_of(item, self._worst, real_values=real_values)
+            device = self.measuring.device_of(item, self._worst, computed=computed)
             self._renew(item, device)
             self.current = self.measuring.begin(item, device)
             self.watched.begins(self.current)

@@ -63,7 +63,10 @@ void memory_set(void *at, int value, size_t size);
 void written_note(const void *start, size_t size);
 void written_drop(const void *start, size_t size);
 bool written_has(const void *start, size_t size);
-void written_forget(void);
+
+/* values.c: reads of values that no copy has brought. */
+bool values_are_copied(size_t size, size_t most);
+void values_answer(void *to, size_t size);
 
 /* streams.c: order of work, as far as the host knows it; captures. */
 struct stream;

@@ -202,6 +202,7 @@ static void give_pages(struct block *block)
         return;
     }
     struct area *area = area_of(block->device);
+    written_drop(block->start, block->size);
     mmap(block->start, block->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     area->used -= block->kind == DEVICE_MEMORY ? block->size : 0;
     if (--area->segments == 0) {
@@ -283,11 +284,12 @@ void memory_copy(void *to, const void *from, size_t size)
         return;
     bool to_device = on_device(to), from_device = on_device(from);
     size_t most = to_device && from_device ? MOST_COPIED_ON_DEVICE : MOST_COPIED_FROM_HOST;
-    bool known = from_device ? size <= most && written_has(from, size) : !to_device || size <= most;
+    bool small = values_are_copied(size, most);
+    bool known = from_device ? small && written_has(from, size) : !to_device || small;
     if (known)
         memmove(to, from, size);
     else if (!to_device)
-        memset(to, 0, size); /* the host's memory may hold anything */
+        values_answer(to, size);
     if (to_device && known)
         written_note(to, size);
     else if (to_device)
@@ -296,7 +298,7 @@ void memory_copy(void *to, const void *from, size_t size)
 
 void memory_set(void *at, int value, size_t size)
 {
-    bool known = size <= MOST_COPIED_ON_DEVICE;
+    bool known = values_are_copied(size, MOST_COPIED_ON_DEVICE);
     if (known)
         memset(at, value, size);
     if (!on_device(at))
@@ -314,5 +316,4 @@ API void pytest_gpumem_dry_begin(void)
     for (int i = 0; i < device_count(); i++)
         area_of(i)->rests.count = 0;
     pthread_mutex_unlock(&lock);
-    written_forget();
 }

@@ -111,7 +111,7 @@ API int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count
 API int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                           IGNORED int direction, void *stream)
 {
-    if (width * height <= MIB)
+    if (values_are_copied(width * height, MIB))
         for (size_t row = 0; row < height; row++)
             memory_copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     stream_add_node(stream);

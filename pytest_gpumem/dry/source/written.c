@@ -79,10 +79,3 @@ bool written_has(const void *address, size_t size)
     pthread_mutex_unlock(&lock);
     return has;
 }
-
-void written_forget(void)
-{
-    pthread_mutex_lock(&lock);
-    count = 0;
-    pthread_mutex_unlock(&lock);
-}

@@ -52,5 +52,13 @@ def _getter(name: str) -> Callable[[torch.Tensor], Any]:
 
 device: Callable[[torch.Tensor], torch.device] = _getter("device")
 is_meta: Callable[[torch.Tensor], bool] = _getter("is_meta")
+_is_cpu: Callable[[torch.Tensor], bool] = _getter("is_cpu")
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` lies on a GPU, for which ``meta`` stands where that is simulated."""
+    return not _is_cpu(tensor)
+
+
 data: Any = _getters["data"]
 """The getset descriptor of ``Tensor.data``."""

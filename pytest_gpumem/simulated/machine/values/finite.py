@@ -181,7 +181,7 @@ MOST_UPLOADED = 4_096
 
 def held(source: torch.Tensor) -> Infinity:
     """What a small CPU tensor holds."""
-    if raw.is_meta(source) or not source.dtype.is_floating_point:
+    if raw.is_on_device(source) or not source.dtype.is_floating_point:
         return Infinity.NONE
     if source.layout is not torch.strided or source.numel() > MOST_UPLOADED:
         return Infinity.NONE

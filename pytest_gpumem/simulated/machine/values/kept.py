@@ -70,7 +70,7 @@ class Kept:
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
-        if raw.is_meta(source):
+        if raw.is_on_device(source):
             return
         if source.shape == tensor.shape and source.layout is torch.strided:
             self._keep(tensor, source, shared=True)
@@ -115,7 +115,7 @@ class Kept:
                     if value.numel() > MOST_REPEATED and not self.everything:
                         return True
                     answer = False
-                elif raw.is_meta(value) or is_on_host(value):
+                elif raw.is_on_device(value) or is_on_host(value):
                     return True
             elif isinstance(value, (list, tuple)):
                 inner = self._unknown_among(value)
@@ -141,7 +141,7 @@ class Kept:
                 for one, other in zip(result, computed, strict=False):
                     self._keep_all(one, other, used, parts=parts)
             return
-        if not isinstance(result, torch.Tensor) or not raw.is_meta(result):
+        if not isinstance(result, torch.Tensor) or not raw.is_on_device(result):
             return
         if computed is UNREAD or isinstance(computed, int):
             filling = 0 if computed is UNREAD else computed

@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
-from pytest_gpumem.simulated.machine.values.views import blank, covers, meta_tensors
+from pytest_gpumem.simulated.machine.values.views import blank, covers, device_tensors
 
 
 class Left(Protocol):
@@ -119,8 +119,8 @@ class Values(Reading):
             if fact is not None:
                 self._state(fact, operator, args, kwargs, result)
             return
-        given = {storage_key(tensor) for tensor in meta_tensors((*args, *kwargs.values()), [])}
-        made = [tensor for tensor in meta_tensors(result, []) if storage_key(tensor) not in given]
+        given = {storage_key(tensor) for tensor in device_tensors((*args, *kwargs.values()), [])}
+        made = [tensor for tensor in device_tensors(result, []) if storage_key(tensor) not in given]
         computed = None
         if self._bases and self._known(args, kwargs) and self._is_computable(operator, made):
             self.work.expect(operator.func, args, kwargs, result)
@@ -161,7 +161,7 @@ class Values(Reading):
                     self._put_blank(value)
                 if not value.numel():
                     real = blank(value)
-                elif raw.is_meta(value):
+                elif raw.is_on_device(value):
                     real = self.of(value)
                 if real is None or self.is_unknown_on_host(value):
                     return None
@@ -194,7 +194,7 @@ class Values(Reading):
         if self.recording is not None and self.records(operator, args, kwargs, result):
             return
         fact = None
-        if self.facts.by_key or operator.fills or not _all_meta(args[:1]):
+        if self.facts.by_key or operator.fills or not _all_on_device(args[:1]):
             fact = self._fact(operator, args, kwargs)
         if self.everything or not operator.undefined:
             self._make(operator, args, kwargs, result)
@@ -276,7 +276,7 @@ class Values(Reading):
     ) -> None:
         """Let ``fact`` hold of what an operator has just made, or written to."""
         targets = operator.targets(args, kwargs)
-        for tensor in targets or meta_tensors(result, []):
+        for tensor in targets or device_tensors(result, []):
             stated = of_result(operator, fact, args[0], tensor)
             if targets or self.facts.of(tensor) is None:
                 if targets and not covers(tensor):
@@ -346,7 +346,7 @@ class Values(Reading):
     ) -> None:
         used: list[torch.Tensor] = []
         computed = None
-        if self._is_computable(operator, meta_tensors(result, [])):
+        if self._is_computable(operator, device_tensors(result, [])):
             self.work.expect(operator.func, args, kwargs, result)
             computed = self._compute(operator, args, kwargs, used)
         if computed is None:
@@ -355,5 +355,5 @@ class Values(Reading):
         self._keep_all(result, computed, {tensor.untyped_storage()._cdata for tensor in used})
 
 
-def _all_meta(values: tuple[Any, ...]) -> bool:
-    return all(raw.is_meta(value) for value in values if isinstance(value, torch.Tensor))
+def _all_on_device(values: tuple[Any, ...]) -> bool:
+    return all(raw.is_on_device(value) for value in values if isinstance(value, torch.Tensor))

@@ -11,7 +11,7 @@ import torch
 from pytest_gpumem.simulated.machine.real import kernels, packed_attention, products
 from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.assumptions import ASSUMPTIONS, Assumption
-from pytest_gpumem.simulated.machine.values.views import meta_tensors
+from pytest_gpumem.simulated.machine.values.views import device_tensors
 
 _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
     "aten::native_batch_norm": (3, 4),
@@ -112,8 +112,8 @@ class Operator:
         )
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The meta tensors among ``args`` and ``kwargs`` that it writes to."""
+        """The tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
         found: list[torch.Tensor] = []
         for at, name in self.written:
-            meta_tensors(args[at] if at < len(args) else kwargs.get(name), found)
+            device_tensors(args[at] if at < len(args) else kwargs.get(name), found)
         return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.nesting import tensors_in
-from pytest_gpumem.simulated.common.raw import is_meta
+from pytest_gpumem.simulated.common.raw import is_on_device
 from pytest_gpumem.simulated.machine.storages import storage_key
 
 Range = tuple[int, int]
@@ -41,10 +41,14 @@ class Ranges:
     def made(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Remember what the operator ``name`` has drawn, or copied."""
         found = _drawn(args) if name == _DRAWN else self._copied(name, args)
-        if found is None or not isinstance(result, torch.Tensor) or not is_meta(result):
+        if found is None or not isinstance(result, torch.Tensor) or not is_on_device(result):
             return
         if _fits(found, result.dtype):
-            self.by_key[storage_key(result)] = result.dtype, found
+            self.remember(result, found)
+
+    def remember(self, tensor: torch.Tensor, found: Range) -> None:
+        """Know the range of ``tensor``."""
+        self.by_key[storage_key(tensor)] = tensor.dtype, found
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
         """Know nothing more of ``tensors``."""

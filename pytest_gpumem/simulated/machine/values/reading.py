@@ -65,7 +65,7 @@ class Reading(Kept):
         if not repeated or not tensor.numel() or self.is_unknown_on_host(tensor):
             return None
         with torch._C._DisableTorchDispatch():
-            real = self.of(tensor) if raw.is_meta(tensor) else tensor
+            real = self.of(tensor) if raw.is_on_device(tensor) else tensor
             return None if real is None else _as_strided(real, (), ()).item()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ class Reading(Kept):
         """Return what ``operator`` yields of CPU tensors; ``None`` if the CPU cannot compute it."""
         generator = kwargs.get("generator")
         if generator is not None:
-            kwargs = {**kwargs, "generator": drawn_from(generator)}
+            kwargs = {**kwargs, "generator": self.source_of(generator)}
         try:
             with self.work.computing():
                 computed = self._run(operator, args, kwargs)
@@ -165,7 +165,8 @@ class Reading(Kept):
     def _run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             if operator.random and kwargs.get("generator") is None:
-                with _drawing(torch.cuda.default_generators[self._here.current_index]):
+                default = torch.cuda.default_generators[self._here.current_index]
+                with _drawing(self.source_of(default)):
                     return operator.compute(*args, **kwargs)
             return operator.compute(*args, **kwargs)
         except Exception as error:
@@ -173,6 +174,10 @@ class Reading(Kept):
                 raise
         writes = bool(operator.written)
         return real_kernels.in_float32(operator.compute, list(args), kwargs, writes=writes)
+
+    def source_of(self, generator: torch.Generator) -> torch.Generator:
+        """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
+        return drawn_from(generator)
 
     def _on_cpu(self, value: Any, used: list[torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):
@@ -194,11 +199,10 @@ def _lacks_half(error: Exception) -> bool:
 
 
 @contextmanager
-def _drawing(generator: torch.Generator) -> Iterator[None]:
-    """Draw the CPU's random numbers from ``generator``: most operators take no other way."""
+def _drawing(source: torch.Generator) -> Iterator[None]:
+    """Draw the CPU's random numbers from ``source``: most operators take no other way."""
     default = torch.default_generator
     before = default.get_state()
-    source = drawn_from(generator)
     default.set_state(source.get_state())
     try:
         yield

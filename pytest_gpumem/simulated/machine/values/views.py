@@ -49,12 +49,12 @@ def blank(value: Any) -> Any:
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)
 
 
-def meta_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Append the meta tensors in ``value`` to ``found``."""
+def device_tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Append the tensors of a GPU in ``value`` to ``found``."""
     if isinstance(value, torch.Tensor):
-        if raw.is_meta(value):
+        if raw.is_on_device(value):
             found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            meta_tensors(item, found)
+            device_tensors(item, found)
     return found

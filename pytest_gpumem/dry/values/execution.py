@@ -1,0 +1,317 @@
+"""Operators on the dry device, each followed by its CPU kernel.
+
+Torch's own code runs first, and allocates what it does on a GPU. Then the CPU computes what is
+known, by the rules of the simulated device, into the memory of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pytest_gpumem.dry.values import sizes, sparse
+from pytest_gpumem.dry.values.dispatch import unseen
+from pytest_gpumem.dry.values.known import DryValues
+from pytest_gpumem.dry.values.memory import Memory
+from pytest_gpumem.dry.values.reads import Reads
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.common.callsite import shown_operator
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.machine.values import finite
+from pytest_gpumem.simulated.machine.values.operator import Operator
+
+Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
+_READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"})
+_COMPARISONS = _READS - {"aten::_local_scalar_dense"}
+"""Of two tensors as a whole; their parts are out of sight."""
+_COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_DISABLED = torch._C._disabled_torch_dispatch_impl
+
+
+class Execution:
+    """Runs operators of one dry device, and follows their values."""
+
+    def __init__(
+        self, memory: Memory, storages: Storages, values: DryValues, reads: Reads
+    ) -> None:
+        self._memory = memory
+        self._storages = storages
+        self._values = values
+        self._reads = reads
+        self._handlers: dict[Any, Handler] = {}
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func`` and follow it."""
+        tensors = list(tensors_in((args, kwargs)))
+        kinds = {tensor.__class__ for tensor in tensors} - raw.PLAIN
+        if kinds and any(kind.__torch_dispatch__ is not _DISABLED for kind in kinds):
+            return self._with_subclasses(func, kinds, args, kwargs)
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._bind(func)
+        if isinstance(handler, _Parts):
+            return handler(args, kwargs)
+        with unseen(), torch._C.DisableTorchFunction():
+            self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
+            return handler(args, kwargs)
+
+    def _with_subclasses(
+        self, func: Any, kinds: set[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Leave ``func`` to tensors that handle operators themselves, as the next key would."""
+        if torch._C._len_torch_dispatch_stack() or FakeTensor in kinds:
+            with unseen():
+                return func(*args, **kwargs)
+        for kind in sorted(kinds, key=lambda each: -len(each.__mro__)):
+            result = kind.__torch_dispatch__(func, tuple(kinds), args, kwargs)
+            if result is not NotImplemented:
+                return result
+        raise TypeError(f"no implementation found for {func} on {kinds}")
+
+    def _bind(self, func: Any) -> Handler:
+        if func.namespace not in _OWN:
+            return _Parts(func, self._values)
+        name = func._schema.name
+        if func.has_kernel_for_dispatch_key(_COMPOSITE):
+            return _Parts(func, None)
+        if name in _READS:
+            return self._reading(func)
+        if name in _COPIES:
+            return self._copying(func)
+        if name in sparse.BY_NAME:
+            return self._sparse(func, sparse.BY_NAME[name])
+        if name in sizes.BY_NAME and "out" not in func._schema.overload_name:
+            return self._sized(func, sizes.BY_NAME[name])
+        return self._values.work.counting(func, self._computing(func))
+
+    def _computing(self, func: Any) -> Handler:
+        operator = Operator.of(func)
+        is_factory = any(each.name == "device" for each in func._schema.arguments)
+        values, storages = self._values, self._storages
+        follow = values.make if is_factory else values.follow
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if storages.on_host and self._is_lost((args, kwargs)):
+                return self._of_lost(operator, args, kwargs)
+            if operator.random:
+                values.begin_drawing(kwargs.get("generator"))
+            result = func(*args, **kwargs)
+            if self._is_followed(result, args):
+                if torch.cuda.is_current_stream_capturing():
+                    self._captured(operator, args, kwargs, result)
+                else:
+                    follow(operator, args, kwargs, result)
+            return result
+
+        return handle
+
+    def _is_followed(self, result: Any, args: Any) -> bool:
+        """Whether something of a GPU, and of no other kind of tensor, is made or written to."""
+        for tensor in tensors_in((result, args)):
+            if tensor.is_cuda:
+                return tensor.__class__ in raw.PLAIN
+        return False
+
+    def _captured(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """A graph writes when it is replayed, and its kernels compute nothing."""
+        for tensor in tensors_in((result, operator.targets(args, kwargs))):
+            if tensor.is_cuda:
+                self._values.lost(tensor)
+
+    def _sized(self, func: Any, answers: sizes.Answers) -> Handler:
+        """An operator whose kernel counts what it finds, and tells the host."""
+        operator = Operator.of(func)
+        values = self._values
+        otherwise = self._computing(func)
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not any(tensor.is_cuda for tensor in tensors_in(args)):
+                return otherwise(args, kwargs)
+            numbers = answers(values, operator, args, kwargs)
+            if numbers is None:
+                self._reads.refuse(f"{shown_operator(operator.name)}()")
+            self._memory.answer(numbers or ())
+            try:
+                return otherwise(args, kwargs)
+            finally:
+                self._memory.answer(())
+
+        return handle
+
+    def _sparse(self, func: Any, computed: sparse.Computed) -> Handler:
+        """An operator that makes a sparse tensor, as large as it finds elements."""
+        values, memory = self._values, self._memory
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not args[0].is_cuda:
+                return func(*args, **kwargs)
+            parts = computed(values, args)
+            if parts is None:
+                self._reads.refuse(f"{shown_operator(func._schema.name)}()")
+                raise AssertionError
+            memory.answer([parts[0].shape[1]])
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                memory.answer(())
+            for tensor, known in zip(sparse.parts_of(result), parts, strict=True):
+                if known is not None:
+                    values.keep(tensor, known)
+            return result
+
+        return handle
+
+    def _reading(self, func: Any) -> Handler:
+        """An operator that yields a number of Python."""
+        operator = Operator.of(func)
+        reads = self._reads
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            first = args[0]
+            if not any(tensor.is_cuda for tensor in tensors_in(args)):
+                if self._storages.on_host and self._is_lost(args):
+                    return self._unknown(func, first, func(*args, **kwargs))
+                return func(*args, **kwargs)
+            for tensor in tensors_in(args):
+                self._values.write_facts(tensor)
+            if operator.name in _COMPARISONS:
+                known = self._values.computed(operator, args, kwargs)
+                self._memory.answer(() if known is None else [int(known)])
+            before = reads.here.unknown
+            with reads.expected():
+                value = func(*args, **kwargs)
+            if reads.here.unknown == before:
+                self._values.note_read_of(args)
+                return value
+            reads.here.unknown -= 1
+            return self._unknown(func, first, value)
+
+        return handle
+
+    def _unknown(self, func: Any, tensor: torch.Tensor, value: Any) -> Any:
+        """A number that is not known, for who sees that, or for torch's own code."""
+        here = self._reads.here
+        here.unknown += 1
+        if here.expected:
+            return value
+        if func._schema.name in _COMPARISONS:
+            self._reads.refuse(f"{shown_operator(func._schema.name)}()")
+        return self._reads.neutral(tensor, value, "item()")
+
+    def _copying(self, func: Any) -> Handler:
+        """``copy_`` and ``_to_copy``: between host and GPU, and on each."""
+        otherwise = self._computing(func)
+        operator = Operator.of(func)
+        to_existing = func._schema.name == "aten::copy_"
+        values, reads, storages = self._values, self._reads, self._storages
+
+        def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            source = args[1] if to_existing else args[0]
+            if not isinstance(source, torch.Tensor):
+                return otherwise(args, kwargs)
+            if to_existing:
+                on_device = args[0].is_cuda
+            else:
+                device = kwargs.get("device")
+                on_device = source.is_cuda if device is None else device.type == "cuda"
+            if source.is_cuda == on_device:
+                return otherwise(args, kwargs)
+            known = None if on_device else values.known(source)
+            before = reads.here.unknown
+            with reads.expected():
+                result = func(*args, **kwargs)
+            reads.here.unknown = before
+            target = args[0] if to_existing else result
+            if on_device:
+                self._brought(operator, args, kwargs, target, source)
+            elif known is not None:
+                target.copy_(known)
+                storages.forget_on_host(target)
+            else:
+                reads.made_up = True
+                storages.adopt_on_host(target)
+            return result
+
+        return handle
+
+    def _brought(
+        self,
+        operator: Operator,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: torch.Tensor,
+        source: torch.Tensor,
+    ) -> None:
+        """A copy from the host has written to ``target``."""
+        values = self._values
+        if self._storages.is_on_host(source):
+            values.lost(target)
+        elif not values.adopt_whole(target, finite.held(source)):
+            follow = values.follow if operator.written else values.make
+            follow(operator, args, kwargs, target)
+
+    def _is_lost(self, given: Any) -> bool:
+        return any(map(self._storages.is_on_host, tensors_in(given)))
+
+    def _of_lost(
+        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An operator of CPU tensors, some of which hold values that are not known."""
+        func = operator.func
+        if sizes.DATA_DEPENDENT & set(func.tags):
+            self._reads.refuse(f"{shown_operator(operator.name)}()")
+        result = func(*args, **kwargs)
+        if func in finite.QUESTIONS:
+            answer = finite.answer(self._values, func, args)
+            if answer is not None:
+                self._values.notes.note_finite()
+                return result.fill_(answer)
+        written = [args[at] for at, _ in operator.written if at < len(args)]
+        for tensor in tensors_in((result, written)):
+            if tensor.is_cuda:
+                self._values.lost(tensor)
+            else:
+                self._storages.adopt_on_host(tensor)
+        return result
+
+
+class _Parts:
+    """An operator whose own operators are seen: of another library, or made of others.
+
+    What the kernels of a library write is not known; ``values`` are told so.
+    """
+
+    def __init__(self, func: Any, values: DryValues | None) -> None:
+        self._func = func
+        is_python = func._schema.name in OPDEFS
+        self._values = None if is_python else values
+        self._operator = Operator.of(func)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the kernel at the key below, not this one again."""
+        func = self._func
+        key = _COMPOSITE if func.has_kernel_for_dispatch_key(_COMPOSITE) else _key_of(args, kwargs)
+        result = func._op_dk(key, *args, **kwargs)
+        if self._values is not None:
+            for tensor in tensors_in((result, self._operator.targets(args, kwargs))):
+                if tensor.is_cuda:
+                    self._values.lost(tensor)
+        return result
+
+
+def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The backend that runs an operator of other libraries."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
+    device = kwargs.get("device")
+    on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")
+    return torch._C.DispatchKey.CUDA if on_gpu else torch._C.DispatchKey.CPU

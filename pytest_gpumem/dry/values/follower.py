@@ -1,0 +1,87 @@
+"""The values of a dry device: how many are known, and what a test's run has made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pytest_gpumem.dry.values.dispatch import followed
+from pytest_gpumem.dry.values.execution import Execution
+from pytest_gpumem.dry.values.known import DryValues
+from pytest_gpumem.dry.values.launches import launches_seen
+from pytest_gpumem.dry.values.memory import Memory
+from pytest_gpumem.dry.values.reads import Reads
+from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.machine.values.work import Work
+
+
+class Follower:
+    """Follows the values of the tests on one device, one after the other."""
+
+    def __init__(self, *, follows: bool, everything: bool) -> None:
+        self._notes = Notes()
+        self._storages = Storages()
+        self._follows = follows
+        self._everything = everything
+        self._reads = Reads(
+            self._storages,
+            self._notes,
+            lambda: self._values.uncomputed,
+            followed=follows,
+            everything=everything,
+        )
+        self._memory = Memory(self._reads.told)
+        self._values = DryValues(
+            self._memory, self._storages, self._notes, everything=everything
+        )
+        self._execution = Execution(self._memory, self._storages, self._values, self._reads)
+        self._depth = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Follow what runs inside."""
+        if self._depth:
+            yield
+            return
+        self._depth += 1
+        self._memory.begin(everything=self._everything)
+        try:
+            with self._reads.patched(), launches_seen(self._values):
+                if self._follows:
+                    with followed(self._execution):
+                        yield
+                else:
+                    yield
+        finally:
+            self._memory.end()
+            self._depth -= 1
+
+    def begin(self) -> None:
+        """Begin a test."""
+        self._reads.begin()
+        self._values.begin()
+
+    @property
+    def work(self) -> Work:
+        """What computing all values of the present test takes."""
+        return self._values.work
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What readers of the numbers have to know."""
+        return tuple(self._notes.notes)
+
+    def note(self, sentence: str) -> None:
+        """Say ``sentence`` with the numbers of the present test."""
+        self._notes.note(sentence)
+
+    @property
+    def decided(self) -> str | None:
+        """What the present test has decided by although it is not known; ``None`` for nothing."""
+        return self._reads.decided
+
+    @property
+    def made_up(self) -> bool:
+        """Whether the present test has read a value that is not known."""
+        return self._reads.made_up or self._notes.granted

@@ -1,0 +1,144 @@
+"""Known values of the dry device: those of the simulated one, kept in the device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pytest_gpumem.dry.values.memory import Memory, Place, place_of, seen_by_cpu
+from pytest_gpumem.dry.values.random_numbers import RandomNumbers
+from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.machine.here import ThreadState
+from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.storages import Storages, storage_key
+from pytest_gpumem.simulated.machine.values.facts import Fact
+from pytest_gpumem.simulated.machine.values.finite import Infinity
+from pytest_gpumem.simulated.machine.values.known import Values
+from pytest_gpumem.simulated.machine.values.ranges import Range, Ranges
+from pytest_gpumem.simulated.machine.values.views import elements
+
+
+class DryValues(Values):
+    """What operators yield, written where torch's own code finds it.
+
+    What is known of all elements at once (``facts``) is written when somebody reads it.
+    """
+
+    def __init__(
+        self, memory: Memory, storages: Storages, notes: Notes, *, everything: bool
+    ) -> None:
+        super().__init__(storages, notes, _Here(), everything=everything)
+        self._memory = memory
+        self._places: dict[int, Place] = {}
+        """By key: where the runtime has been told of values."""
+        self.ranges = _WatchedRanges(self)
+        self._random = RandomNumbers()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know what copies have brought to ``tensors``, which no operator here has written."""
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                continue
+            key = storage_key(tensor)
+            if key in self._bases or key in self._blank:
+                continue
+            place = place_of(tensor)
+            if self._memory.knows(place):
+                self._bases[key] = seen_by_cpu(place, tensor.dtype)
+                self._places[key] = place
+                self.watch(tensor)
+
+    def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
+        """Whether ``tensor``, to which a copy has written, is now known with all of its storage.
+
+        ``infinite`` is what the copy has brought.
+        """
+        key = storage_key(tensor)
+        if key in self._bases:
+            return False
+        self.adopt([tensor])
+        self._stated.pop(key, None)
+        if infinite:
+            self._set_fact(tensor, Fact(infinite=infinite))
+        return key in self._bases
+
+    def note_read_of(self, values: Iterable[Any]) -> None:
+        """Say what is taken for granted of ``values``, which are read."""
+        self._note_read(values)
+
+    def lost(self, tensor: torch.Tensor) -> None:
+        """Know nothing of ``tensor``, nor of what its storage holds beside."""
+        self.forget(storage_key(tensor))
+        if tensor.layout is torch.strided and raw.is_on_device(tensor):
+            self._memory.forget(place_of(tensor))
+
+    def write_facts(self, tensor: torch.Tensor) -> None:
+        """Write what is known of all elements of ``tensor`` where reads find it."""
+        key = storage_key(tensor)
+        uniform = self.facts.uniform(tensor) if key and key not in self._bases else None
+        if uniform is not None:
+            place = place_of(tensor)
+            seen_by_cpu(place, tensor.dtype).fill_(uniform)
+            self._memory.know(place)
+            self._places[key] = place
+
+    def forget(self, key: int) -> None:
+        """Drop the values of a storage, because they are no longer known or it has died."""
+        place = self._places.pop(key, None)
+        if place is not None:
+            self._memory.forget(place)
+        super().forget(key)
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Forget what is known of the storage of ``tensor`` when it dies."""
+        self._watch(tensor)
+
+    def begin_drawing(self, generator: torch.Generator | None) -> None:
+        """Let an operator draw next from ``generator``, or from the current device's own."""
+        self._random.begin(generator or torch.cuda.default_generators[self._here.current_index])
+
+    def source_of(self, generator: torch.Generator) -> torch.Generator:
+        """Return the CPU's generator that draws the numbers of ``generator``, one of a GPU."""
+        return self._random.source_of(generator)
+
+    def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
+        place = place_of(tensor)
+        held = seen_by_cpu(place, tensor.dtype)
+        held.copy_(base)
+        self._hold_in(tensor, place, held)
+
+    def _put_blank(self, tensor: torch.Tensor) -> None:
+        place = place_of(tensor)
+        self._hold_in(tensor, place, seen_by_cpu(place, tensor.dtype))
+
+    def _hold_in(self, tensor: torch.Tensor, place: Place, held: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        assert held.numel() == elements(tensor)
+        self.put(key, held)
+        self._places[key] = place
+        self._memory.know(place)
+        self._watch(tensor)
+
+
+class _Here(ThreadState):
+    """The current device, which torch itself keeps here."""
+
+    @property
+    def current_index(self) -> int:  # type: ignore[override]  # it is not set here
+        """The current device, as ``cudaGetDevice`` says."""
+        return torch.cuda.current_device()
+
+
+class _WatchedRanges(Ranges):
+    """Ranges that end with their storage."""
+
+    def __init__(self, values: DryValues) -> None:
+        super().__init__()
+        self._values = values
+
+    def remember(self, tensor: torch.Tensor, found: Range) -> None:
+        """Know the range of ``tensor`` until its storage dies."""
+        super().remember(tensor, found)
+        self._values.watch(tensor)

@@ -1,0 +1,52 @@
+"""Launches of Triton's kernels, which compute nothing: what they are given is not known after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pytest_gpumem.dry.values.known import DryValues
+from pytest_gpumem.simulated.common.nesting import tensors_in
+from pytest_gpumem.simulated.common.patching import Patches
+
+_LAUNCHERS = (
+    ("triton.runtime.jit", "JITFunction"),
+    ("torch._inductor.runtime.triton_heuristics", "CachingAutotuner"),
+)
+"""Classes whose ``run`` launches a kernel with tensors among its arguments (Triton 3.2 to 3.6,
+torch 2.6 to 2.15)."""
+
+
+@contextmanager
+def launches_seen(values: DryValues) -> Iterator[None]:
+    """Let ``values`` hear inside of tensors that kernels of Triton are given."""
+    patches = Patches()
+    for module, name in _LAUNCHERS:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            patches.plan(kind, "run", _telling(kind.run, values))
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _name(kernel: Any) -> str:
+    return str(getattr(getattr(kernel, "fn", None), "__name__", "of compiled code"))
+
+
+def _telling(run: Any, values: DryValues) -> Any:
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run(kernel, *args, **kwargs)
+        values.uncomputed = values.uncomputed or f"the Triton kernel {_name(kernel)}"
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.__class__ in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda:
+                values.lost(tensor)
+        return result
+
+    return launch

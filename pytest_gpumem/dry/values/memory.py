@@ -1,0 +1,96 @@
+"""The device's memory as the CPU sees it, and what the runtime knows of its values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Place = tuple[int, int]
+"""Address and bytes of a block on the device."""
+
+_Told = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)
+
+_listening: list[tuple[Any, bool]] = []
+"""Who is told of reads, and whether copies of any size bring values; the last one counts."""
+
+
+class Memory:
+    """The functions of ``source/values.c``."""
+
+    def __init__(self, told: Callable[[int], type[BaseException] | None]) -> None:
+        """Let ``told`` hear of each read of values that are not known, with its bytes.
+
+        What it returns is raised where the thread comes back to Python. Keep hold of it.
+        """
+        library = ctypes.CDLL(None)
+        range_of_memory = [ctypes.c_void_p, ctypes.c_size_t]
+        self._knows = library.pytest_gpumem_dry_knows
+        self._know = library.pytest_gpumem_dry_know
+        self._forget = library.pytest_gpumem_dry_forget
+        for function in (self._knows, self._know, self._forget):
+            function.argtypes = range_of_memory
+        self._answer = library.pytest_gpumem_dry_answer
+        self._tell = library.pytest_gpumem_dry_tell
+        self._copy_all = library.pytest_gpumem_dry_copy_all
+
+        def told_in_c(size: int) -> int | None:
+            kind = told(size)
+            return None if kind is None else id(kind)
+
+        self._told = _Told(told_in_c)
+
+    def begin(self, *, everything: bool) -> None:
+        """Tell from now on of reads; copies of any size bring values where ``everything`` does."""
+        _listening.append((self._told, everything))
+        self._listen()
+
+    def end(self) -> None:
+        """Tell who was told before."""
+        _listening.pop()
+        self._listen()
+
+    def _listen(self) -> None:
+        told, everything = _listening[-1] if _listening else (None, False)
+        self._tell(told)
+        self._copy_all(everything)
+
+    def knows(self, place: Place) -> bool:
+        """Return whether all values of ``place`` are known, as those of nothing are."""
+        return not place[1] or bool(self._knows(*place))
+
+    def know(self, place: Place) -> None:
+        """Let what ``place`` holds now be its values."""
+        if place[1]:
+            self._know(*place)
+
+    def forget(self, place: Place) -> None:
+        """Let the values of ``place`` be unknown."""
+        if place[1]:
+            self._forget(*place)
+
+    def answer(self, numbers: Sequence[int]) -> int:
+        """Let the thread's next reads of unknown values yield ``numbers``, one after the other.
+
+        Returns how many of the earlier ones have not been read.
+        """
+        given = (ctypes.c_int64 * len(numbers))(*numbers)
+        return int(self._answer(given, len(numbers)))
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Return where the whole storage of ``tensor`` lies."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def seen_by_cpu(place: Place, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of ``place``, flat, as a CPU tensor of ``dtype``."""
+    address, size = place
+    count = size // dtype.itemsize
+    if not count:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    content = (ctypes.c_ubyte * size).from_address(address)
+    return torch.frombuffer(content, dtype=dtype, count=count)

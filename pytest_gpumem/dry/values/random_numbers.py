@@ -1,0 +1,61 @@
+"""Random numbers of CUDA's generators, which one of the CPU draws.
+
+The numbers are those of the simulated device: a generator of the CPU with the same seed draws them
+one after the other. A CUDA generator is its seed and an offset that each operator moves on
+(``philox_cuda_state`` of aten/src/ATen/cuda/CUDAGeneratorImpl.cpp), so a state that is put back, as
+checkpointing does, draws the same numbers again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+MOST_STATES = 1_000
+"""States that are remembered, of 5 KB each; one that is put back later draws other numbers."""
+
+_State = tuple[int, int]
+"""Seed and offset."""
+
+
+class RandomNumbers:
+    """Generators of the CPU, in the states of CUDA's."""
+
+    def __init__(self) -> None:
+        self._states: OrderedDict[_State, torch.Tensor] = OrderedDict()
+        """By the state of a CUDA generator: that of the CPU's."""
+        self._before: _State | None = None
+        self._source = torch.Generator("cpu")
+        self._end: _State | None = None
+        """The state in which the last operator has left its generator."""
+
+    def begin(self, generator: torch.Generator) -> None:
+        """Let an operator draw next from ``generator``."""
+        self._before = _state_of(generator)
+        if self._end is not None:
+            self._remember(self._end)
+            self._end = None
+
+    def source_of(self, generator: torch.Generator) -> torch.Generator:
+        """Return the CPU's generator for an operator that has moved ``generator`` on."""
+        if generator.device.type != "cuda" or self._before is None:
+            return generator
+        known = self._states.get(self._before)
+        if known is not None:
+            self._source.set_state(known)
+        else:
+            seed, offset = self._before
+            self._source.manual_seed((seed + offset) % (1 << 63))
+        self._end = _state_of(generator)
+        return self._source
+
+    def _remember(self, state: _State) -> None:
+        self._states[state] = self._source.get_state()
+        if len(self._states) > MOST_STATES:
+            self._states.popitem(last=False)
+
+
+def _state_of(generator: torch.Generator) -> _State:
+    state = bytes(generator.get_state().tolist())
+    return int.from_bytes(state[:8], "little"), int.from_bytes(state[8:16], "little")

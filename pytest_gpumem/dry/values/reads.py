@@ -1,0 +1,265 @@
+"""Reads of values that the dry device does not have: what each yields, and which end a run.
+
+A number that is only printed or stored reads as zero, and a note names its line. Who decides by one
+is told that it is not known, as on the simulated device: the test then runs again with values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.common.callsite import user_line
+from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.simulated.common.patching import Patches
+from pytest_gpumem.simulated.common.raw import base
+from pytest_gpumem.simulated.machine.notes import Notes
+from pytest_gpumem.simulated.machine.storages import Storages
+from pytest_gpumem.simulated.machine.values.assumptions import (
+    FINITE,
+    drawn_seed,
+    taken_for_granted,
+)
+from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, NeutralInt
+
+MOST_DECIDED_BY = 1 << 20
+"""Bytes of a copy to the host that somebody may decide by; what is longer is data on its way."""
+
+_item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
+_array: Any = torch.Tensor.__array__
+_NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
+_SCALER = "torch.amp.grad_scaler"
+"""Reads what it found of infinities, and nothing else, by ``item()``."""
+
+_Truth = bool
+
+
+class Here(threading.local):
+    """What a thread reads at the moment."""
+
+    expected = 0
+    """Above zero where who asked for the read sees whether it was answered."""
+    unknown = 0
+    """Reads of unknown values so far."""
+
+
+class _Unknown(UnknownValueError):
+    """Raised in a thread of Python's from outside, which can hand over no sentence."""
+
+    sentence = ""
+
+    def __init__(self) -> None:
+        super().__init__(type(self).sentence)
+
+
+class Reads:
+    """The reads of one device, by tests on it, one after the other."""
+
+    def __init__(
+        self,
+        storages: Storages,
+        notes: Notes,
+        uncomputed: Callable[[], str | None],
+        *,
+        followed: bool,
+        everything: bool,
+    ) -> None:
+        """Let ``uncomputed`` name the first operator or kernel that the CPU could not compute."""
+        self.here = Here()
+        self.decided: str | None = None
+        """Why the run that goes on is not to be believed: somebody decides by an unknown value."""
+        self.made_up = False
+        """Whether a number that is not known has been read."""
+        self._storages = storages
+        self._notes = notes
+        self._uncomputed = uncomputed
+        self._followed = followed
+        self._everything = everything
+        self._interrupted: dict[int, type[BaseException]] = {}
+        self._patches = Patches()
+        self._plan()
+
+    def _plan(self) -> None:
+        # Functions, and not methods of this object: those would not be told their tensor.
+        plan = functools.partial(self._patches.plan, torch.Tensor)
+        plan("item", lambda tensor: self._read(_item, tensor, "item()"))
+        plan("__bool__", lambda tensor: self._condition(tensor))
+        plan("tolist", lambda tensor: self._list(tensor))
+        plan("numpy", lambda tensor, **kwargs: self._numpy(tensor, **kwargs))
+        plan("__array__", lambda tensor, *args, **kwargs: self._array(tensor, *args, **kwargs))
+        for name in _NUMBERS:
+            plan(name, self._number(name))
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Let tensors answer inside whether what they hold is known."""
+        self._patches.apply()
+        try:
+            yield
+        finally:
+            self._patches.undo()
+            self._take_back()
+
+    def begin(self) -> None:
+        """Begin a test."""
+        self.decided = None
+        self.made_up = False
+        self._notes.notes.clear()
+        self._notes.neutral_reads.clear()
+        self._notes.granted = False
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Read inside, and see by ``here.unknown`` whether the values were known."""
+        self.here.expected += 1
+        try:
+            yield
+        finally:
+            self.here.expected -= 1
+
+    def told(self, size: int) -> type[BaseException] | None:
+        """Hear from the runtime that ``size`` bytes that are not known have been read.
+
+        Returns what the thread is to raise.
+        """
+        self.here.unknown += 1
+        if self.here.expected:
+            return None
+        self.made_up = True
+        if size > MOST_DECIDED_BY or self._followed:
+            self._note_first("torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host")
+            return None
+        return self._interrupt(self.refusal(f"a read in torch's own code at {user_line()}"))
+
+    def refuse(self, read: str) -> None:
+        """Raise :class:`UnknownValueError` for ``read``, and remember that."""
+        sentence = self.refusal(f"{read} at {user_line()}")
+        self.decided = self.decided or sentence
+        raise UnknownValueError(sentence)
+
+    def refusal(self, read: str) -> str:
+        """Say that ``read``, with its line, is of a value that is not known."""
+        depends = f"{read} depends on a value of a CUDA tensor"
+        uncomputed = self._uncomputed()
+        if uncomputed is not None:
+            return f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
+        if self._everything:
+            return f"{depends} that is not known: nothing has written it"
+        return (
+            f"{depends}, which a dry GPU does not have: no copy has brought it, and kernels "
+            f"compute nothing"
+        )
+
+    def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
+        """Return what ``read`` of an unknown number yields; raises :class:`UnknownValueError`."""
+        self.made_up = True
+        if not tensor.dtype.is_floating_point:
+            seed = drawn_seed(torch.cuda.current_device()) if read == "item()" else None
+            return self.refuse(read) if seed is None else seed
+        if self._everything:
+            return self.refuse(read)
+        self._note_first(read)
+        return value
+
+    def _note_first(self, read: str) -> None:
+        line = self._notes.count_read(read)
+        if len(self._notes.neutral_reads) == 1 and self._notes.neutral_reads[line] == 1:
+            self._notes.note(
+                f"{read} at {line} read a number that no copy has brought and no kernel has "
+                f"computed: it got 0, as later such reads of this test did",
+                always=True,
+            )
+
+    def _read(self, read: Callable[..., Any], tensor: torch.Tensor, name: str) -> Any:
+        here = self.here
+        before = here.unknown
+        here.expected += 1
+        try:
+            value = read(tensor)
+        finally:
+            here.expected -= 1
+        if here.unknown == before:
+            return value
+        if sys._getframe(2).f_globals.get("__name__") == _SCALER:
+            self.made_up = True
+            self._notes.note(FINITE)
+            return value
+        value = self.neutral(tensor, value, name)
+        return NeutralFloat(value) if isinstance(value, float) and name == "item()" else value
+
+    def _number(self, name: str) -> Callable[[torch.Tensor], Any]:
+        read = base(name)
+        shown = f"{name.strip('_')}()"
+        return lambda tensor: self._read(read, tensor, shown)
+
+    def _condition(self, tensor: torch.Tensor) -> _Truth:
+        before = self.here.unknown
+        with self.expected():
+            answer = _bool(tensor)
+        if self.here.unknown == before:
+            return _Truth(answer)
+        self.made_up = True
+        asking = sys._getframe(2)
+        granted = taken_for_granted(asking)
+        if granted is None:
+            module = str(asking.f_globals.get("__name__", ""))
+            self.refuse(f"bool() in {module}" if module.startswith("torch.") else "bool()")
+        assert granted is not None
+        self._notes.note(granted[1])
+        return granted[0]
+
+    def _list(self, tensor: torch.Tensor) -> Any:
+        before = self.here.unknown
+        with self.expected():
+            found = _tolist(tensor)
+        if self.here.unknown == before and not self._is_lost(tensor):
+            return found
+        return _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
+
+    def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        return self._none("numpy()") if self._is_lost(tensor) else _numpy(tensor, **kwargs)
+
+    def _array(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._none("numpy()") if self._is_lost(tensor) else _array(tensor, *args, **kwargs)
+
+    def _is_lost(self, tensor: torch.Tensor) -> _Truth:
+        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        return self._storages.is_on_host(tensor)
+
+    def _has_integers(self, tensor: torch.Tensor) -> _Truth:
+        dtype = tensor.dtype
+        if self._everything or dtype is torch.bool or dtype.is_floating_point or dtype.is_complex:
+            return False
+        self.made_up = True
+        self._note_first("tolist()")
+        return tensor.dim() > 0
+
+    def _none(self, read: str) -> Any:
+        self.made_up = True
+        self.refuse(read)
+
+    def _interrupt(self, sentence: str) -> type[BaseException]:
+        """Return an error for this thread, to be raised as soon as it is back in Python."""
+        self.decided = self.decided or sentence
+        kind = type("UnknownValueError", (_Unknown,), {"sentence": sentence})
+        self._interrupted[threading.get_ident()] = kind
+        return kind
+
+    def _take_back(self) -> None:
+        """Let no thread be interrupted any more that has not come back to Python."""
+        while self._interrupted:
+            thread, _ = self._interrupted.popitem()
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+
+def _neutral(shape: tuple[int, ...]) -> list[Any]:
+    if len(shape) == 1:
+        return [NeutralInt() for _ in range(shape[0])]
+    return [_neutral(shape[1:]) for _ in range(shape[0])]

@@ -1,0 +1,46 @@
+"""Sparse tensors, whose elements values count.
+
+Source, torch 2.6 to 2.15: aten/src/ATen/native/sparse/cuda/SparseCUDATensor.cu
+(_coalesce_sparse_cuda reads how many indices differ), native/TensorConversions.cpp (dense_to_sparse
+takes ``nonzero``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pytest_gpumem.simulated.machine.values.known import Values
+
+Parts = tuple[torch.Tensor, "torch.Tensor | None"]
+"""Indices, and values where they are known, on the CPU."""
+
+Computed = Callable[[Values, tuple[Any, ...]], "Parts | None"]
+"""What an operator makes of its arguments; ``None`` where what decides is not known."""
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse tensor."""
+    return torch.ops.aten._indices(tensor), torch.ops.aten._values(tensor)
+
+
+def _coalesced(values: Values, args: tuple[Any, ...]) -> Parts | None:
+    indices, elements = map(values.known, parts_of(args[0]))
+    if indices is None:
+        return None
+    ones = torch.ones(indices.shape[1], device="cpu") if elements is None else elements
+    made = torch.sparse_coo_tensor(indices, ones, args[0].shape, is_coalesced=False).coalesce()
+    return made.indices(), None if elements is None else made.values()
+
+
+def _of_dense(values: Values, args: tuple[Any, ...]) -> Parts | None:
+    known = values.known(args[0])
+    if known is None:
+        return None
+    made = torch.ops.aten._to_sparse(known, *args[1:])
+    return None if made.layout is not torch.sparse_coo else parts_of(made)
+
+
+BY_NAME: dict[str, Computed] = {"aten::_coalesce": _coalesced, "aten::_to_sparse": _of_dense}
