@@ -1,4 +1,4 @@
-"""``gpumem lines TARGET``: memory by source line."""
+"""``gpumem predict TARGET --by line``: memory by source line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.sizes import format_size
 
@@ -23,9 +23,9 @@ PROCESS = 20
 """And those of what the process holds, which a narrow terminal does without."""
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the function; raises ``ValueError`` for bad input."""
-    found = lines_of_target(arguments.target, arguments.function, arguments.gpu)
+    found = lines_of_target(arguments.target, arguments.function, gpu)
     return Answer(text_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
@@ -112,31 +112,13 @@ def _group(group: Group) -> str:
     return " ".join(word for word in words if word)
 
 
-COMMAND = Command(
-    description="Run TARGET on a simulated GPU and print for each line of it, and of the "
-    "functions given with --function, the memory before and after it, its peak, what the "
-    "process holds of the device then, and the tensors that it added and removed.",
-    run=run,
-    arguments=(
-        argument(
-            "target",
-            metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments",
-        ),
-        argument(
-            "--function",
-            metavar="NAME",
-            action="append",
-            default=[],
-            help="follow this function, too: module:function or path.py:Class.method",
-        ),
-        argument(
-            "--gpu",
-            metavar="MODEL",
-            default="A100-40GB",
-            help="model of the catalogue (default: A100-40GB), or cuda for a device of this "
-            "machine",
-        ),
+ARGUMENTS = (
+    argument(
+        "--function",
+        group="--by line",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="follow this function, too: module:function or path.py:Class.method",
     ),
-    examples=("gpumem lines train.py:step --function train.py:Net.forward",),
 )

@@ -1,4 +1,4 @@
-"""``gpumem layers TARGET``: a model layer by layer."""
+"""``gpumem predict TARGET --by layer``: a model layer by layer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.report.text import wrap
@@ -41,16 +41,16 @@ _TEXTS = 4
 """Columns of text; the others are numbers."""
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the model; raises ``ValueError`` for bad input."""
     if arguments.csv and arguments.json:
         raise ValueError("--csv and --json are two forms of the same; give one of them")
-    found = layers_of_target(arguments.target, arguments.gpu, arguments.input)
+    found = layers_of_target(arguments.target, gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     return Answer(
         _csv_lines(shown)
         if arguments.csv
-        else lines(arguments.target, shown, terminal_width(), gpu=arguments.gpu),
+        else lines(arguments.target, shown, terminal_width(), gpu=gpu),
         lambda: [layer.to_dict() for layer in shown],
     )
 
@@ -178,42 +178,28 @@ def _count(flops: int) -> str:
     return f"{amount:,.0f} {unit}" if not unit else f"{amount:,.2f} {unit}"
 
 
-COMMAND = Command(
-    description="Run the first model that TARGET calls on a simulated GPU, with and without "
-    "gradients, and print for each module: shapes, parameters, FLOPs of the forward pass, the "
-    "memory that it keeps (for backward, and its output) and its peak.",
-    run=run,
-    arguments=(
-        argument(
-            "target",
-            metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments and calls a "
-            "model, or "
-            "returns a model and its inputs",
-        ),
-        argument(
-            "--gpu",
-            metavar="MODEL",
-            default="A100-40GB",
-            help="model of the catalogue (default: A100-40GB)",
-        ),
-        argument(
-            "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
-        ),
-        argument(
-            "--input",
-            metavar="SHAPE",
-            type=_shape,
-            action="append",
-            default=[],
-            help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once "
-            "for "
-            "each input, of float32",
-        ),
-        argument("--csv", action="store_true", help="print comma-separated values, in bytes"),
+ARGUMENTS = (
+    argument(
+        "--depth",
+        group="--by layer",
+        metavar="N",
+        type=int,
+        help="modules within modules to show (default: all)",
     ),
-    examples=(
-        "gpumem layers train.py:model --depth 2",
-        "gpumem layers torchvision.models:resnet50 --input 1x3x224x224",
+    argument(
+        "--input",
+        group="--by layer",
+        metavar="SHAPE",
+        type=_shape,
+        action="append",
+        default=[],
+        help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
+        "each input, of float32",
+    ),
+    argument(
+        "--csv",
+        group="--by layer",
+        action="store_true",
+        help="print comma-separated values, in bytes",
     ),
 )
