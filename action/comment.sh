@@ -28,7 +28,7 @@ if [ -f "$base/gpumem.json" ]; then
 fi
 name="$GPUMEM_NAME"
 [ "$name" = gpumem ] && name=""
-gpumem markdown "$GPUMEM_REPORT" ${against[@]+"${against[@]}"} --name "$name" --output "$comment"
+gpumem report "$GPUMEM_REPORT" --to markdown ${against[@]+"${against[@]}"} --name "$name" --output "$comment"
 
 read -r marker <"$comment"
 mine="[.comments[] | select(.viewerDidAuthor and (.body | startswith(\"$marker\")))][0].url // \"\""

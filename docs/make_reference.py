@@ -162,7 +162,7 @@ def _commands() -> Iterator[str]:
     (found,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
     yield "Exit codes: 0 where all is well, 1 for a regression or a disagreement, 2 for input that"
     yield "cannot be used, with one sentence that says why."
-    for name, one in found.choices.items():
+    for name, one in _leaves(found):
         yield ""
         yield f"## gpumem {name}"
         yield ""
@@ -178,6 +178,18 @@ def _commands() -> Iterator[str]:
                 if not isinstance(action, argparse._HelpAction)
             ],
         )
+
+
+def _leaves(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], prefix: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield every subcommand; one that has subcommands of its own stands for them."""
+    for name, parser in sorted(commands.choices.items()):
+        own = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        if own:
+            yield from _leaves(own[0], f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", parser
 
 
 def _help(action: argparse.Action) -> str:

@@ -13,41 +13,35 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 from pytest_gpumem.cli.columns import say
-from pytest_gpumem.cli.command import Answer, Command, ExamplesBelow, example_lines
+from pytest_gpumem.cli.command import Answer, Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
 from pytest_gpumem.simulated.common.errors import how_to_paste
 
-COMMANDS = {
-    "bisect": "the commit that made a test's memory grow, by simulated runs",
-    "compare": "compare two reports or baselines folders; exit code 1 on a regression",
-    "completion": "what lets a shell complete these commands by the tab key",
-    "env": "what a number depends on here: to be pasted where one is reported",
-    "gpus": "the GPUs of this host: who holds what, and who waits",
-    "history": "how peaks went over reports or commits; exit code 1 on a slow creep",
-    "html": "turn a JSON report into a page to look at",
-    "layers": "print a model layer by layer: shapes, parameters, memory, FLOPs",
-    "lines": "print what each source line allocated and freed",
-    "markdown": "a JSON report as the comment for a pull request",
-    "move": "let stored baselines follow a test that was moved or renamed",
-    "plan": "say which GPU each test needs, how many machines, and what they cost",
-    "plot": "draw a picture of a JSON report, or of how peaks went",
-    "predict": "say what a function or test would need on models of GPU",
-    "replay": "replay a torch memory snapshot; with other allocator settings, or on another GPU",
-    "run": "run a script for some steps: what it takes of a GPU, and whether it fits",
-    "watch": "a live view of the GPUs of this host and of the tests that pytest runs",
+GROUPS: dict[str, dict[str, str]] = {
+    "what does code take, and does it fit?": {
+        "run": "a script, as it is, for some steps",
+        "predict": "a function or test, on models of GPU: by phase, line or layer",
+        "replay": "a memory snapshot of torch: on another GPU, with other settings",
+        "plan": "which GPU each test needs, how many machines, and what they cost",
+    },
+    "what grew, and why?": {
+        "compare": "two reports or baselines folders",
+        "history": "peaks over reports or commits: steps, and what crept in",
+        "bisect": "the commit that made a test grow",
+        "report": "a JSON report as a page, a comment or a picture",
+    },
+    "what is stored, and what is there?": {
+        "baselines": "list, show, move or prune what is stored of tests",
+        "devices": "the models of GPU that need no GPU",
+        "gpus": "the GPUs of this host: who holds what, and who waits",
+        "env": "what numbers depend on here, to be pasted into a report of one",
+        "completion": "what lets a shell complete these commands by the tab key",
+    },
 }
-"""The subcommands: each is the ``COMMAND`` of the module of its name."""
+"""The subcommands by what one wants to know: each is the ``COMMAND`` of the module of its name."""
 
-EXAMPLES = (
-    "gpumem run --gpu T4 train.py --batch-size 32            what do its first steps take?",
-    "gpumem predict train.py:step --gpu T4 --gpu A100-40GB   does it fit, without a GPU?",
-    "gpumem compare main.json change.json                    what grew, and by how much?",
-    "gpumem html report.json                                 a page to look at",
-    "gpumem replay snapshot.pickle --gpu L4                  would that run fit on another GPU?",
-    "gpumem history reports/                                 what crept in over time?",
-    'gpumem bisect "tests/test_a.py::test_b" --good v1.0     which commit was it?',
-)
+COMMANDS = {name: purpose for group in GROUPS.values() for name, purpose in group.items()}
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -108,33 +102,43 @@ def parser_of(names: Collection[str]) -> argparse.ArgumentParser:
     """Return the parser of ``gpumem``; the subcommands ``names`` are imported for it."""
     parser = _Parser(
         prog="gpumem",
-        description="What tests and training runs take of a GPU: measured, simulated, recorded. "
-        "Exit codes: 0 fine, 1 a regression, or what does not fit, 2 what cannot be read or done.",
-        epilog=example_lines(
-            (
-                *EXAMPLES,
-                "gpumem COMMAND --help                                   more of one command",
-            )
-        ),
+        usage="gpumem COMMAND ...   (COMMAND --help: its options, with examples)",
+        description=_overview(),
         formatter_class=ExamplesBelow,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     parser.add_argument("--version", action=_ShowVersion)
     commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, parser_class=_Parser
+        metavar="COMMAND",
+        prog="gpumem",
+        required=True,
+        parser_class=_Parser,
+        help=argparse.SUPPRESS,
     )
-    for name, purpose in COMMANDS.items():
-        own = commands.add_parser(name, help=purpose)
+    for name in COMMANDS:
+        own = commands.add_parser(name)
         if name in names:
-            command: Command = import_module(f"{__name__}.{name}").COMMAND
+            command: Command | Commands = import_module(f"{__name__}.{name}").COMMAND
             command.add_to(own, name)
     return parser
+
+
+def _overview() -> str:
+    """Return every command under its question: one screen of 80 columns and 24 lines."""
+    lines = ["Memory that tests and training runs take of a GPU: measured or simulated."]
+    for question, commands in GROUPS.items():
+        lines += ["", question] if len(lines) == 1 else [question]
+        lines += [f"    {name:<12}{purpose}" for name, purpose in commands.items()]
+    lines += ["", "exit code: 0 fine, 1 a regression or what does not fit, 2 bad input"]
+    return "\n".join(lines)
 
 
 class _ShowVersion(argparse.Action):
     """Prints the installed version, which takes a while to find."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="print the version, and end")
+        super().__init__(option_strings, dest, nargs=0, help=argparse.SUPPRESS)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import table, terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, Argument, Command, argument
 from pytest_gpumem.report.past import Past, past_of_git, past_of_reports
 from pytest_gpumem.report.trend import BARS, PLAIN_BARS, SMALL, Trend, sparkline
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
@@ -133,15 +133,25 @@ def _tolerance(option: str, text: str) -> Tolerance:
         raise ValueError(f"{option}: {error}") from None
 
 
-PAST_IN_GIT = (
-    argument(
-        "--git",
-        metavar="RANGE",
-        help="the baselines that a range of commits stored: v1.0..HEAD",
-    ),
-    argument("--baselines", metavar="DIR", type=Path, default=Path("baselines"), help="for --git"),
-)
-"""Of every command that reads what commits stored."""
+def past_in_git(group: str = "") -> tuple[Argument, ...]:
+    """Return the arguments of every command that reads what commits stored."""
+    return (
+        argument(
+            "--git",
+            group=group,
+            metavar="RANGE",
+            help="the baselines that a range of commits stored: v1.0..HEAD",
+        ),
+        argument(
+            "--baselines",
+            group=group,
+            metavar="DIR",
+            type=Path,
+            default=Path("baselines"),
+            help="for --git",
+        ),
+    )
+
 
 COMMAND = Command(
     description="Show each test's peaks as a trend, the steps in it with the commit that "
@@ -156,7 +166,7 @@ COMMAND = Command(
             type=Path,
             help="JSON reports, the oldest first, or folders of them, by their names",
         ),
-        *PAST_IN_GIT,
+        *past_in_git(),
         argument(
             "--max-creep",
             metavar="TOLERANCE",

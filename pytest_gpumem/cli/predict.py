@@ -1,4 +1,4 @@
-"""``gpumem predict TARGET --gpu MODEL``: what it would need, and whether it fits."""
+"""``gpumem predict TARGET``: what it would need, whether it fits; also by line and by layer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli import fit
+from pytest_gpumem.cli import by_layer, by_line, fit
 from pytest_gpumem.cli.columns import terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
 from pytest_gpumem.cli.device import (
     CUDA,
     DRY,
@@ -17,11 +17,13 @@ from pytest_gpumem.cli.device import (
     DeviceOption,
     answer_on_dry,
     device_argument,
+    run_on_dry,
 )
 from pytest_gpumem.cli.fit import RULES, lines
 from pytest_gpumem.cli.target import FunctionTarget, find_target, test_target
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import parse_keyword
+from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 
 if TYPE_CHECKING:
@@ -29,13 +31,17 @@ if TYPE_CHECKING:
     from pytest_gpumem.prediction.predicted import Prediction
 
 DOES_NOT_FIT = 1
+LINE, LAYER = "line", "layer"
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def run(arguments: argparse.Namespace) -> Answer | int:
     """Predict; raises ``ValueError`` for bad input."""
     from pytest_gpumem.simulated.gpu.catalogue import GPUS
 
+    refuse_others(arguments, f"--by {arguments.by}" if arguments.by else "no --by", _GROUPS)
     device: DeviceOption = arguments.device
+    if arguments.by is not None:
+        return _by_part(arguments, device)
     gpus = device.models(arguments.gpu, list(GPUS))
     if device.kind != SIM:
         return _measured(arguments, device.kind, gpus)
@@ -43,6 +49,17 @@ def run(arguments: argparse.Namespace) -> Answer:
     if arguments.compile:
         return _eager_beside_compiled(asked)
     return _answer(arguments.target, predictions_of(*asked))
+
+
+def _by_part(arguments: argparse.Namespace, device: DeviceOption) -> Answer | int:
+    """Show the memory of lines or layers, on one GPU."""
+    gpus = device.models(arguments.gpu, [DEFAULT_GPU])
+    if len(gpus) > 1:
+        raise ValueError(f"--by {arguments.by} looks at one GPU, not at {len(gpus)}; give one")
+    if device.kind == DRY:
+        return run_on_dry(arguments, gpus[0])
+    show = by_line.run if arguments.by == LINE else by_layer.run
+    return show(arguments, CUDA if device.kind == CUDA else gpus[0])
 
 
 def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) -> Answer:
@@ -167,42 +184,65 @@ def _ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
+WHOLE = (
+    argument(
+        "--ranks",
+        metavar="N[,N...]",
+        type=_ranks,
+        help="run the function as one of so many ranks, the one that takes most; several "
+        "numbers are run one after the other",
+    ),
+    argument(
+        "--compile",
+        action="store_true",
+        help="show eager code beside compiled code and what torch.compile saves, by phase and "
+        "line; modules are compiled where TARGET compiles nothing itself",
+    ),
+)
+"""Of a prediction that is not by line or layer."""
+
+_GROUPS = {
+    "no --by": WHOLE,
+    f"--by {LINE}": by_line.ARGUMENTS,
+    f"--by {LAYER}": by_layer.ARGUMENTS,
+}
+
 COMMAND = Command(
     description="Run TARGET on simulated GPUs and print its peak memory by phase, and whether "
-    "it fits. No GPU is needed. Exit code 1 where it does not fit one of them.",
+    "it fits. No GPU is needed. Exit code 1 where it does not fit one of them. With --by line, "
+    "print for each line of TARGET the memory before and after it, its peak, and the tensors that "
+    "it added and removed; with --by layer, for each module of the first model that TARGET calls, "
+    "shapes, parameters, FLOPs, and the memory that it keeps and its peak, with and without "
+    "gradients.",
     run=run,
     arguments=(
         argument(
             "target",
             metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments, or a test id",
+            help="module:function or path.py:function that takes no arguments, or a test id; "
+            "--by layer: one that calls a model, or returns a model and its inputs",
         ),
         argument(
             "--gpu",
             metavar="MODEL",
             action="append",
             help="model of the catalogue, like A100-40GB; may be given several times (default: "
-            "all)",
+            f"all; {DEFAULT_GPU} with --by)",
         ),
         device_argument(),
         argument(
-            "--ranks",
-            metavar="N[,N...]",
-            type=_ranks,
-            help="run the function as one of so many ranks, the one that takes most; several "
-            "numbers are run one after the other",
+            "--by", choices=(LINE, LAYER), help="show memory by source line, or layer by layer"
         ),
-        argument(
-            "--compile",
-            action="store_true",
-            help="show eager code beside compiled code and what torch.compile saves, by phase and "
-            "line; modules are compiled where TARGET compiles nothing itself",
-        ),
+        *WHOLE,
+        *by_line.ARGUMENTS,
+        *by_layer.ARGUMENTS,
     ),
     examples=(
         "gpumem predict train.py:step --gpu T4 --gpu A100-40GB",
         'gpumem predict "tests/test_model.py::test_step" --gpu "A100-80GB*2"',
         "gpumem predict train.py:step --gpu H100 --ranks 8,64",
         "gpumem predict train.py:step --gpu H100 --compile",
+        "gpumem predict train.py:step --by line --function train.py:Net.forward",
+        "gpumem predict torchvision.models:resnet50 --by layer --input 1x3x224x224",
     ),
 )

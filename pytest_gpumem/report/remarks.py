@@ -84,7 +84,7 @@ def missing_lines(missing: Missing, command: Command, *, most: int, width: int) 
     moves = list(dict.fromkeys(_moves(unused)))
     for old, new in moves[:most]:
         folder = "" if missing.folder == "baselines" else f" --baselines {_word(missing.folder)}"
-        line = f"gpumem move{folder} {quoted_for_shell(old)} {quoted_for_shell(new)}"
+        line = f"gpumem baselines move{folder} {quoted_for_shell(old)} {quoted_for_shell(new)}"
         yield Line((Span("  move it: "), Span(line, "cyan")))
     drop = "drop it" if len(unused) == 1 else "drop them all"
     yield Line((Span(f"  {drop}: "), Span(command.again(PRUNE), "cyan")))

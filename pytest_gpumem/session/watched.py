@@ -1,4 +1,4 @@
-"""Tells ``gpumem watch`` of this process's tests, while it watches."""
+"""Tells ``gpumem gpus --watch`` of this process's tests, while it watches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs of pytest let ``gpumem watch`` see: the test that each runs, and what the last took.
+"""What ``gpumem gpus --watch`` sees of runs of pytest: each one's test, and what the last took.
 
 A run says so only while somebody watches, which costs it one look at a folder for each test.
 """

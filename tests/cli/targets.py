@@ -78,14 +78,16 @@ NET = dedent(
 class Command:
     """One subcommand of ``gpumem``, in a folder with ``net.py``."""
 
-    def __init__(self, name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self._name = name
+    def __init__(
+        self, name: str, folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+    ) -> None:
+        self._name, self._options = name, options
         self._capsys = capsys
         self.folder = folder
 
     def __call__(self, *arguments: str) -> tuple[int, list[str]]:
         """Run it; exit code and lines of output."""
-        code = main((self._name, *arguments))
+        code = main((self._name, *arguments, *self._options))
         written = self._capsys.readouterr()
         assert written.err == ""
         return code, written.out.splitlines()
@@ -96,15 +98,15 @@ class Command:
 
     def refusal(self, *arguments: str) -> str:
         """Run it and return the one sentence with which it refuses its input."""
-        assert main((self._name, *arguments)) == 2
+        assert main((self._name, *arguments, *self._options)) == 2
         written = self._capsys.readouterr()
         assert written.out == ""
         (sentence,) = written.err.splitlines()
         return sentence
 
 
-def command(name: str) -> Callable[..., Command]:
-    """Return a fixture whose value is the subcommand ``name``."""
+def command(name: str, *options: str) -> Callable[..., Command]:
+    """Return a fixture whose value is the subcommand ``name``, given these ``options``, too."""
 
     @pytest.fixture(name="gpumem")
     def fixture(
@@ -113,6 +115,6 @@ def command(name: str) -> Callable[..., Command]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / "net.py").write_text(NET)
-        return Command(name, tmp_path, capsys)
+        return Command(name, tmp_path, capsys, options)
 
     return fixture

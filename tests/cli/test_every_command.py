@@ -83,14 +83,17 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 READERS = (
     ("compare", "FILE", "good.json"),
     ("compare", "good.json", "FILE"),
-    ("html", "FILE"),
-    ("markdown", "FILE"),
-    ("markdown", "good.json", "--against", "FILE"),
-    ("plot", "FILE", "-o", "x.png"),
+    ("report", "FILE"),
+    ("report", "FILE", "--to", "markdown"),
+    ("report", "good.json", "--to", "markdown", "--against", "FILE"),
+    ("report", "FILE", "--to", "png"),
     ("history", "FILE"),
     ("history", "good.json", "FILE"),
     ("history", "--git", "HEAD", "--baselines", "FILE"),
-    ("move", "a.py::b", "a.py::c", "--baselines", "FILE"),
+    ("baselines", "list", "--baselines", "FILE"),
+    ("baselines", "show", "a.py::b", "--baselines", "FILE"),
+    ("baselines", "move", "a.py::b", "a.py::c", "--baselines", "FILE"),
+    ("baselines", "prune", "--baselines", "FILE"),
     ("plan", "--runner", "T4:1", "good.json", "--durations", "FILE"),
     ("replay", "FILE"),
 )
@@ -106,8 +109,8 @@ def test_a_wrong_file_is_one_sentence(
 
 
 WRITERS = (
-    ("html", "good.json", "-o", "FILE"),
-    ("markdown", "good.json", "-o", "FILE"),
+    ("report", "good.json", "--to", "html", "-o", "FILE"),
+    ("report", "good.json", "--to", "markdown", "-o", "FILE"),
     ("plan", "--runner", "T4:1", "good.json", "--output", "FILE"),
 )
 
@@ -129,10 +132,9 @@ TAKERS = (
     ("replay", "half.pickle", "--torch"),
     ("plan", "good.json", "--runner", "T4:1", "--minutes"),
     ("plan", "good.json", "--runner", "T4:1", "--startup"),
-    ("layers", "net.py:step", "--depth"),
-    ("layers", "net.py:step", "--input"),
+    ("predict", "net.py:step", "--by=layer", "--depth"),
+    ("predict", "net.py:step", "--by=layer", "--input"),
     ("gpus", "--watch"),
-    ("watch", "--every"),
     ("bisect", "test_a.py", "--good", "HEAD", "--tolerance"),
 )
 
@@ -152,6 +154,33 @@ def test_an_unknown_gpu_is_one_sentence(gpu: str, place: Path, refusal: Refusal)
     refusal("plan", "good.json", f"--runner={gpu}:1:1")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "report good.json --against good.json",
+            "--against goes with --to markdown, not with --to",
+        ),
+        ("report good.json --to png --name x", "--name goes with --to markdown, not with --to png"),
+        ("report good.json --to markdown --kind phases", "--kind goes with --to png, not with"),
+        ("report good.json --to png -o x.svg", "--output x.svg does not end in .png, as --to says"),
+        ("report", "name the report that --gpumem-report json:PATH wrote"),
+        ("predict net.py:step --depth 2", "--depth goes with --by layer, not with no --by"),
+        ("predict net.py:step --by line --csv", "--csv goes with --by layer, not with --by line"),
+        (
+            "predict net.py:step --by layer --ranks 8",
+            "--ranks goes with no --by, not with --by lay",
+        ),
+        ("predict net.py:step --by line --gpu T4 --gpu L4", "--by line looks at one GPU, not at 2"),
+        ("gpus --once", "--once goes with --watch; without it there is one look already"),
+    ],
+)
+def test_an_option_of_another_form_is_refused(
+    arguments: str, sentence: str, place: Path, refusal: Refusal
+) -> None:
+    assert refusal(*arguments.split()).startswith(f"gpumem: {sentence}")
+
+
 def test_arguments_that_do_not_exist_are_one_sentence(place: Path, refusal: Refusal) -> None:
     for name in COMMANDS:
         assert refusal(name, "--nope", "--json=1").startswith("gpumem: ")
@@ -166,21 +195,21 @@ def test_help_has_an_example_and_json(name: str, capsys: pytest.CaptureFixture[s
         main([name, "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert "--json" in text
+    assert name == "baselines" or "--json" in text
     assert f"examples:\n  {'eval' if name == 'completion' else f'gpumem {name}'}" in text
     assert "%%" not in text
 
 
-def test_the_help_of_all_shows_what_each_is_for_by_example(
+def test_the_help_of_all_is_a_screen_of_commands_by_what_one_wants_to_know(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    text = capsys.readouterr().out
-    assert all(f"\n    {name}" in text for name in COMMANDS)
-    examples = text.partition("examples:\n")[2].splitlines()
-    assert len(examples) >= 6
-    assert all(line.startswith("  gpumem ") for line in examples)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.startswith(f"    {name} ") for line in lines) for name in COMMANDS)
+    assert sum(line.endswith("?") for line in lines) == 3
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -189,18 +218,19 @@ def test_the_help_of_all_shows_what_each_is_for_by_example(
         (["compare", "good.json", "good.json"], {"a", "b", "tests"}),
         (["gpus"], {"devices", "nvml"}),
         (["history", "good.json"], {"tests", "notes"}),
-        (["html", "good.json"], {"output", "tests", "bytes"}),
-        (["markdown", "good.json"], {"output", "markdown"}),
+        (["report", "good.json"], {"output", "tests", "bytes"}),
+        (["report", "good.json", "--to", "markdown"], {"output", "markdown"}),
+        (["devices"], {"default", "models"}),
         (["plan", "good.json", "--runner", "T4:1"], {"runners", "tests", "machines", "cost"}),
-        (["plot", "good.json", "-o", "x.svg"], {"output", "kind", "tests"}),
-        (["watch", "--once", "--every", "0.01"], {"devices", "nvml", "runs"}),
+        (["report", "good.json", "--to", "svg"], {"output", "kind", "tests"}),
+        (["gpus", "--watch", "0.01", "--once"], {"devices", "nvml", "runs"}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_json_is_all_that_is_printed(
     arguments: list[str], keys: set[str], place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "plot" in arguments:
+    if "svg" in arguments:
         pytest.importorskip("matplotlib")
     assert main([*arguments, "--json"]) == 0
     out, err = capsys.readouterr()
@@ -313,7 +343,7 @@ def test_bash_is_told_subcommands_and_their_options(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
     assert _completions("gpumem comp", tmp_path) == ["compare", "completion"]
     assert _completions("gpumem compare --ac", tmp_path) == ["--across-environments "]
-    assert _completions("gpumem plot r.json --kind h", tmp_path) == ["history "]
+    assert _completions("gpumem report r.json --kind h", tmp_path) == ["history "]
 
 
 def _completions(line: str, folder: Path) -> list[str]:

@@ -409,7 +409,7 @@ def test_a_damaged_baseline(refusal: Refusal, tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         ([], "gpumem: the following arguments are required: COMMAND; see gpumem --help"),
-        (["fly"], "gpumem: 'fly' is no command: there are bisect, compare, "),
+        (["fly"], "gpumem: 'fly' is no command: there are run, predict, "),
         (["comapre"], "gpumem: 'comapre' is no command: did you mean compare?; see gpumem --"),
         (["compare", "a"], "gpumem: the following arguments are required: B; see gpumem compare"),
         (["compare", "a", "b", "--no"], "gpumem: unrecognized arguments: --no; see gpumem --help"),
@@ -423,7 +423,7 @@ def test_help_names_the_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0
-    assert "compare two reports or baselines folders" in capsys.readouterr().out
+    assert "compare     two reports or baselines folders" in capsys.readouterr().out
 
 
 def test_the_command_imports_neither_torch_nor_nvml(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ MODULE = dedent(
         ("run", ("told.py", "--gpu", "T4")),
         ("predict", ("told.py:step", "--gpu", "T4")),
         ("predict", ("told.py::test_step", "--gpu", "T4")),
-        ("layers", ("told.py:model", "--gpu", "T4", "--input", "2x128")),
-        ("lines", ("told.py:step", "--gpu", "T4")),
+        ("predict", ("told.py:model", "--by", "layer", "--gpu", "T4", "--input", "2x128")),
+        ("predict", ("told.py:step", "--by", "line", "--gpu", "T4")),
     ],
 )
 def test_a_refusal_ends_with_what_to_paste(

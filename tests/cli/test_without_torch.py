@@ -22,20 +22,22 @@ sys.meta_path.insert(0, Absent())
 
 
 @pytest.mark.parametrize(
-    ("command", "target"),
+    "command",
     [
-        *((command, "net.py:train") for command in ("predict", "layers", "lines")),
+        ("predict", "net.py:train"),
+        ("predict", "net.py:train", "--by", "layer"),
+        ("predict", "net.py:train", "--by", "line"),
         ("run", "net.py"),
     ],
 )
 def test_a_command_that_runs_code_says_that_torch_is_missing(
-    tmp_path: Path, command: str, target: str
+    tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(ABSENT)
     (tmp_path / "net.py").write_text("def train(): ...")
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest_gpumem.cli", command, target],
+        [sys.executable, "-m", "pytest_gpumem.cli", *command],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,

@@ -44,7 +44,8 @@ def test_a_renamed_test_is_recognised_and_its_baseline_moved(
     assert lines[start + 1 : start + 4] == [
         "  test_sizes.py::test_large: probably test_sizes.py::test_very_large now, that measures "
         "the same",
-        '  move it: gpumem move "test_sizes.py::test_large" "test_sizes.py::test_very_large"',
+        '  move it: gpumem baselines move "test_sizes.py::test_large" '
+        '"test_sizes.py::test_very_large"',
         "  drop it: pytest --gpumem-device=sim:T4 --gpumem-prune-baselines",
     ]
     _, _, command = lines[start + 2].partition(": gpumem ")
@@ -101,9 +102,9 @@ def test_a_module_that_moved_is_moved_as_a_whole(
     result = project.run()
 
     moves = [line for line in result.outlines if line.startswith("  move it: ")]
-    assert moves == ['  move it: gpumem move "test_sizes.py" "unit/test_sizes.py"']
+    assert moves == ['  move it: gpumem baselines move "test_sizes.py" "unit/test_sizes.py"']
     monkeypatch.chdir(project.path)
-    assert main(["move", "test_sizes.py", "unit/test_sizes.py"]) == 0
+    assert main(["baselines", "move", "test_sizes.py", "unit/test_sizes.py"]) == 0
     assert stored(project) == {
         "unit/test_sizes.py::test_small": 512,
         "unit/test_sizes.py::test_large": 4096,
@@ -132,7 +133,7 @@ def test_what_cannot_be_moved_is_one_sentence(
     monkeypatch.chdir(project.path)
     capsys.readouterr()
 
-    assert main(["move", *arguments]) == 2
+    assert main(["baselines", "move", *arguments]) == 2
 
     assert sentence in capsys.readouterr().err
     assert stored(project) == before

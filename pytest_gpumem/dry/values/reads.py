@@ -134,7 +134,9 @@ class Reads:
             return None
         self.made_up = True
         if size > MOST_DECIDED_BY or self._followed:
-            self._note_first("torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host")
+            self._note_first(
+                "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
+            )
             return None
         return self._interrupt(self.refusal(f"a read in torch's own code at {user_line()}"))
 
@@ -149,7 +151,9 @@ class Reads:
         depends = f"{read} depends on a value of a CUDA tensor"
         uncomputed = self._uncomputed()
         if uncomputed is not None:
-            return f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
+            return (
+                f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
+            )
         if self._everything:
             return f"{depends} that is not known: nothing has written it"
         return (
@@ -221,7 +225,9 @@ class Reads:
             found = _tolist(tensor)
         if self.here.unknown == before and not self._is_lost(tensor):
             return found
-        return _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
+        return (
+            _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
+        )
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self._none("numpy()") if self._is_lost(tensor) else _numpy(tensor, **kwargs)

@@ -1,4 +1,4 @@
-"""The HTML report, ``--gpumem-report html:PATH`` and ``gpumem html``: one file, opened offline."""
+"""The HTML report, ``--gpumem-report html:PATH`` and ``gpumem report``: one offline file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpumem html REPORT``: a JSON report as a page that a browser opens, without a network."""
+"""``gpumem report --to html``: a JSON report as a page that a browser opens, without a network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.report.record import TestRecord
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def write(arguments: argparse.Namespace) -> Answer:
     """Write the page; raises ``ValueError`` for bad input."""
     from pytest_gpumem.report.html import write_html
     from pytest_gpumem.report.json_report import read_report, read_usage
 
+    if not arguments.reports:
+        raise ValueError("name the report that --gpumem-report json:PATH wrote")
     *earlier, report = arguments.reports
     records = read_report(report)
     path: Path = arguments.output or report.with_suffix(".html")
@@ -49,37 +51,14 @@ def _past(paths: Sequence[Path], report: Path, records: Sequence[TestRecord]) ->
     return past
 
 
-COMMAND = Command(
-    description="Write the page that --gpumem-report html:PATH writes, of a report of an "
-    "earlier run. It is one file that asks the network for nothing.",
-    run=run,
-    arguments=(
-        argument(
-            "reports",
-            metavar="REPORT",
-            nargs="+",
-            type=Path,
-            help="what --gpumem-report json:PATH wrote; of several the last is shown, and those "
-            "before it, the oldest first, are its history",
-        ),
-        argument(
-            "--history",
-            metavar="PATH",
-            action="append",
-            default=[],
-            type=Path,
-            help="an earlier report, or a folder of them, by their names; may be repeated",
-        ),
-        argument(
-            "-o",
-            "--output",
-            metavar="FILE",
-            type=Path,
-            help="the page (default: beside the report, with the suffix .html)",
-        ),
-    ),
-    examples=(
-        "gpumem html report.json -o memory.html",
-        "gpumem html report.json --history reports/",
+ARGUMENTS = (
+    argument(
+        "--history",
+        group="html",
+        metavar="PATH",
+        action="append",
+        default=[],
+        type=Path,
+        help="an earlier report, or a folder of them, by their names; may be repeated",
     ),
 )

@@ -1,4 +1,4 @@
-"""``gpumem lines TARGET``: memory by source line."""
+"""``gpumem predict TARGET --by line``: memory by source line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import UNLIMITED, terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
-from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument, run_on_dry
+from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
-from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
@@ -25,14 +23,9 @@ PROCESS = 20
 """And those of what the process holds, which a narrow terminal does without."""
 
 
-def run(arguments: argparse.Namespace) -> Answer | int:
+def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the function; raises ``ValueError`` for bad input."""
-    device: DeviceOption = arguments.device
-    (gpu,) = device.models(arguments.gpu and [arguments.gpu], [DEFAULT_GPU])
-    if device.kind == DRY:
-        return run_on_dry(arguments, gpu)
-    where = CUDA if device.kind == CUDA else gpu
-    found = lines_of_target(arguments.target, arguments.function, where)
+    found = lines_of_target(arguments.target, arguments.function, gpu)
     return Answer(text_lines(found, terminal_width()), lambda: [line.to_dict() for line in found])
 
 
@@ -119,31 +112,13 @@ def _group(group: Group) -> str:
     return " ".join(word for word in words if word)
 
 
-COMMAND = Command(
-    description="Run TARGET on a simulated GPU and print for each line of it, and of the "
-    "functions given with --function, the memory before and after it, its peak, what the "
-    "process holds of the device then, and the tensors that it added and removed.",
-    run=run,
-    arguments=(
-        argument(
-            "target",
-            metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments",
-        ),
-        argument(
-            "--function",
-            metavar="NAME",
-            action="append",
-            default=[],
-            help="follow this function, too: module:function or path.py:Class.method",
-        ),
-        argument(
-            "--gpu",
-            metavar="MODEL",
-            help=f"model of the catalogue (default: {DEFAULT_GPU}), or cuda for a device of this "
-            "machine",
-        ),
-        device_argument(),
+ARGUMENTS = (
+    argument(
+        "--function",
+        group="--by line",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="follow this function, too: module:function or path.py:Class.method",
     ),
-    examples=("gpumem lines train.py:step --function train.py:Net.forward",),
 )

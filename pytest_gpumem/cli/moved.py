@@ -1,4 +1,4 @@
-"""``gpumem move OLD NEW``: stored baselines follow a test that was moved or renamed."""
+"""``gpumem baselines move OLD NEW``: stored baselines follow a test that was moved or renamed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore, read_folder, split_nodeid
-from pytest_gpumem.cli.command import Answer, Command, argument
+from pytest_gpumem.cli.command import Answer
 from pytest_gpumem.echo import printable
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.environment import Environment
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def move(arguments: argparse.Namespace) -> Answer:
     """Move the entries; raises a ``ValueError`` with a sentence where there is nothing to move."""
     old, new = split_nodeid(arguments.old), split_nodeid(arguments.new)
     if bool(old[1]) != bool(new[1]):
@@ -29,15 +29,15 @@ def run(arguments: argparse.Namespace) -> Answer:
         raise ValueError(f"{printable(arguments.old)} is moved to itself; give another name")
     store = BaselineStore(folder)
     moves = [
-        move
+        found
         for module, content in read_folder(folder)
-        if module == old[0] and (move := _Move.of(store, content.environment, old, new)).names
+        if module == old[0] and (found := _Move.of(store, content.environment, old, new)).names
     ]
     if not moves:
         raise ValueError(f"{folder} holds nothing of {printable(arguments.old)}; check the name")
-    for move in moves:
-        move.carry_out(store)
-    moved = [one for move in moves for one in move.to_dicts()]
+    for found in moves:
+        found.carry_out(store)
+    moved = [one for found in moves for one in found.to_dicts()]
     return Answer(
         [f"{one['environment']}: {one['old']} -> {one['new']}" for one in moved],
         lambda: {"moved": moved},
@@ -96,22 +96,3 @@ class _Move:
     def _drop(self, entries: MutableMapping[str, BaselineEntry]) -> None:
         for test_id in self.names:
             del entries[test_id]
-
-
-COMMAND = Command(
-    description="Give what is stored of the test OLD to the test NEW, in every environment. "
-    "OLD and NEW are node ids, or both paths of test modules, relative to pytest's rootdir.",
-    run=run,
-    arguments=(
-        argument("old", metavar="OLD", help="the test or module as it was called"),
-        argument("new", metavar="NEW", help="as it is called now"),
-        argument(
-            "--baselines",
-            metavar="DIR",
-            type=Path,
-            default=Path("baselines"),
-            help="folder of the stored baselines (default: baselines)",
-        ),
-    ),
-    examples=('gpumem move "tests/test_a.py::test_old" "tests/test_b.py::test_new"',),
-)

@@ -1,4 +1,4 @@
-"""``gpumem plot REPORT``: a picture of what a run measured, for a paper or a pull request."""
+"""``gpumem report --to png``: a picture of what a run measured, for a paper or a pull request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.cli.command import Answer, Command, argument
-from pytest_gpumem.cli.history import PAST_IN_GIT, past_of
+from pytest_gpumem.cli.command import Answer, argument
+from pytest_gpumem.cli.history import past_in_git, past_of
 from pytest_gpumem.cli.history_figure import draw_history
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
@@ -55,12 +55,11 @@ HISTORY = "history"
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def run(arguments: argparse.Namespace) -> Answer:
+def draw(arguments: argparse.Namespace, suffix: str) -> Answer:
     """Draw the picture; raises ``ValueError`` for bad input."""
-    output: Path = arguments.output
-    if output.suffix.lower() not in FORMATS:
-        raise ValueError(f"--output: {output} ends in none of {', '.join(FORMATS)}")
-    tests = _plot_history(arguments) if arguments.kind == HISTORY else _plot_report(arguments)
+    output = _output(arguments, suffix)
+    plotted = _plot_history if arguments.kind == HISTORY else _plot_report
+    tests = plotted(arguments, output)
     shown = ", ".join(map(str, arguments.reports)) or arguments.git
     return Answer(
         [f"{output}: {arguments.kind} of {shown}"],
@@ -68,7 +67,17 @@ def run(arguments: argparse.Namespace) -> Answer:
     )
 
 
-def _plot_report(arguments: argparse.Namespace) -> list[str]:
+def _output(arguments: argparse.Namespace, suffix: str) -> Path:
+    output: Path | None = arguments.output
+    if output is None:
+        report: Path = arguments.reports[-1] if arguments.reports else Path(HISTORY)
+        return report.with_name(f"{report.stem}{suffix}")
+    if output.suffix.lower() != suffix:
+        raise ValueError(f"--output {output} does not end in {suffix}, as --to says")
+    return output
+
+
+def _plot_report(arguments: argparse.Namespace, output: Path) -> list[str]:
     """Draw one report; return the tests that are meant."""
     if arguments.git or len(arguments.reports) != 1:
         raise ValueError(
@@ -83,17 +92,17 @@ def _plot_report(arguments: argparse.Namespace) -> list[str]:
     if not records:
         raise ValueError(f"{report} holds no measured test{_wanted(arguments.test)}")
     kind = arguments.kind
-    drawn_to(arguments.output, lambda figure: KINDS[kind](figure, records))
+    drawn_to(output, lambda figure: KINDS[kind](figure, records))
     return [record.nodeid for record in records]
 
 
-def _plot_history(arguments: argparse.Namespace) -> list[str]:
+def _plot_history(arguments: argparse.Namespace, output: Path) -> list[str]:
     """Draw how peaks went; return the tests that are meant."""
     past = past_of(arguments)
     trends = [trend for trend in past.trends(SMALL) if arguments.test in trend.nodeid]
     if not trends:
         raise ValueError(f"no report holds a measured test{_wanted(arguments.test)}")
-    drawn_to(arguments.output, lambda figure: draw_history(figure, past, trends, SMALL))
+    drawn_to(output, lambda figure: draw_history(figure, past, trends, SMALL))
     return [trend.nodeid for trend in trends]
 
 
@@ -255,39 +264,20 @@ def _said(records: Sequence[TestRecord]) -> str:
     return f" [{', '.join(map(printable, gpus))}]"
 
 
-COMMAND = Command(
-    description="Draw what a run measured: a test's memory over time or by phase, or the peaks "
-    "of tests by category; or how peaks went over reports or commits. "
-    "Needs matplotlib: pip install 'pytest-gpumem[plot]'.",
-    run=run,
-    arguments=(
-        argument(
-            "reports",
-            metavar="REPORT",
-            nargs="*",
-            type=Path,
-            help="what --gpumem-report json:PATH wrote; for --kind history several, the oldest "
-            "first, or folders of them",
-        ),
-        argument("--kind", choices=[*KINDS, HISTORY], default="composition", help="what to draw"),
-        *PAST_IN_GIT,
-        argument(
-            "--test",
-            metavar="TEXT",
-            default="",
-            help="of tests whose ids contain this (default: all)",
-        ),
-        argument(
-            "-o",
-            "--output",
-            metavar="FILE",
-            type=Path,
-            required=True,
-            help="FILE.png, .svg or .pdf",
-        ),
+ARGUMENTS = (
+    argument(
+        "--kind",
+        group="png, svg, pdf",
+        choices=[*KINDS, HISTORY],
+        default="composition",
+        help="what to draw; history takes several reports, the oldest first, or folders of them",
     ),
-    examples=(
-        "gpumem plot report.json -o peaks.png",
-        "gpumem plot reports/ --kind history --test test_step -o trend.svg",
+    argument(
+        "--test",
+        group="png, svg, pdf",
+        metavar="TEXT",
+        default="",
+        help="of tests whose ids contain this (default: all)",
     ),
+    *past_in_git("png, svg, pdf"),
 )

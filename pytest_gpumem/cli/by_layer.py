@@ -1,4 +1,4 @@
-"""``gpumem layers TARGET``: a model layer by layer."""
+"""``gpumem predict TARGET --by layer``: a model layer by layer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
-from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument, run_on_dry
+from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.option_values import DEFAULT_GPU
 from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
 
@@ -43,17 +41,11 @@ _TEXTS = 4
 """Columns of text; the others are numbers."""
 
 
-def run(arguments: argparse.Namespace) -> Answer | int:
+def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the model; raises ``ValueError`` for bad input."""
     if arguments.csv and arguments.json:
         raise ValueError("--csv and --json are two forms of the same; give one of them")
-    device: DeviceOption = arguments.device
-    (gpu,) = device.models(arguments.gpu and [arguments.gpu], [DEFAULT_GPU])
-    if device.kind == DRY:
-        return run_on_dry(arguments, gpu)
-    found = layers_of_target(
-        arguments.target, CUDA if device.kind == CUDA else gpu, arguments.input
-    )
+    found = layers_of_target(arguments.target, gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     return Answer(
         _csv_lines(shown)
@@ -185,42 +177,28 @@ def _count(flops: int) -> str:
     return f"{amount:,.0f} {unit}" if not unit else f"{amount:,.2f} {unit}"
 
 
-COMMAND = Command(
-    description="Run the first model that TARGET calls on a simulated GPU, with and without "
-    "gradients, and print for each module: shapes, parameters, FLOPs of the forward pass, the "
-    "memory that it keeps (for backward, and its output) and its peak.",
-    run=run,
-    arguments=(
-        argument(
-            "target",
-            metavar="TARGET",
-            help="module:function or path.py:function that takes no arguments and calls a "
-            "model, or "
-            "returns a model and its inputs",
-        ),
-        argument(
-            "--gpu",
-            metavar="MODEL",
-            help=f"model of the catalogue (default: {DEFAULT_GPU})",
-        ),
-        device_argument(),
-        argument(
-            "--depth", metavar="N", type=int, help="modules within modules to show (default: all)"
-        ),
-        argument(
-            "--input",
-            metavar="SHAPE",
-            type=_shape,
-            action="append",
-            default=[],
-            help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once "
-            "for "
-            "each input, of float32",
-        ),
-        argument("--csv", action="store_true", help="print comma-separated values, in bytes"),
+ARGUMENTS = (
+    argument(
+        "--depth",
+        group="--by layer",
+        metavar="N",
+        type=int,
+        help="modules within modules to show (default: all)",
     ),
-    examples=(
-        "gpumem layers train.py:model --depth 2",
-        "gpumem layers torchvision.models:resnet50 --input 1x3x224x224",
+    argument(
+        "--input",
+        group="--by layer",
+        metavar="SHAPE",
+        type=_shape,
+        action="append",
+        default=[],
+        help="shape of an input, like 1x3x224x224, where TARGET returns a model alone; once for "
+        "each input, of float32",
+    ),
+    argument(
+        "--csv",
+        group="--by layer",
+        action="store_true",
+        help="print comma-separated values, in bytes",
     ),
 )

@@ -1,4 +1,4 @@
-"""``gpumem layers``: a model layer by layer."""
+"""``gpumem predict --by layer``: a model layer by layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cnn(tmp_path: Path) -> None:
     (tmp_path / "cnn.py").write_text(dedent(CNN))
 
 
-gpumem = command("layers")
+gpumem = command("predict", "--by", "layer")
 
 # A batch of 64: the input 64 · 256 · 4 bytes, and the outputs of the three layers.
 FIRST = ACTIVATION = 64 * 1024 * 4
@@ -156,7 +156,7 @@ def test_the_table(gpumem: Command) -> None:
 def test_a_narrow_terminal_gets_fewer_columns(
     gpumem: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_gpumem.cli.layers.terminal_width", lambda: 80)
+    monkeypatch.setattr("pytest_gpumem.cli.by_layer.terminal_width", lambda: 80)
     _, lines = gpumem("net.py:model")
     assert max(map(len, lines)) <= 80
     assert lines[3].split()[:2] == ["layer", "output"]

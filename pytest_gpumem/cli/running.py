@@ -1,19 +1,16 @@
-"""``gpumem watch``: the GPUs of this host and the tests that run, live."""
+"""The GPUs of this host and the tests that pytest runs there now."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.cli import gpus
+from pytest_gpumem.cli import gpu_lines
 from pytest_gpumem.cli.columns import terminal_width
-from pytest_gpumem.cli.command import Answer, Command, argument
-from pytest_gpumem.cli.screen import watch
+from pytest_gpumem.cli.command import Answer
 from pytest_gpumem.echo import printable
 from pytest_gpumem.sizes import format_size
 
@@ -21,30 +18,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.sharing.watched import Run
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Look again and again; return 0."""
-    from pytest_gpumem.sharing.database import default_folder
-    from pytest_gpumem.sharing.watched import watching
-
-    folder = default_folder()
-
-    def text() -> list[str]:
-        return look(folder).texts(as_json=arguments.json)
-
-    with suppress(KeyboardInterrupt), watching(folder):
-        if arguments.once:
-            time.sleep(arguments.every)
-            print(*text(), sep="\n")
-        else:
-            watch(text, arguments.every)
-    return 0
-
-
 def look(folder: Path) -> Answer:
     """Return what there is to say of the GPUs and of the runs that meet in ``folder`` now."""
     from pytest_gpumem.sharing.watched import runs
 
-    devices, trouble = gpus.found()
+    devices, trouble = gpu_lines.found()
     seen = runs(folder)
     width = terminal_width()
     found = lines(devices, trouble, seen, time.time(), width)
@@ -62,7 +40,7 @@ def lines(
     width: int,
 ) -> Iterator[str]:
     """Yield what a person reads at the time ``now``, in ``width`` columns."""
-    yield from gpus.lines(devices, trouble, width)
+    yield from gpu_lines.lines(devices, trouble, width)
     yield ""
     if not seen:
         yield "no pytest has begun a measured test since this looks"
@@ -75,24 +53,3 @@ def lines(
         if one.last is not None:
             peak = "" if one.last_peak is None else f"  peak {format_size(one.last_peak)}"
             yield f"  last  {one.last}{peak}"
-
-
-COMMAND = Command(
-    description="Show, again and again until Ctrl-C, each GPU's memory, utilisation and "
-    "processes, and for each running pytest the test that it runs and what the last one took. "
-    "A run is seen from the first test that begins after this.",
-    run=run,
-    arguments=(
-        argument(
-            "--every",
-            type=gpus._seconds,
-            default=1.0,
-            metavar="SECONDS",
-            help="time between two looks (default: 1)",
-        ),
-        argument("--once", action="store_true", help="look once, after that time, and end"),
-    ),
-    looks=True,
-    json="a line of JSON for each look; sizes in bytes",
-    examples=("gpumem watch --every 0.5",),
-)

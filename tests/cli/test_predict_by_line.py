@@ -1,4 +1,4 @@
-"""``gpumem lines``: memory by source line."""
+"""``gpumem predict --by line``: memory by source line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.targets import KIB, MIB, NET, Command, command
 
 pytestmark = pytest.mark.usefixtures("plain_workspaces")
 
-gpumem = command("lines")
+gpumem = command("predict", "--by", "line")
 
 WORKSPACE = 8_519_680
 """Of cuBLAS on a T4: 4096 · 2 + 16 · 8 KiB, one for each thread that multiplies."""
@@ -137,7 +137,7 @@ def test_a_device_that_is_not_there(gpumem: Command, monkeypatch: pytest.MonkeyP
 def test_a_narrow_terminal_shortens_the_source(
     gpumem: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_gpumem.cli.lines.terminal_width", lambda: 80)
+    monkeypatch.setattr("pytest_gpumem.cli.by_line.terminal_width", lambda: 80)
     _, lines = gpumem("net.py:train")
     assert max(map(len, lines)) <= 80
     assert any("…" in line for line in lines)

@@ -1,4 +1,4 @@
-"""``gpumem watch``: the GPUs of this host and the tests that run, live."""
+"""``gpumem gpus --watch``: the GPUs of this host and the tests that run, live."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.cli import main
-from pytest_gpumem.cli.watch import lines
+from pytest_gpumem.cli.running import lines
 from pytest_gpumem.sharing import watched
 from pytest_gpumem.sharing.database import FOLDER_VARIABLE
 from pytest_gpumem.sharing.processes import Process, this_process
@@ -53,7 +53,7 @@ def test_what_a_person_reads() -> None:
 
 
 def test_nothing_to_see(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert main(["watch", "--once", "--every", "0.01"]) == 0
+    assert main(["gpus", "--watch", "0.01", "--once"]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last == "no pytest has begun a measured test since this looks"
     assert not watched.is_watched(folder)
@@ -80,8 +80,8 @@ def test_a_watcher_that_was_killed_is_none(folder: Path) -> None:
 
 
 def test_a_time_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", "--every", "0"]) == 2
-    assert "argument --every: '0' is not a number of seconds above 0" in capsys.readouterr().err
+    assert main(["gpus", "--watch", "0"]) == 2
+    assert "argument --watch: '0' is not a number of seconds above 0" in capsys.readouterr().err
 
 
 def test_tests_are_seen_while_they_run(project: Project, folder: Path) -> None:
@@ -90,8 +90,8 @@ def test_tests_are_seen_while_they_run(project: Project, folder: Path) -> None:
         import json, subprocess, sys
 
         def seen():
-            command = [sys.executable, "-m", "pytest_gpumem.cli", "watch"]
-            options = ["--once", "--json", "--every", "0.01"]
+            command = [sys.executable, "-m", "pytest_gpumem.cli", "gpus"]
+            options = ["--once", "--json", "--watch", "0.01"]
             looked = subprocess.run([*command, *options], capture_output=True, check=True)
             [run] = json.loads(looked.stdout)["runs"]
             return run

@@ -1,4 +1,4 @@
-"""``gpumem plot REPORT``: pictures of a report, and what is said where there is nothing to draw."""
+"""``gpumem report --to png``: pictures of a report, or why there is none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drawn() -> TestRecord:
 
 def plot(tmp_path: Path, *arguments: str, name: str = "picture.svg") -> int:
     report = write_report(tmp_path / "report.json", [drawn(), failing(), passing()])
-    return main(["plot", str(report), "-o", str(tmp_path / name), *arguments])
+    return main(["report", str(report), "-o", str(tmp_path / name), *arguments])
 
 
 def texts(path: Path) -> str:
@@ -89,7 +89,7 @@ def test_history_marks_steps_and_names_what_brought_them(tmp_path: Path) -> None
             + [record("test_b.py::test_y", measured(MIB))] * (number > 1),
         )
     picture = tmp_path / "history.svg"
-    assert main(["plot", str(tmp_path / "reports"), "--kind", "history", "-o", str(picture)]) == 0
+    assert main(["report", str(tmp_path / "reports"), "--kind", "history", "-o", str(picture)]) == 0
     said = texts(picture).splitlines()
     for expected in (
         *("test_a.py::test_$x$", "+16.0 MiB run-1", "-8.0 MiB run-2", "64.0 MiB", "80.0 MiB"),
@@ -108,7 +108,7 @@ def test_history_draws_what_changed_most_of_many_tests(tmp_path: Path) -> None:
             [record(f"test_{i:02}", measured((64 + number * i) * MIB)) for i in range(12)],
         )
     picture = tmp_path / "history.svg"
-    assert main(["plot", str(tmp_path / "reports"), "--kind", "history", "-o", str(picture)]) == 0
+    assert main(["report", str(tmp_path / "reports"), "--kind", "history", "-o", str(picture)]) == 0
     said = texts(picture)
     assert "the 8 of 12 tests that changed most" in said
     assert "test_11" in said
@@ -124,7 +124,10 @@ def test_several_reports_are_for_history(
 
 def test_another_format_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot(tmp_path, name="picture.gif") == 2
-    assert "picture.gif ends in none of .png, .svg, .pdf" in capsys.readouterr().err
+    assert (
+        "picture.gif: its name does not say what to write; add --to with one of html"
+        in capsys.readouterr().err
+    )
 
 
 def test_without_matplotlib_the_remedy_is_said(

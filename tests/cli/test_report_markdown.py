@@ -48,7 +48,9 @@ def test_what_changed_since_the_base_by_which_lines(gpumem: Gpumem, tmp_path: Pa
         record("test_same", 4 * MIB),
         record("test_broken", 512, outcome="failed", judged=False),
     )
-    code, lines = gpumem("markdown", "change.json", "--against", "main.json", "--base-name", "main")
+    code, lines = gpumem(
+        "report", "--to", "markdown", "change.json", "--against", "main.json", "--base-name", "main"
+    )
     assert code == 0
     assert lines == [
         "<!-- pytest-gpumem -->",
@@ -84,7 +86,9 @@ def test_a_tests_own_tolerance_and_earlier_name_count(gpumem: Gpumem, tmp_path: 
         record("test_loose", 104 * MIB, expectation={"tolerance": "5% + 0"}),
         record("test_size[1]", 4 * MIB, nodeid="test_b.py::test_size[1]"),
     )
-    _, lines = gpumem("markdown", "change.json", "--against", "main.json", "--base-name", "main")
+    _, lines = gpumem(
+        "report", "--to", "markdown", "change.json", "--against", "main.json", "--base-name", "main"
+    )
     assert [line for line in lines if line.startswith(("**Against", "| `"))] == [
         "**Against `main`**: 1 grew",
         "| `test_b.py::test_size[1]` (was `test_a.py::test_size[1]`) | 3.0 MiB | 4.0 MiB | "
@@ -96,7 +100,7 @@ def test_nothing_changed(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     report(tmp_path / "main.json", record("test_same", 4 * MIB))
     assert (
         "**Against `main.json`**: no peak changed."
-        in (gpumem("markdown", "main.json", "--against", "main.json")[1])
+        in (gpumem("report", "--to", "markdown", "main.json", "--against", "main.json")[1])
     )
 
 
@@ -105,7 +109,7 @@ def test_another_environment_is_not_compared(gpumem: Gpumem, tmp_path: Path) -> 
     report(tmp_path / "b.json", record("test_x", 8 * MIB, environment=A10))
     (line,) = [
         line
-        for line in gpumem("markdown", "b.json", "--against", "a.json")[1]
+        for line in gpumem("report", "--to", "markdown", "b.json", "--against", "a.json")[1]
         if line.startswith("**Against")
     ]
     assert line == (
@@ -116,7 +120,9 @@ def test_another_environment_is_not_compared(gpumem: Gpumem, tmp_path: Path) -> 
 def test_a_hostile_name_in_the_difference(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     for name, peak in (("a", MIB), ("b", 2 * MIB)):
         report(tmp_path / f"{name}.json", record("x", peak, nodeid=HOSTILE))
-    _, lines = gpumem("markdown", "b.json", "--against", "a.json", "--base-name", "`x`|y")
+    _, lines = gpumem(
+        "report", "--to", "markdown", "b.json", "--against", "a.json", "--base-name", "`x`|y"
+    )
     (row,) = [line for line in lines if "+1.0 MiB" in line]
     assert row.count("|") == 5
     assert "**Against <code>&#96;x&#96;&#124;y</code>**: 1 grew" in lines
@@ -125,7 +131,9 @@ def test_a_hostile_name_in_the_difference(gpumem: Gpumem, tmp_path: Path) -> Non
 
 def test_a_file_and_a_name(gpumem: Gpumem, tmp_path: Path) -> None:  # noqa: F811
     report(tmp_path / "a.json", record("test_x", MIB))
-    assert gpumem("markdown", "a.json", "--name", "py 3.12", "-o", "c/comment.md") == (0, [])
+    assert gpumem(
+        "report", "--to", "markdown", "a.json", "--name", "py 3.12", "-o", "c/comment.md"
+    ) == (0, [])
     assert (tmp_path / "c/comment.md").read_text().startswith("<!-- pytest-gpumem: py-3.12 -->\n")
 
 
@@ -145,4 +153,4 @@ def test_bad_input(
 ) -> None:
     report(tmp_path / "a.json", record("test_x", MIB))
     (tmp_path / "a.txt").write_text("{}")
-    assert refusal("markdown", *arguments).startswith(f"gpumem: {sentence}")
+    assert refusal("report", "--to", "markdown", *arguments).startswith(f"gpumem: {sentence}")

@@ -1,4 +1,4 @@
-"""``gpumem html REPORT``: the page of a report of an earlier run."""
+"""``gpumem report --to html``: the page of a report of an earlier run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_page_is_that_of_the_run_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = write_report(tmp_path / "report.json", [failing(), passing()])
-    assert main(["html", str(report)]) == 0
+    assert main(["report", str(report)]) == 0
     page = tmp_path / "report.html"
     assert page.read_text(encoding="utf-8") == render([failing(), passing()])
     size = page.stat().st_size / 1024
@@ -32,7 +32,7 @@ def test_the_page_is_that_of_the_run_itself(
 
 def test_the_page_may_stand_elsewhere(tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.json", [passing()])
-    assert main(["html", str(report), "-o", str(tmp_path / "new" / "page.html")]) == 0
+    assert main(["report", str(report), "-o", str(tmp_path / "new" / "page.html")]) == 0
     assert (tmp_path / "new" / "page.html").exists()
     assert not (tmp_path / "report.html").exists()
 
@@ -40,7 +40,7 @@ def test_the_page_may_stand_elsewhere(tmp_path: Path) -> None:
 def test_a_report_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report(tmp_path / "report.html", [passing()])
     before = report.read_bytes()
-    assert main(["html", str(report)]) == 2
+    assert main(["report", str(report)]) == 2
     assert capsys.readouterr().err == (
         f"gpumem: the page would replace the report {report}; name another with --output\n"
     )
@@ -64,7 +64,7 @@ def test_what_is_no_report_is_refused(
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
-    assert main(["html", str(path)]) == 2
+    assert main(["report", str(path)]) == 2
     assert capsys.readouterr().err == f"gpumem: {said.format(path=path)}\n"
     assert not (tmp_path / "report.html").exists()
 
@@ -89,7 +89,7 @@ def test_earlier_reports_are_the_history_of_the_last(how: str, tmp_path: Path) -
     page = tmp_path / "page.html"
     # The folder holds the report itself, too.
     given = [*reports] if how == "reports" else [reports[-1], "--history", tmp_path / "runs"]
-    assert main(["html", *map(str, given), "-o", str(page)]) == 0
+    assert main(["report", *map(str, given), "-o", str(page)]) == 0
     overview = Page(page.read_text(encoding="utf-8")).overview
     assert overview["moments"] == ["run-9", "run-10", "run-11"]
     told = rows(page)["test_a.py::test_a"]
@@ -101,7 +101,7 @@ def test_earlier_reports_are_the_history_of_the_last(how: str, tmp_path: Path) -
 
 def test_without_earlier_reports_there_is_no_history(tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.json", [passing()])
-    assert main(["html", str(report)]) == 0
+    assert main(["report", str(report)]) == 0
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.overview["moments"] == []
     assert "trend" not in page.overview["tests"][0]
@@ -112,7 +112,7 @@ def test_a_folder_without_reports_is_no_history(
 ) -> None:
     report = write_report(tmp_path / "report.json", [passing()])
     (tmp_path / "none").mkdir()
-    assert main(["html", str(report), "--history", str(tmp_path / "none")]) == 2
+    assert main(["report", str(report), "--history", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == (
         f"gpumem: {tmp_path / 'none'} holds no reports; give files of --gpumem-report json:PATH\n"
     )
@@ -120,6 +120,6 @@ def test_a_folder_without_reports_is_no_history(
 
 def test_how_tests_shared_a_device_is_on_the_page_too(tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.json", [passing()], [USE])
-    assert main(["html", str(report)]) == 0
+    assert main(["report", str(report)]) == 0
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert page.overview["usage"] == [USE]

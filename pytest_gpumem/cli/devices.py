@@ -1,0 +1,50 @@
+"""``gpumem devices``: the models of GPU that can be simulated."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from pytest_gpumem.cli.columns import table, terminal_width
+from pytest_gpumem.cli.command import Answer, Command
+from pytest_gpumem.option_values import DEFAULT_GPU
+from pytest_gpumem.simulated.gpu.catalogue import GPUS
+from pytest_gpumem.sizes import format_size
+
+HEADER = ("model", "memory", "capability", "SMs", "L2 cache", "as torch names it")
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Return the catalogue."""
+    return Answer(
+        _lines(terminal_width()),
+        lambda: {"default": DEFAULT_GPU, "models": [asdict(model) for model in GPUS.values()]},
+    )
+
+
+def _lines(width: int) -> Iterator[str]:
+    rows = [
+        (
+            model.name,
+            format_size(model.total_memory),
+            ".".join(map(str, model.compute_capability)),
+            str(model.sm_count),
+            format_size(model.l2_cache_bytes),
+            model.full_name,
+        )
+        for model in GPUS.values()
+    ]
+    yield from table([HEADER, *rows], left=(0, 5), given_up=(4, 3, 5), width=width)
+    yield ""
+    yield f"without a model: {DEFAULT_GPU}; several GPUs in one machine: A100-80GB*8"
+    yield "in pytest: --gpumem-device=sim:T4 or dry:T4; of a command: --gpu T4"
+
+
+COMMAND = Command(
+    description="List the models of GPU that tests and commands can run on without a GPU.",
+    run=run,
+    looks=True,
+    json="as JSON, sizes in bytes",
+    examples=("gpumem devices",),
+)

@@ -1,0 +1,86 @@
+"""``gpumem report REPORT --to FORM``: a JSON report as a page, a comment or a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pytest_gpumem.cli import comment, page, picture
+from pytest_gpumem.cli.command import Answer, Command, argument, refuse_others
+
+PICTURES = tuple(suffix.removeprefix(".") for suffix in picture.FORMATS)
+FORMS = ("html", "markdown", *PICTURES)
+SUFFIXES = {".html": "html", ".htm": "html", ".md": "markdown", ".markdown": "markdown"}
+SUFFIXES.update({suffix: suffix.removeprefix(".") for suffix in picture.FORMATS})
+
+_GROUPS = {"--to html": page.ARGUMENTS, "--to markdown": comment.ARGUMENTS}
+_GROUPS.update({f"--to {form}": picture.ARGUMENTS for form in PICTURES})
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Write the report in that form; raises ``ValueError`` for bad input."""
+    form = _form(arguments)
+    refuse_others(arguments, f"--to {form}", _GROUPS)
+    if form == "html":
+        return page.write(arguments)
+    if form == "markdown":
+        return comment.write(arguments)
+    return picture.draw(arguments, f".{form}")
+
+
+def _form(arguments: argparse.Namespace) -> str:
+    """Return what was asked for by name or by the suffix of the output, else a page."""
+    output: Path | None = arguments.output
+    if arguments.to is not None:
+        form: str = arguments.to
+        return form
+    if output is None:
+        return "html"
+    if (suffix := output.suffix.lower()) not in SUFFIXES:
+        raise ValueError(
+            f"--output {output}: its name does not say what to write; add --to with one of "
+            f"{', '.join(FORMS)}"
+        )
+    return SUFFIXES[suffix]
+
+
+COMMAND = Command(
+    description="Turn what --gpumem-report json:PATH wrote into the page that html:PATH writes, "
+    "one file that asks the network for nothing; into Markdown for a pull request: what failed, "
+    "what grew, by which line, and what accepts it; or into a picture, which needs matplotlib "
+    "(pip install 'pytest-gpumem[plot]').",
+    run=run,
+    arguments=(
+        argument(
+            "reports",
+            metavar="REPORT",
+            nargs="*",
+            type=Path,
+            help="JSON report; of several, the oldest first, the last is shown and the others "
+            "are its history",
+        ),
+        argument(
+            "--to",
+            choices=FORMS,
+            metavar="|".join(FORMS),
+            help="what to write (default: what the suffix of --output says, else html)",
+        ),
+        argument(
+            "-o",
+            "--output",
+            metavar="FILE",
+            type=Path,
+            help="default: beside the report, with the suffix of the form; Markdown goes to the "
+            "terminal",
+        ),
+        *page.ARGUMENTS,
+        *comment.ARGUMENTS,
+        *picture.ARGUMENTS,
+    ),
+    examples=(
+        "gpumem report report.json                                   writes report.html",
+        "gpumem report report.json --history reports/ -o memory.html",
+        "gpumem report gpumem.json --to markdown --against main.json",
+        "gpumem report report.json --to png --kind timeline --test test_step",
+    ),
+)
