@@ -73,6 +73,7 @@ struct stream;
 struct stream *stream_of(void *handle);
 unsigned long long stream_capture(void *handle); /* 0: not capturing */
 void stream_add_node(void *handle);
+void stream_sleep(void *handle);
 void stream_finish(void *handle);
 void device_finish(int device);
 

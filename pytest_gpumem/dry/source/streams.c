@@ -3,7 +3,8 @@
  * Kernels take no time here, but on a GPU they do: a block that another stream has used is free again only when that
  * stream's work is done, which torch's allocator asks by events (process_events of c10/cuda/CUDACachingAllocator.cpp).
  * A GPU whose steps are long answers "not ready" until the host has waited, and so does the dry device, to the allocator.
- * Everyone else who asks hears that all is done, and from then on it is.
+ * Everyone else who asks hears that all is done, and from then on it is; but a stream on which torch.cuda._sleep was
+ * called is busy until the host has waited for it.
  */
 #define _GNU_SOURCE
 #include <link.h>
@@ -24,6 +25,7 @@ struct dependency {
 struct stream {
     int device, priority;
     uint64_t issued, done;
+    uint64_t slept; /* the first position that sleeps, if it lies behind `done` */
     unsigned long long capture;
     struct graph *graph;
     bool broken;
@@ -93,6 +95,33 @@ void device_finish(int device)
 
 unsigned long long stream_capture(void *handle) { return stream_of(handle)->capture; }
 
+void stream_sleep(void *handle)
+{
+    struct stream *stream = stream_of(handle);
+    if (stream->slept <= stream->done)
+        stream->slept = stream->issued;
+}
+
+static bool sleeps(const struct stream *stream, uint64_t until)
+{
+    if (stream->done >= until)
+        return false;
+    if (stream->slept > stream->done && stream->slept <= until)
+        return true;
+    for (struct dependency *one = stream->dependencies; one != NULL; one = one->next)
+        if (one->at <= until && sleeps(one->on, one->until))
+            return true;
+    return false;
+}
+
+static bool is_asleep(const struct stream *stream, uint64_t until)
+{
+    pthread_mutex_lock(&lock);
+    bool answer = sleeps(stream, until);
+    pthread_mutex_unlock(&lock);
+    return answer;
+}
+
 void stream_add_node(void *handle)
 {
     struct stream *stream = stream_of(handle);
@@ -151,7 +180,13 @@ API int cudaStreamSynchronize(void *handle)
     return SUCCESS;
 }
 
-API int cudaStreamQuery(void *handle) { return cudaStreamSynchronize(handle); }
+API int cudaStreamQuery(void *handle)
+{
+    struct stream *stream = stream_of(handle);
+    if (!stream->capture && is_asleep(stream, stream->issued))
+        return fail(NOT_READY);
+    return cudaStreamSynchronize(handle);
+}
 
 API int cudaDeviceSynchronize(void)
 {
@@ -254,7 +289,7 @@ API int cudaEventQuery(struct event *event)
         return SUCCESS;
     if (event->capture && event->capture == event->stream->capture)
         return refused_in_capture(event->stream);
-    if (is_allocator(__builtin_return_address(0)))
+    if (is_allocator(__builtin_return_address(0)) || is_asleep(event->stream, event->at))
         return fail(NOT_READY);
     return cudaEventSynchronize(event);
 }

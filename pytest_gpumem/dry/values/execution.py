@@ -33,6 +33,8 @@ _READS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::allclose"
 _COMPARISONS = _READS - {"aten::_local_scalar_dense"}
 """Of two tensors as a whole; their parts are out of sight."""
 _COPIES = frozenset({"aten::_to_copy", "aten::copy_"})
+_WRITES_NOTHING = frozenset({"aten::record_stream"})
+"""Its schema says that it writes to the tensor, whose block alone it changes."""
 _DISABLED = torch._C._disabled_torch_dispatch_impl
 
 
@@ -80,6 +82,8 @@ class Execution:
         name = func._schema.name
         if func.has_kernel_for_dispatch_key(_COMPOSITE):
             return _Parts(func, None)
+        if name in _WRITES_NOTHING:
+            return lambda args, kwargs: func(*args, **kwargs)
         if name in _READS:
             return self._reading(func)
         if name in _COPIES:
@@ -99,7 +103,8 @@ class Execution:
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if storages.on_host and self._is_lost((args, kwargs)):
                 return self._of_lost(operator, args, kwargs)
-            if operator.random:
+            # A graph draws when it is replayed.
+            if operator.random and not torch.cuda.is_current_stream_capturing():
                 values.begin_drawing(kwargs.get("generator"))
             result = func(*args, **kwargs)
             if self._is_followed(result, args):
