@@ -146,7 +146,7 @@ def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
 
 
 def _dot(gpu: GPU, self: Tensor) -> None:
-    if self.numel() > 1:
+    if self.numel():
         gpu.workspaces.gemm(gpu.stream)
 
 
