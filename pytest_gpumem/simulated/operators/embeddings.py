@@ -157,6 +157,11 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     scratch.free()
 
 
+def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
+    """embedding (native/Embedding.cpp): ``index_select`` by ``indices.reshape(-1)``."""
+    return Scratch(gpu, *copied(indices)) if indices.dim() != 1 else None
+
+
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
     if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
@@ -173,6 +178,7 @@ COMPOSITES: dict[str, Composite] = {"aten.one_hot.default": one_hot}
 """By overload."""
 
 RULES = {
+    "aten::embedding": Rule(before=_in_a_row),
     "aten::embedding_dense_backward": Rule(before=_before_backward, after=_after_backward),
     "aten::_embedding_bag_backward": Rule(before=_before_bag_backward, after=_after_bag_backward),
     "aten::_embedding_bag": Rule(placed=_bag_outputs),
