@@ -37,6 +37,11 @@ _IN_PYTHON = frozenset({"flex_lib", "xformers_flash", "xformers_flash3"})
 and flash3.py of 0.0.35; torch/_dynamo/_trace_wrapped_higher_order_op.py of torch 2.11 to 2.15)."""
 
 
+_TORCHS_OWN = frozenset({"torch_nn"})
+"""Namespaces of torch's own operators that are Python around other operators
+(torch/nn/functional.py and _functions of linear_cross_entropy, since 2.14)."""
+
+
 def in_parts(runner: Runner, func: Any) -> Handler | None:
     """What ``func`` is built from, if ``torch.library.triton_op`` has made it, or Python.
 
@@ -49,6 +54,8 @@ def in_parts(runner: Runner, func: Any) -> Handler | None:
     made = definition._init_fn
     if made.__module__ == "torch._library.triton" or func.namespace in _IN_PYTHON:
         return of_parts(runner, made)
+    if func.namespace in _TORCHS_OWN:
+        return of_parts(runner, _kernel(definition))
     if is_factory(func) or not has_tensor_arg(func._schema):
         return _on_device(runner, definition)
     return None

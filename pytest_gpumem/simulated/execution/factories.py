@@ -41,6 +41,8 @@ def factory(runner: Runner, func: Any) -> Handler:
     rule = tables.rule_of(func)
     operator = Operator.of(func)
     placement = machine.placement
+    # ZeroTensorAllocator (aten/src/ATen/native/TensorFactories.cpp) allocates nothing.
+    has_memory = func._schema.name != "aten::_efficientzerotensor"
     make = partial(runner.run, func)
     if not copies and func._schema.name not in _IN_CPP:
         make = partial(runner.run_once, func)
@@ -103,7 +105,10 @@ def factory(runner: Runner, func: Any) -> Handler:
             with runner.mode:
                 return sparse.converted(args[0], kwargs.get("dtype"))
         result = make(args, shapes_only)
-        runner.adopt(result, device)
+        if has_memory:
+            runner.adopt(result, device)
+        else:
+            runner.storages.adopt_numbers([result])
         if copies and runner.storages.of(args[0]) is None:
             non_blocking = bool(kwargs.get("non_blocking"))
             transfers.stage_upload(device, result, args[0], non_blocking)

@@ -10,6 +10,7 @@ from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
+from pytest_gpumem.simulated.operators import comparisons
 
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 
@@ -28,6 +29,7 @@ def read(runner: Runner, func: Any) -> Handler:
     """The value where it is known, else what an unknown one is taken for, else an error."""
     machine = runner.machine
     operator = Operator.of(func)
+    parts = comparisons.PARTS.get(func._schema.name)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if runner.owner(args, kwargs) is None:
@@ -38,6 +40,9 @@ def read(runner: Runner, func: Any) -> Handler:
             value = machine.neutral_value(args[0])
         if value is None:
             raise UnknownValueError(runner.unknown(func))
+        if parts is not None:
+            with runner.mode, runner.values.ignoring():
+                parts(*args, **kwargs)
         return value
 
     return handle

@@ -48,6 +48,13 @@ def scaled_dot_product_attention(
     """``aten::scaled_dot_product_attention`` as CUDA takes it apart."""
     call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = call.kernel()
+    if gpu.version >= _HEADS_ALONE_SINCE and _are_heads_alone(query, key, value, attn_mask):
+        batched = [tensor.unsqueeze(0) for tensor in (query, key, value)]
+        of_batch = AttentionCall(gpu, *batched, attn_mask, dropout_p, is_causal, enable_gqa)
+        if of_batch.kernel() in (FLASH, EFFICIENT, CUDNN):
+            return scaled_dot_product_attention(
+                gpu, *batched, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            ).squeeze(0)
     mask = _as_bias(attn_mask, query)
     if kernel == FLASH:
         size = value.shape[-1]
@@ -82,6 +89,14 @@ COMPOSITES: dict[str, Composite] = {
 }
 
 
+_HEADS_ALONE_SINCE = (2, 14)
+"""Since this release tensors of three dimensions reach fused kernels (tried on 2.13 and 2.15)."""
+
+
+def _are_heads_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    return query.dim() == key.dim() == value.dim() == 3 and mask is None
+
+
 def _as_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     # convert_boolean_attn_mask: where(mask, 0.0, scalar_tensor(-inf)).
     if mask is None or mask.dtype != torch.bool:
@@ -96,11 +111,12 @@ def _pad_head(tensor: Tensor) -> Tensor:
     return tensor if not size % 8 else pad(tensor, (0, 8 - size % 8))
 
 
-_MASK_ALIGNMENT = 16
+_MASK_ALIGNMENT = 8
+_GRADIENT_ALIGNMENT = 16
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """The mask as the efficient kernel reads it: rows begin at multiples of 16 elements."""
+    """The mask as the efficient kernel reads it (preprocess_mask): rows of multiples of 8."""
     if mask.stride(-1) == 1 and not any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1]):
         return mask
     size = mask.shape[-1]
@@ -126,8 +142,9 @@ def _by_products(
     scaled = query * factor
     if causal:
         shape = (query.shape[-2], key.shape[-2])
-        ones = torch.ones(shape, dtype=torch.bool, device=query.device)
-        mask = _as_bias(ones.tril(), scaled)
+        shown = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+        mask = _as_bias(shown, scaled)
+        del shown
     if gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -141,7 +158,7 @@ def _by_products(
     # make_tuple(matmul(attn, value).to(dtype), attn.to(dtype)): the second one is made first.
     kept = weights.to(dtype)
     out = torch.matmul(weights, value).to(dtype)
-    del weights, value, key, query, scaled, mask
+    del weights, scaled, mask, value, key, query
     del kept
     return out
 
@@ -364,9 +381,9 @@ def _gradients_by_length(
 
 
 def gradient_of_bias(bias: Tensor) -> Tensor:
-    """The gradient of an efficient kernel's bias, on meta: rows begin as those of a mask do."""
+    """The gradient of an efficient kernel's bias, on meta: rows of multiples of 16 elements."""
     *sizes, last = bias.shape
-    rows = round_up(last, _MASK_ALIGNMENT)
+    rows = round_up(last, _GRADIENT_ALIGNMENT)
     return raw.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]
 
 
@@ -406,8 +423,8 @@ def _workspace(
     return pairs * round_up(elements, 4) * 4
 
 
-def _safe_softmax(gpu: GPU, result: Tensor) -> None:
-    rows = result.numel() // max(result.shape[-1], 1)
+def _safe_softmax(gpu: GPU, dim: int, result: Tensor) -> None:
+    rows = result.numel() // max(result.shape[dim], 1) if result.dim() else 1
     passing(gpu, result.numel(), rows, result.element_size())
 
 

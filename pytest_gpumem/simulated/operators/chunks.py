@@ -60,7 +60,7 @@ def _concatenated(
     for tensor in tensors:
         rows = -(-tensor.size(dim) // num_chunks)
         blocks += -(-rows * prod(tensor.shape[dim % tensor.dim() + 1 :]) * element // _BLOCK)
-    passing(gpu, _NUMBER * (7 * len(tensors) + 2 + blocks))
+    passing(gpu, _NUMBER * (6 * len(tensors) + 2 + blocks))
 
 
 def _is_widened(source: Tensor, target: Tensor | None) -> bool:
@@ -70,5 +70,5 @@ def _is_widened(source: Tensor, target: Tensor | None) -> bool:
 
 RULES = {
     "aten::split_with_sizes_copy": Rule(before=_split),
-    "aten::_chunk_cat": Rule(before=_concatenated),
+    "aten::_chunk_cat": Rule(after=_concatenated),
 }

@@ -1,16 +1,15 @@
 """Convolution: what the kernel allocates that ATen takes on CUDA, in order.
 
 Source: aten/src/ATen/native/Convolution.cpp (_convolution, convolution_backward),
-native/cudnn/ConvShared.cpp and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu,
-DepthwiseConv3d.cu, ConvolutionMM2d.cu, NaiveDilatedConvolution.cu, NaiveConvolutionTranspose2d.cu
-and 3d.cu, of torch 2.6 to 2.15. cuDNN's workspace comes from :mod:`cudnn`.
+native/cudnn/ConvShared.cpp and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu and
+DepthwiseConv3d.cu, of torch 2.6 to 2.15. cuDNN's workspace comes from :mod:`cudnn`, and what runs
+without cuDNN from :mod:`slow_convolution`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +29,7 @@ from pytest_gpumem.simulated.operators.convolution_choice import (
 )
 from pytest_gpumem.simulated.operators.layout import suggested_format
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
+from pytest_gpumem.simulated.operators.slow_convolution import SlowConvolution
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -152,7 +152,7 @@ class _Call(Choice):
         if kernel == DEPTHWISE:
             return _depthwise_forward(input.contiguous(), weight, shape)
         if kernel == SLOW:
-            return self._slow_forward(input, weight, shape)
+            return self._slow_forward(input, weight, shape, bias is not None)
         return input.new_empty(shape)
 
     def _cudnn_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -243,42 +243,20 @@ class _Call(Choice):
             return self.ampere and bool(torch.backends.cudnn.allow_tf32)
         return dtype.itemsize == 2 and self.gpu.model.compute_capability >= (7, 0)
 
-    def _slow_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _slow_forward(
+        self, input: Tensor, weight: Tensor, shape: tuple[int, ...], has_bias: bool
+    ) -> Tensor:
         """Slow2d, SlowDilated2d and 3d, SlowTranspose2d and 3d, group after group."""
+        slow = SlowConvolution(self.gpu, self.parameters)
         groups = self.parameters.groups
         input, weight = input.contiguous(), weight.contiguous()
         if groups == 1:
-            output = input.new_empty(shape)
-            self._columns(input, weight, shape)
-            return output
+            return slow.forward(input, weight, shape, has_bias)
         part = (shape[0], shape[1] // groups, *shape[2:])
         outputs = []
         for own, filters in zip(input.chunk(groups, 1), weight.chunk(groups, 0), strict=True):
-            outputs.append(self._grouped_forward(own.contiguous(), filters, part))
+            outputs.append(slow.forward(own.contiguous(), filters, part, has_bias))
         return torch.cat(outputs, 1)
-
-    def _grouped_forward(self, input: Tensor, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
-        output = input.new_empty(shape)
-        self._columns(input, weight, shape)
-        return output
-
-    def _columns(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> None:
-        """The patches of one sample as columns, and a product of matrices for each sample."""
-        parameters = self.parameters
-        scratch = Scratch(self.gpu)
-        kernel = math.prod(weight.shape[2:])
-        if parameters.transposed:
-            scratch.take(shape[1] * kernel * math.prod(input.shape[2:]) * input.element_size())
-        elif (
-            kernel > 1
-            or parameters.dilated
-            or any(parameters.padding)
-            or set(parameters.stride) != {1}
-            or input.dim() == 5
-        ):
-            scratch.take(input.shape[1] * kernel * math.prod(shape[2:]) * input.element_size())
-        self.gpu.workspaces.gemm(self.gpu.stream)
-        scratch.free()
 
     # Backward.
 
@@ -296,7 +274,7 @@ class _Call(Choice):
         elif kernel == DEPTHWISE:
             grad_input, grad_weight = _depthwise_backward(grad_output, input, weight, mask)
         elif kernel == SLOW:
-            grad_input, grad_weight = self._slow_backward(grad_output, input, weight, mask)
+            return self._slow_backward(grad_output, input, weight, mask)
         else:
             grad_input = torch.zeros_like(input) if mask[0] else None
             grad_weight = torch.zeros_like(weight) if mask[1] else None
@@ -323,36 +301,31 @@ class _Call(Choice):
 
     def _slow_backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> _Gradients:
         groups = self.parameters.groups
         input, weight = input.contiguous(), weight.contiguous()
-        if groups > 1:
-            return self._grouped_backward(grad_output, input, weight, mask)
-        kept = grad_output.contiguous()
-        grad_input = input.new_empty(input.shape) if mask[0] else None
-        grad_weight = weight.new_empty(weight.shape) if mask[1] else None
-        self._columns(input, weight, grad_output.shape)
-        del kept
-        return grad_input, grad_weight
-
-    def _grouped_backward(
-        self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        groups = self.parameters.groups
-        alone = _Call(self.gpu, replace(self.parameters, groups=1))
-        parts = [
-            alone._slow_backward(own_grad.contiguous(), own.contiguous(), filters, mask)
-            for own_grad, own, filters in zip(
-                grad_output.chunk(groups, 1),
-                input.chunk(groups, 1),
-                weight.chunk(groups, 0),
-                strict=True,
-            )
+        slow = SlowConvolution(self.gpu, self.parameters)
+        if groups == 1:
+            return slow.backward(grad_output, input, weight, mask)
+        parts: list[list[Tensor]] = [[], [], []]
+        for own_grad, own, filters in zip(
+            grad_output.chunk(groups, 1),
+            input.chunk(groups, 1),
+            weight.chunk(groups, 0),
+            strict=True,
+        ):
+            gradients = slow.backward(own_grad.contiguous(), own.contiguous(), filters, mask)
+            for among, gradient in zip(parts, gradients, strict=True):
+                among += [gradient] if gradient is not None else []
+            del gradients, gradient
+        dims = (1, 0, 0)
+        result = [
+            torch.cat(among, dim) if among else None for among, dim in zip(parts, dims, strict=True)
         ]
-        return (
-            torch.cat([part[0] for part in parts], 1) if mask[0] else None,  # type: ignore[misc]
-            torch.cat([part[1] for part in parts], 0) if mask[1] else None,  # type: ignore[misc]
-        )
+        for among in reversed(parts):
+            while among:
+                del among[0]
+        return result[0], result[1], result[2]
 
 
 def _empty(shape: Sequence[int], like: Tensor, memory_format: torch.memory_format) -> Tensor:

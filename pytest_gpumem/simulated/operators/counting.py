@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 _SHORT_INDEX_BYTES = 4
+BOTH_EXTREMES_SINCE = (2, 12)
+"""``aminmax`` in histc, multinomial and index_put; before, ``min`` and ``max`` one after the other
+(tried on 2.11 and 2.13)."""
+_STATIC_TILE = 512 * 16
+"""Elements that a block of nonzero_static_cuda_out_impl (Nonzero.cu) counts at once."""
 
 
 def _before(gpu: GPU, self: torch.Tensor, return_inverse: bool) -> Scratch | None:
@@ -146,12 +151,29 @@ def _bins(gpu: GPU, self: torch.Tensor, weights: torch.Tensor | None) -> Scratch
 
 
 def _range(gpu: GPU, self: torch.Tensor, min: float, max: float) -> None:
-    if min == max and self.numel():
-        for _ in range(2):
-            _extreme(gpu, self)
+    if min != max or not self.numel():
+        return
+    if gpu.version >= BOTH_EXTREMES_SINCE:
+        extremes = Scratch(gpu, self.element_size(), self.element_size())
+        reductions.reduce_tensor(gpu, self, None, reductions.TWO_VALUES, self.dtype)
+        extremes.free()
+        return
+    for _ in range(2):
+        _extreme(gpu, self)
+
+
+def _static(gpu: GPU, self: torch.Tensor) -> None:
+    """How many elements each block has found, and where its places begin."""
+    if not self.numel():
+        return
+    tiles = -(-self.numel() // _STATIC_TILE)
+    in_turn = -(-tiles // gpu.model.sm_count)
+    blocks = -(-self.numel() // (in_turn * _STATIC_TILE))
+    Scratch(gpu, blocks * 4, blocks * INDEX_BYTES).free()
 
 
 RULES = {
+    "aten::nonzero_static": Rule(after=_static),
     "aten::_unique2": Rule(before=_before, placed=_placed, after=_select),
     "aten::unique_consecutive": Rule(
         before=_before_consecutive, placed=_placed_consecutive, after=_select_consecutive

@@ -59,6 +59,11 @@ def segmented_sort_pairs_bytes(count: int, key_bytes: int, value_bytes: int) -> 
 def scan_bytes(count: int, element_bytes: int, version: Version) -> int:
     """Temporary storage of a prefix sum of ``count`` numbers, by an operator that is not CUB's."""
     items = max(1, min(15 * 4 // element_bytes, 30))
+    if element_bytes < 4:
+        # c10::Half and c10::BFloat16 are no numbers to CUB: flags and both sums are kept apart.
+        states = -(-count // (128 * items)) + _LANES
+        apart = alias_temporaries(states * 4, states * element_bytes, states * element_bytes)
+        return alias_temporaries(apart)
     # A state of a number and a flag is one word.
     return _tile_states(count, 128 * items, 2 * element_bytes, version)
 

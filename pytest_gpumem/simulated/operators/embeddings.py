@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, accumulated, copied
-from pytest_gpumem.simulated.operators.rules import Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 from pytest_gpumem.simulated.operators.sorting import sort_row
 
 if TYPE_CHECKING:
@@ -157,7 +157,28 @@ def _renorm(gpu: GPU, indices: Tensor) -> None:
     scratch.free()
 
 
+def _in_a_row(gpu: GPU, indices: Tensor) -> Scratch | None:
+    """embedding (native/Embedding.cpp): ``index_select`` by ``indices.reshape(-1)``."""
+    return Scratch(gpu, *copied(indices)) if indices.dim() != 1 else None
+
+
+def one_hot(self: Tensor, num_classes: int) -> Tensor:
+    """``aten::one_hot`` (native/Onehot.cpp): ones are scattered into zeros, unlike on ``meta``."""
+    if self.dtype != torch.int64 or not self.numel() or num_classes < -1 or num_classes == 0:
+        return _one_hot_as_it_is(self, num_classes)  # type: ignore[no-any-return]  # an operator
+    if num_classes == -1:
+        num_classes = int(self.max().item()) + 1
+    result = torch.zeros((*self.shape, num_classes), dtype=self.dtype, device=self.device)
+    return result.scatter_(-1, self.unsqueeze(-1), 1)
+
+
+_one_hot_as_it_is = torch.ops.aten.one_hot.default.decompose
+
+COMPOSITES: dict[str, Composite] = {"aten.one_hot.default": one_hot}
+"""By overload."""
+
 RULES = {
+    "aten::embedding": Rule(before=_in_a_row),
     "aten::embedding_dense_backward": Rule(before=_before_backward, after=_after_backward),
     "aten::_embedding_bag_backward": Rule(before=_before_bag_backward, after=_after_bag_backward),
     "aten::_embedding_bag": Rule(placed=_bag_outputs),

@@ -1,10 +1,9 @@
 """The fast path of nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients.
 
 Source: aten/src/ATen/native/transformers/transformer.cpp (transformer_encoder_layer_forward,
-linear_for_ffn) and cuda/attention.cu (native_multi_head_attention_cuda) of torch 2.6 to 2.15, where
-flash or the memory-efficient kernel can run and there is no mask: then it is made of ordinary
-operators. With a mask or with weights to return, and where cuDNN or none of the kernels can run, it
-has kernels of its own, which are not followed here.
+linear_for_ffn) and cuda/attention.cu (native_multi_head_attention_cuda) of torch 2.6 to 2.15.
+Where flash or the memory-efficient kernel can run, and no weights are wanted, it is made of
+ordinary operators; else it has kernels of its own. With a mask it is not followed.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from pytest_gpumem.simulated.operators.rules import Composite
 _aten = torch.ops.aten
 
 
-def takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
+def is_followed(tokens: Tensor) -> bool:
     """Whether self-attention of ``tokens`` (batch, length, width) without a mask is followed."""
-    if tokens.dim() != 3 or not tokens.numel() or tokens.shape[-1] // heads % 8:
-        return False
-    if not tokens.is_contiguous():
+    return tokens.dim() == 3 and tokens.numel() > 0 and tokens.is_contiguous()
+
+
+def _takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
+    if tokens.shape[-1] // heads % 8:
         return False
     by_head = _by_head(tokens, heads)
     return chosen_kernel(gpu, by_head, by_head, by_head) in (FLASH, EFFICIENT)
@@ -36,13 +37,20 @@ def _by_head(tokens: Tensor, heads: int) -> Tensor:
 
 
 def _attention(
+    gpu: GPU,
     query: Tensor,
     num_head: int,
     qkv_weight: Tensor,
     qkv_bias: Tensor,
     proj_weight: Tensor,
     proj_bias: Tensor,
-) -> tuple[Tensor, None]:
+    need_weights: bool,
+    average_attn_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if need_weights or not _takes_fused_kernel(gpu, query, num_head):
+        averages = need_weights and average_attn_weights
+        weights = qkv_weight, qkv_bias, proj_weight, proj_bias
+        return _by_own_kernels(gpu, query, num_head, *weights, need_weights, averages)
     projected = functional.linear(query, qkv_weight, qkv_bias)
     q, k, v = (_by_head(chunk, num_head) for chunk in projected.chunk(3, -1))
     attended = functional.scaled_dot_product_attention(q, k, v)
@@ -52,7 +60,40 @@ def _attention(
     return result, None
 
 
+def _by_own_kernels(
+    gpu: GPU,
+    query: Tensor,
+    heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    need_weights: bool,
+    averages: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The softmax is in place, and the context takes the memory of the queries."""
+    batch, length, width = query.shape
+    projected = torch.matmul(query, qkv_weight.t())
+    packed = query.new_empty((3, batch * heads, length, width // heads))
+    del projected
+    scores: Tensor | None = torch.bmm(packed[0], packed[1].transpose(1, 2))
+    gpu.workspaces.gemm(gpu.stream)
+    if not need_weights:
+        scores = None
+    context = query.new_empty(query.shape)
+    result = functional.linear(context, proj_weight, proj_bias)
+    del context
+    if scores is not None:
+        scores = scores.view(batch, heads, length, length)
+        if averages:
+            scores = scores.sum(1)
+            scores.div_(heads)
+    del packed
+    return result, scores
+
+
 def _encoder_layer(
+    gpu: GPU,
     src: Tensor,
     embed_dim: int,
     num_heads: int,
@@ -79,7 +120,8 @@ def _encoder_layer(
         return functional.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
 
     x = first_norm(src) if norm_first else src
-    x = _attention(x, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias)[0]
+    weights = qkv_weight, qkv_bias, proj_weight, proj_bias
+    x = _attention(gpu, x, num_heads, *weights, need_weights=False, average_attn_weights=False)[0]
     x.add_(src)
     if not norm_first:
         x = first_norm(x)

@@ -15,6 +15,7 @@ householder_product, ormqr, matrix_exp): these stay as they are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import FrameType
@@ -99,6 +100,8 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
     # The engine adds a gradient to the one its buffer already holds for the same input of a node.
     if len(args) != 2 or node.startswith(_FORMULAS_THAT_ADD) or "BackwardBackward" in node:
         return None
+    if node in _MEANS_TOO and _begins():
+        return None
     held, new = args
     if not isinstance(new, torch.Tensor) or held.shape != new.shape or held.dtype != new.dtype:
         return None
@@ -106,10 +109,28 @@ def _accumulation(args: tuple[Any, ...], node: str) -> OpOverload | None:
 
 
 _FORMULAS_THAT_ADD = (
-    *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu"),
-    *("VarMean", "StdMean"),
+    *("Atan2", "Logcumsumexp", "LinalgEig", "LinalgSvd", "LinalgQr", "LinalgLu", "SpecialI1e"),
 )
 """Nodes whose own formula adds two tensors; the engine's addition after it stays out of place."""
+
+_MEANS_TOO = frozenset({"VarMeanBackward0", "StdMeanBackward0"})
+"""Nodes whose formula adds the gradient of a mean to another one, before the engine adds."""
+
+
+class _LastNode(threading.local):
+    run = (-1, -1)
+    """The graph task and the number of the node that has added last."""
+
+
+_last = _LastNode()
+
+
+def _begins() -> bool:
+    """Whether the node that runs adds for the first time."""
+    node = torch._C._current_autograd_node()
+    run = torch._C._current_graph_task_id(), -1 if node is None else int(node._sequence_nr())
+    before, _last.run = _last.run, run
+    return run != before
 
 
 def _in(nodes: str, operator: OpOverload) -> InPlace:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.operators import cub
+from pytest_gpumem.simulated.operators import cub, reductions
+from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
@@ -47,6 +49,41 @@ def _convert(gpu: GPU, scratch: Scratch, given: list[Tensor]) -> None:
     for index in given:
         if index.dtype == torch.int32:
             scratch.take(count * INDEX_BYTES)
+    _in_step(scratch, given)
+
+
+def _in_step(scratch: Scratch, given: list[Tensor]) -> None:
+    """AdvancedIndex: indices that are broadcast otherwise than each other become contiguous."""
+    if len(given) < 2:
+        return
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    dense = make_contiguous_strides_for(shape)
+    strides = [
+        dense if _is_moved(index) else _broadcast_strides(index, len(shape)) for index in given
+    ]
+    if len(set(strides)) == 1:
+        return
+    for own in strides:
+        if _differs(shape, own, dense):
+            scratch.take(shape.numel() * INDEX_BYTES)
+
+
+def _is_moved(index: Tensor) -> bool:
+    return index.dtype == torch.int32 or _on_cpu(index)
+
+
+def _broadcast_strides(index: Tensor, rank: int) -> tuple[int, ...]:
+    own = [
+        0 if size == 1 else stride for size, stride in zip(index.shape, index.stride(), strict=True)
+    ]
+    return (0,) * (rank - index.dim()) + tuple(own)
+
+
+def _differs(shape: Sequence[int], strides: Sequence[int], dense: Sequence[int]) -> bool:
+    """Whether a tensor of these strides is not contiguous."""
+    return any(
+        size != 1 and own != wanted for size, own, wanted in zip(shape, strides, dense, strict=True)
+    )
 
 
 def _given(gpu: GPU, indices: _Indices) -> list[Tensor]:
@@ -93,7 +130,14 @@ def _is_sorted(values: Tensor, accumulate: bool) -> bool:
     return accumulate or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1)
 
 
-def _index_put(gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumulate: bool) -> None:
+def _index_put(
+    gpu: GPU,
+    self: Tensor,
+    indices: _Indices,
+    values: Tensor,
+    accumulate: bool,
+    unsafe: bool = False,
+) -> None:
     """index_put_with_sort_kernel, allocation by allocation."""
     given = _given(gpu, indices)
     # Which elements a mask selects is not known, nor then how many indices there are.
@@ -103,7 +147,7 @@ def _index_put(gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumu
         return
     scratch = Scratch(gpu, *copied(self))
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
-    _linear_index(scratch, given, count)
+    _linear_index(gpu, scratch, given, count, are_checked=not (unsafe or _is_of_formula()))
     places = [at for at, index in enumerate(indices) if index is not None]
     slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
     wanted = count * slices
@@ -114,18 +158,42 @@ def _index_put(gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumu
     scratch.free()
 
 
-def _linear_index(scratch: Scratch, given: list[Tensor], count: int) -> None:
+def _is_of_formula() -> bool:
+    """Whether autograd's own formula puts, which says that its indices are safe."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+
+
+def _linear_index(
+    gpu: GPU, scratch: Scratch, given: list[Tensor], count: int, *, are_checked: bool
+) -> None:
     """computeLinearIndex: the sum of the indices, each wrapped and times its stride."""
     first = 0
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
     for index in given:
+        if are_checked and count and not _on_cpu(index):
+            _check(gpu, count, is_copied=index.shape != shape or not index.is_contiguous())
         # An index on the CPU is wrapped and scaled there, and comes to the device after.
-        wrapped = 0 if _on_cpu(index) else scratch.take(index.numel() * INDEX_BYTES)
+        wrapped = 0 if _on_cpu(index) else scratch.take(count * INDEX_BYTES)
         scaled = scratch.take(count * INDEX_BYTES)
         scratch.drop(wrapped)
         if first:
             scratch.drop(scaled)
         else:
             first = scaled
+
+
+def _check(gpu: GPU, count: int, *, is_copied: bool) -> None:
+    """wrapIndexOnce: the extremes of an index are compared with the size."""
+    both = gpu.version >= BOTH_EXTREMES_SINCE
+    for comparisons in (2,) if both else (1, 1):
+        extremes = Scratch(gpu, *[INDEX_BYTES] * comparisons)
+        contiguous = Scratch(gpu, count * INDEX_BYTES if is_copied else 0)
+        kind = reductions.TWO_VALUES if both else reductions.VALUES
+        reductions.reduce(gpu, (count,), (1,), torch.int64, None, kind, torch.int64)
+        contiguous.free()
+        for _ in range(comparisons):
+            passing(gpu, 1)
+        extremes.free()
 
 
 def _sort(gpu: GPU, scratch: Scratch, count: int, keys: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pytest_gpumem.simulated.operators.layout import HALVES
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
 
 if TYPE_CHECKING:
@@ -25,7 +26,19 @@ def _mm(gpu: GPU, self: Tensor, mat2: Tensor, result: Tensor) -> None:
 
 
 def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, result: Tensor) -> None:
-    _product(gpu, mat1, mat2, result, _bias_in_epilogue(gpu, self, mat1, mat2, beta, result))
+    by_lt = _bias_in_epilogue(gpu, self, mat1, mat2, beta, result) or (
+        gpu.version >= _SUMS_BY_LT_SINCE
+        and result.dtype in HALVES
+        and result is not self
+        and beta != 0
+        and self.shape == result.shape
+        and self.stride(1) == 1
+    )
+    _product(gpu, mat1, mat2, result, by_lt)
+
+
+_SUMS_BY_LT_SINCE = (2, 14)
+"""Since this release cuBLASLt adds a matrix of 16 bits to a product (tried on 2.13 and 2.15)."""
 
 
 def _product(
@@ -146,7 +159,7 @@ def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
 
 
 def _dot(gpu: GPU, self: Tensor) -> None:
-    if self.numel() > 1:
+    if self.numel():
         gpu.workspaces.gemm(gpu.stream)
 
 
@@ -154,11 +167,14 @@ RULES = {
     "aten::mm": Rule(after=_mm),
     "aten::bmm": Rule(after=_bmm),
     "aten::baddbmm": Rule(after=_batched),
+    "aten::baddbmm_": Rule(after=_batched),
     "aten::addbmm": Rule(after=_each_batch),
     "aten::addbmm_": Rule(after=_each_batch),
     "aten::mv": Rule(after=_mv),
     "aten::addmv": Rule(after=_mv),
+    "aten::addmv_": Rule(after=_mv),
     "aten::addmm": Rule(after=_addmm),
+    "aten::addmm_": Rule(after=_addmm),
     "aten::_addmm_activation": Rule(after=_addmm),
     "aten::dot": Rule(after=_dot),
     "aten::vdot": Rule(after=_dot),

@@ -331,6 +331,13 @@ def _position(gpu: GPU, self: Tensor, dim: int | None, result: Tensor) -> None:
     row.free()
 
 
+def _truth(gpu: GPU, self: Tensor, result: Tensor, dim: Sequence[int] | int | None = None) -> None:
+    if self.numel() == 1 and self.dtype != torch.bool:
+        Scratch(gpu, 1).free()  # allany_impl: result.copy_(self.view_as(result).to(kBool))
+    else:
+        reduce_tensor(gpu, self, dim, _TRUTH, result.dtype)
+
+
 def _truth_values(gpu: GPU, self: Tensor) -> Scratch:
     # count_nonzero is (self != 0).sum(dim).
     return Scratch(gpu, self.numel())
@@ -354,7 +361,7 @@ RULES = {
     "aten::amax": _over(VALUES),
     "aten::amin": _over(VALUES),
     "aten::aminmax": _over(TWO_VALUES),
-    "aten::any": _over(_TRUTH),
-    "aten::all": _over(_TRUTH),
+    "aten::any": Rule(after=_truth),
+    "aten::all": Rule(after=_truth),
     "aten::count_nonzero": Rule(before=_truth_values, after=_converted_sum),
 }

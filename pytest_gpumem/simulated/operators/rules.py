@@ -175,7 +175,7 @@ def _bound(
 
 
 def first_of(results: Iterable[Any]) -> Any:
-    """The first of what an operator returns; the others go first to last, as of a ``std::tuple``."""
+    """The first of what an operator returns; the others go first to last, as in a std::tuple."""
     held = list(results)
     del results
     first = held.pop(0)

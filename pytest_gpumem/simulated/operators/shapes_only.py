@@ -90,6 +90,7 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "binomial": _like_first,
     "_sample_dirichlet": _like_first,
     "_dirichlet_grad": _like_first,
+    "fractional_max_pool3d_backward": _like_second,
     "geqrf": _qr,
     "_scaled_mm.out": _into,
     "_scaled_mm_v2.out": _into,

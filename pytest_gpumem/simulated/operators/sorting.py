@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators import cub, reductions
+from pytest_gpumem.simulated.operators.counting import BOTH_EXTREMES_SINCE
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES, copied, is_dense
 from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
 
@@ -273,7 +274,12 @@ def _randperm(gpu: GPU, n: int, result: Tensor) -> None:
     storage = cub.radix_sort_pairs_bytes(
         n, key_bytes, result.element_size(), bits, gpu.model.compute_capability
     )
+    passing(gpu, result.element_size())  # whether its type holds n: scalar_tensor(n, options)
     passing(gpu, result.nbytes, n * key_bytes, n * key_bytes, storage)
+
+
+_NORMALIZED_ONCE_SINCE = (2, 14)
+"""Tried on 2.13 and 2.15."""
 
 
 def _multinomial(
@@ -285,9 +291,9 @@ def _multinomial(
     rows = self.shape[0] if self.dim() == 2 else 1
     length, size = self.shape[-1], self.element_size()
     if replacement and num_samples > 1:
-        # Normalised weights and their prefix sums.
-        scratch.take(self.nbytes)
-        scratch.take(self.nbytes)
+        # Normalised weights and their prefix sums, and up to 2.13 the weights once more.
+        for _ in range(2 if gpu.version >= _NORMALIZED_ONCE_SINCE else 3):
+            scratch.take(self.nbytes)
         if rows == 1:
             _scan_one_row(gpu, scratch, length, self)
     else:
@@ -305,14 +311,25 @@ def _multinomial(
 def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> None:
     """What the sanity checks keep: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
-    scratch.take(size)
-    scratch.take(size)
-    _reduce_rows(gpu, weights, None, reductions.TWO_VALUES)
-    is_finite = scratch.take(1)
-    is_positive = scratch.take(1)
-    scratch.take(1)
-    scratch.drop(is_positive)
-    scratch.drop(is_finite)
+    if gpu.version >= BOTH_EXTREMES_SINCE:
+        scratch.take(size)
+        scratch.take(size)
+        _reduce_rows(gpu, weights, None, reductions.TWO_VALUES)
+        is_finite = scratch.take(1)
+        is_positive = scratch.take(1)
+        scratch.take(1)
+        scratch.drop(is_positive)
+        scratch.drop(is_finite)
+    else:
+        highest = scratch.take(size)
+        _reduce_rows(gpu, weights, None, reductions.VALUES)
+        is_finite = scratch.take(1)
+        lowest = scratch.take(size)
+        _reduce_rows(gpu, weights, None, reductions.VALUES)
+        is_positive = scratch.take(1)
+        scratch.take(1)
+        for address in (is_positive, lowest, is_finite, highest):
+            scratch.drop(address)
     sums = scratch.take(rows * size)
     _reduce_rows(gpu, weights, -1, reductions.SUMS)
     are_zero = scratch.take(rows)
@@ -337,6 +354,7 @@ RULES = {
     "aten::cumsum": Rule(after=_scan),
     "aten::cumprod": Rule(after=_scan),
     "aten::_logcumsumexp": Rule(after=_scan),
+    "aten::logcumsumexp": Rule(after=_scan),
     "aten::_cummax_helper": Rule(after=_scan_with_indices),
     "aten::_cummin_helper": Rule(after=_scan_with_indices),
     "aten::randperm": Rule(after=_randperm),

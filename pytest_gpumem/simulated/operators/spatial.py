@@ -9,12 +9,13 @@ CUDA's do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators.layout import copied, suggested_format
-from pytest_gpumem.simulated.operators.rules import After, Rule, passing
+from pytest_gpumem.simulated.operators.rules import After, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -51,7 +52,9 @@ _READING: dict[After, str] = {
     """,
     _in_format_of_input: "avg_pool2d_backward _adaptive_avg_pool2d_backward",
     _max_pool_backward: "max_pool2d_with_indices_backward",
-    _gradient_in_its_format: "upsample_nearest2d_backward upsample_bilinear2d_backward",
+    _gradient_in_its_format: """
+        upsample_nearest2d_backward upsample_bilinear2d_backward _upsample_nearest_exact2d_backward
+    """,
     _contiguous: """
         reflection_pad1d reflection_pad2d reflection_pad3d upsample_nearest1d upsample_nearest3d
         upsample_linear1d upsample_trilinear3d max_pool3d_with_indices avg_pool3d
@@ -59,12 +62,43 @@ _READING: dict[After, str] = {
     """,
     _gradient_contiguous: """
         reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+        upsample_bicubic2d_backward _upsample_bicubic2d_aa_backward
+        _upsample_nearest_exact1d_backward _upsample_nearest_exact3d_backward
+        _upsample_bilinear2d_aa_backward adaptive_max_pool2d_backward
+        adaptive_max_pool3d_backward
     """,
 }
 """What kernels read, and which they are."""
 
+
+def _unpooled(gpu: GPU, self: Tensor, indices: Tensor) -> Scratch:
+    """max_unpooling2d_forward_out_cuda copies before its result is resized."""
+    return Scratch(gpu, *copied(self, indices))
+
+
+def _into_columns(gpu: GPU, self: Tensor, result: Tensor) -> Iterator[Tensor]:
+    """im2col_cuda and col2im_cuda: a result as large as the input, which is then resized.
+
+    It moves where it grows, and keeps its memory where it shrinks.
+    """
+    first = Scratch(gpu, self.nbytes if result.nbytes > self.nbytes else 0)
+    if result.nbytes < self.nbytes:
+        result.untyped_storage().resize_(self.nbytes)
+        yield result
+    copies = Scratch(gpu, *copied(self))
+    yield result
+    first.free()
+    copies.free()
+
+
 RULES = {
-    f"aten::{name}": Rule(after=reading)
-    for reading, names in _READING.items()
-    for name in names.split()
+    **{
+        f"aten::{name}": Rule(after=reading)
+        for reading, names in _READING.items()
+        for name in names.split()
+    },
+    "aten::max_unpool2d": Rule(before=_unpooled),
+    "aten::max_unpool3d": Rule(before=_unpooled),
+    "aten::im2col": Rule(placed=_into_columns),
+    "aten::col2im": Rule(placed=_into_columns),
 }

@@ -18,6 +18,8 @@ from pytest_gpumem.simulated.operators.rules import Composite
 _BUILT = (
     "_euclidean_dist.default",
     "_trilinear.default",
+    "_unsafe_masked_index.default",
+    "_unsafe_masked_index_put_accumulate.default",
     "affine_grid_generator.default",
     "binary_cross_entropy_with_logits.default",
     "dist.default",

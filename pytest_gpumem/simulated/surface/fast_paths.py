@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.backends.mha
 
-from pytest_gpumem.simulated.operators.encoders import takes_fused_kernel
+from pytest_gpumem.simulated.operators.encoders import is_followed
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.machine.machine import GPU, SimulatedMachine
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
@@ -26,13 +26,13 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         asking = sys._getframe(1).f_locals
         if not isinstance(asking.get("self"), torch.nn.Module) or not _is_on_gpu(asking):
             return True
-        if _is_followed(machine.current, asking):
+        if _is_followed(asking):
             return True
         if not torch.is_grad_enabled():
             machine.note(
                 "nn.TransformerEncoderLayer and nn.MultiheadAttention take their fast path on a "
-                "GPU without gradients, with kernels of its own for masks and weights; it is "
-                "simulated operator by operator"
+                "GPU without gradients, with kernels of its own for masks; it is simulated "
+                "operator by operator"
             )
         return False
 
@@ -43,7 +43,7 @@ def _is_on_gpu(asking: dict[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in asking.values())
 
 
-def _is_followed(gpu: GPU, asking: dict[str, Any]) -> bool:
+def _is_followed(asking: dict[str, Any]) -> bool:
     """Whether the fast path that the ``forward`` of these local variables asks for is followed.
 
     Source: torch/nn/modules/transformer.py and activation.py of torch 2.6 to 2.15: a layer, its
@@ -54,9 +54,8 @@ def _is_followed(gpu: GPU, asking: dict[str, Any]) -> bool:
     if any(asking.get(name) is not None for name in masks):
         return False
     if isinstance(module, torch.nn.TransformerEncoderLayer):
-        return takes_fused_kernel(gpu, asking["src"], module.self_attn.num_heads)
+        return is_followed(asking["src"])
     if isinstance(module, torch.nn.MultiheadAttention):
         same = asking["query"] is asking["key"] is asking["value"]
-        wanted = same and not asking["need_weights"]
-        return wanted and takes_fused_kernel(gpu, asking["query"], module.num_heads)
+        return same and is_followed(asking["query"])
     return isinstance(module, torch.nn.TransformerEncoder)

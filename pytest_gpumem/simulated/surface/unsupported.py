@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pytest_gpumem.simulated.common.callsite import user_line
 from pytest_gpumem.simulated.common.compiled_notes import FOLLOWED_SINCE
 from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.simulated.operators.elementwise import jiterated
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
@@ -54,9 +55,8 @@ _WITHOUT_DEVICE = frozenset(
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Replace what would abort, crash or complain of a missing driver."""
     patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
-    jiterator = _refusing("torch.cuda.jiterator", "compiles a kernel, which no simulated GPU runs")
     # Modules make such functions while they are imported, torch's own helpers of tests too.
-    patches.plan(torch.cuda.jiterator._JittedFunction, "__call__", jiterator)
+    patches.plan(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
     if hasattr(torch.cuda, "_compile_kernel"):  # came with 2.8
         own = _refusing(
             "torch.cuda._compile_kernel", "compiles a kernel, which no simulated GPU runs"

@@ -64,6 +64,7 @@ _TYPES = {
     "Tensor[]": "Sequence[Tensor]",
     "Tensor?[]": "Sequence[Tensor | None]",
     "int": "int",
+    "str": "str",
     "SymInt": "int",
     "int?": "int | None",
     "int[]": "Sequence[int]",

@@ -58,7 +58,10 @@ def test_segments_are_sorted_through_a_copy() -> None:
         (1_000_000, 4, CUDA_13, 5119),
         (1_000_000, 8, CUDA_12, 18_687),
         (1_000_000, 8, CUDA_13, 18_943),
-        (1_000_000, 2, CUDA_13, 1791),
+        # Of c10::Half, as torch's own code asks on the dry device (2.6, 2.13 and 2.15).
+        (1_000, 2, CUDA_12, 1279),
+        (1_000_000, 2, CUDA_12, 3327),
+        (1_000_000, 2, CUDA_13, 3327),
     ],
 )
 def test_prefix_sum(count: int, element: int, version: tuple[int, int], answer: int) -> None:

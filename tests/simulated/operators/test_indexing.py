@@ -133,3 +133,27 @@ def test_32_bit_indices_are_widened_for_the_lookup(on: Any) -> None:
     table = torch.zeros(100, 8, device="cuda")
     where = torch.zeros(10, dtype=torch.int32, device="cuda")
     assert gpu.of(lambda: table[where]) == [80, 320, -80]
+
+
+def test_indices_that_are_broadcast_across_each_other_become_contiguous(on: Any) -> None:
+    gpu = on()
+    table, where = torch.randn(256, 512, device="cuda"), torch.arange(100).cuda()
+    both = 100 * 100 * 8
+    # Each of the two is as large as what is chosen, in 64 bits.
+    assert gpu.of(lambda: table[where[:, None], where]) == [both, both, 40_000, -both, -both]
+    assert gpu.of(lambda: table[where, where]) == [400]
+
+
+@pytest.mark.parametrize(
+    ("release", "check"),
+    [("2.11", [8, 1, -1, -8, 8, 1, -1, -8]), ("2.13", [8, 8, 1, -1, 1, -1, -8, -8])],
+)
+def test_indices_of_the_user_are_checked(on: Any, release: str, check: list[int]) -> None:
+    gpu = on(version=release)
+    table, where = torch.zeros(100, 8, device="cuda"), torch.arange(10).cuda()
+    rows = torch.ones(10, 8, device="cuda")
+    index = 80
+    assert gpu.of(lambda: table.index_put_((where,), rows, accumulate=True)) == [
+        *check,
+        index, index, -index, index, index, index, 1, -1, -index, -index, -index, -index,
+    ]  # fmt: skip

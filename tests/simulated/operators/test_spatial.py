@@ -55,3 +55,30 @@ def test_ctc_loss_moves_its_lengths(on: Any) -> None:
     gradient = torch.ones_like(result)
     backward = gpu.of(lambda: result.backward(gradient))
     assert backward[:8] == [32, 32, 32, alpha, 50 * 4 * 20 * 4, -alpha, -32, -32]
+
+
+def test_columns_begin_as_large_as_the_image(on: Any) -> None:
+    gpu = on()
+    image = torch.randn(4, 16, 64, 64, device="cuda")
+    size, columns = image.nbytes, 9 * image.nbytes
+    assert gpu.of(lambda: functional.unfold(image, 3, padding=1)) == [size, columns, -size]
+    made = functional.unfold(image, 3, padding=1)
+    # The image keeps the memory of its columns.
+    assert gpu.of(lambda: functional.fold(made, (64, 64), 3, padding=1)) == [columns]
+
+
+@pytest.mark.parametrize(
+    ("function", "factor"),
+    [
+        (lambda x: functional.interpolate(x, scale_factor=2, mode="bicubic"), 4),
+        (lambda x: functional.interpolate(x, scale_factor=2, mode="nearest-exact"), 4),
+        (lambda x: functional.adaptive_max_pool2d(x, 32), 1 / 4),
+    ],
+)
+def test_an_expanded_gradient_is_copied(on: Any, function: Any, factor: float) -> None:
+    gpu = on()
+    x = torch.randn(4, 16, 64, 64, device="cuda", requires_grad=True)
+    y = function(x)
+    gradient = torch.ones((), device="cuda").expand_as(y)
+    copy = int(x.nbytes * factor)
+    assert gpu.of(lambda: torch.autograd.grad(y, x, gradient))[:3] == [x.nbytes, copy, -copy]

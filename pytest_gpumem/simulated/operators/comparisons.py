@@ -1,0 +1,146 @@
+"""Comparisons of whole tensors: what they are made of, and what a search converts.
+
+Source: aten/src/ATen/native/cuda/Equal.cpp (cuda_equal), native/TensorCompare.cpp (isclose,
+allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu), BucketizationUtils.h
+(searchsorted_maybe_trim_input_tensors), Bucketization.cpp, of torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators.layout import copied
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+_as_it_is = torch.ops.aten.isclose.default.decompose
+
+
+def isclose(self: Tensor, other: Tensor, rtol: float, atol: float, equal_nan: bool) -> Tensor:
+    """``aten::isclose``; where NaN equals NaN it works in place, which C++ does not of subclasses.
+
+    The other branch is left to torch.
+    """
+    if not equal_nan or not (self.is_floating_point() or self.is_complex()):
+        return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
+    if self.dtype != other.dtype or rtol < 0 or atol < 0:
+        return _as_it_is(self, other, rtol, atol, equal_nan)  # type: ignore[no-any-return]  # an operator
+    close = self == other
+    are_nan, others = self.isnan(), other.isnan()
+    close.__ior__(are_nan.__iand__(others))
+    del others, are_nan
+    if not rtol and not atol:
+        return close
+    product = rtol * other
+    size = product.abs()
+    allowed = atol + size
+    del size, product
+    difference = self - other
+    actual = difference.abs()
+    del difference
+    is_finite = actual.isfinite()
+    is_small = actual <= allowed
+    close.__ior__(is_finite.__iand__(is_small))
+    del is_small, is_finite, actual, allowed
+    return close
+
+
+def _equal(self: Tensor, other: Tensor) -> None:
+    if self.shape != other.shape or not self.numel() or _is_same(self, other):
+        return
+    each = self == other
+    every = each.all()
+    del every, each
+
+
+def _is_same(self: Tensor, other: Tensor) -> bool:
+    """The same elements of the same memory are equal unseen, but for NaN."""
+    return (
+        self.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and self.storage_offset() == other.storage_offset()
+        and self.stride() == other.stride()
+    )
+
+
+def _allclose(
+    self: Tensor,
+    other: Tensor,
+    rtol: float = 1e-05,
+    atol: float = 1e-08,
+    equal_nan: bool = False,
+) -> None:
+    each = torch.isclose(self, other, rtol, atol, equal_nan)
+    every = each.all()
+    del every, each
+
+
+PARTS: dict[str, Callable[..., None]] = {
+    "aten::equal": _equal,
+    "aten::allclose": _allclose,
+}
+"""What an operator whose result is a number of Python is made of."""
+
+COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
+"""By overload."""
+
+
+# Whether elements are among others.
+
+
+def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None = None) -> None:
+    """Few others are compared with all: eq().any(-1). Many are sorted, which values decide."""
+    if elements is None or test_elements is None:
+        return
+    count, others = elements.numel(), test_elements.numel()
+    if count and others < int(10 * math.pow(count, 0.145)):
+        pairs = Scratch(gpu, count * others)
+        found = pairs.take(count)
+        pairs.drop(found)
+        pairs.free()
+
+
+# Where numbers belong among sorted ones.
+
+
+def _number(gpu: GPU, self: Tensor | float) -> Scratch | None:
+    """A number becomes a tensor of 64 bits."""
+    return None if isinstance(self, Tensor) else Scratch(gpu, 8)
+
+
+def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> None:
+    if not sorted.numel() or (isinstance(wanted, Tensor) and not wanted.numel()):
+        return
+    scratch = Scratch(gpu)
+    tensor = wanted if isinstance(wanted, Tensor) else None
+    for nbytes in copied(tensor, sorted, sorter):
+        scratch.take(nbytes)
+    common = torch.result_type(sorted, wanted)
+    if tensor is None or tensor.dtype != common:
+        scratch.take((1 if tensor is None else tensor.numel()) * common.itemsize)
+    if sorted.dtype != common:
+        scratch.take(sorted.numel() * common.itemsize)
+    scratch.free()
+
+
+def _searchsorted(
+    gpu: GPU, sorted_sequence: Tensor, self: Tensor | float, sorter: Tensor | None
+) -> None:
+    _search(gpu, sorted_sequence, self, sorter)
+
+
+def _bucketize(gpu: GPU, self: Tensor | float, boundaries: Tensor) -> None:
+    _search(gpu, boundaries, self, None)
+
+
+RULES = {
+    "aten::isin": Rule(after=_isin),
+    "aten::searchsorted": Rule(before=_number, after=_searchsorted),
+    "aten::bucketize": Rule(before=_number, after=_bucketize),
+}

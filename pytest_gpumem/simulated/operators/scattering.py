@@ -1,0 +1,87 @@
+"""Scattering, and reducing by index or segment: counts, and where segments begin.
+
+Source: aten/src/ATen/native/TensorAdvancedIndexing.cpp (scatter_reduce_two), SegmentReduce.cpp,
+cuda/Indexing.cu (index_reduce_func_cuda_impl), cuda/SegmentReduce.cu (_segment_reduce_lengths_ and
+_offsets_cuda_kernel) and cuda/UnfoldBackwardKernel.cu, of torch 2.6 to 2.15; the order of frees is
+that of torch 2.6, 2.13 and 2.15 on the dry device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pytest_gpumem.simulated.operators import cub
+from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
+from pytest_gpumem.simulated.operators.rules import Rule, Scratch, passing
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import GPU
+
+
+def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
+    """Ones like the source are added up where it went; nothing is divided by zero."""
+    if reduce != "mean" or not src.numel():
+        return
+    scratch = Scratch(gpu)
+    ones = scratch.take(src.nbytes)
+    counts = scratch.take(result.nbytes)
+    scratch.drop(scratch.take(result.numel()))
+    scratch.drop(counts)
+    scratch.drop(ones)
+
+
+def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> None:
+    if reduce == "mean":
+        scratch = Scratch(gpu, result.nbytes)
+        scratch.drop(scratch.take(source.nbytes))
+        scratch.drop(scratch.take(result.numel()))
+        scratch.free()
+
+
+def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
+    """Whether lengths are not negative, and add up to what there is."""
+    if lengths is None or unsafe:
+        return
+    passing(gpu, lengths.element_size())
+    rows = max(lengths.numel() // max(lengths.shape[-1], 1), 1)
+    passing(gpu, rows * INDEX_BYTES, rows, 1)
+
+
+def _segments(gpu: GPU, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    """The other of lengths and offsets, along the last dimension."""
+    if lengths is None:
+        if offsets is not None:
+            rows = offsets.numel() // max(offsets.shape[-1], 1)
+            passing(gpu, (offsets.numel() - rows) * offsets.element_size())
+        return
+    size = lengths.element_size()
+    rows = lengths.numel() // max(lengths.shape[-1], 1)
+    scratch = Scratch(gpu)
+    first = scratch.take(rows * size)
+    ends = scratch.take((lengths.numel() + rows) * size)
+    scratch.drop(first)
+    if rows == 1:
+        scratch.drop(scratch.take(cub.scan_bytes(lengths.numel() + 1, size, gpu.version)))
+    scratch.drop(ends)
+
+
+def _unfold_backward(
+    gpu: GPU, input_sizes: Sequence[int], dim: int, size: int, step: int, result: Tensor
+) -> None:
+    """Windows that overlap are added up by where they begin."""
+    if step < size and input_sizes and result.numel():
+        passing(gpu, input_sizes[dim] * INDEX_BYTES)
+
+
+RULES = {
+    "aten::scatter_reduce": Rule(after=_scattered_mean),
+    "aten::scatter_reduce_": Rule(after=_scattered_mean),
+    "aten::index_reduce": Rule(after=_mean_by_index),
+    "aten::index_reduce_": Rule(after=_mean_by_index),
+    "aten::segment_reduce": Rule(before=_before_segments, after=_segments),
+    "aten::_segment_reduce_backward": Rule(after=_segments),
+    "aten::unfold_backward": Rule(after=_unfold_backward),
+}

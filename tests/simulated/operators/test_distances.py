@@ -1,0 +1,24 @@
+"""Gradients of distances in parts, and limited norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def test_each_pair_of_rows_writes_its_part_of_a_gradient(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(5, 5, device="cuda", requires_grad=True)
+    distances = torch.pdist(x, 1.0)
+    gradient = torch.ones_like(distances)
+    # 4 · 5 · 5 floats, added up.
+    assert gpu.of(lambda: torch.autograd.grad(distances, x, gradient)) == [100, 400, -400]
+
+
+def test_norms_of_halves_are_float32_and_their_factors_halves(on: Any) -> None:
+    gpu = on()
+    x = torch.randn(64, 100, device="cuda")
+    half = x.bfloat16()
+    assert gpu.of(lambda: torch.renorm(x, 2, 0, 1.0)) == [25_600, 256, -256]
+    assert gpu.of(lambda: torch.renorm(half, 2, 0, 1.0)) == [12_800, 256, 128, -128, -256]
