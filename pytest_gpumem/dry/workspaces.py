@@ -186,16 +186,21 @@ def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _place(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the sentence with the line of the user's code that runs.
+    """Return the sentence with the line of the user's code that runs."""
+    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {_line()}"),)
+
+
+def _line() -> str:
+    """Return the line that runs.
 
     A thread of autograd has no frames of Python: the main thread, which waits for it, has.
     """
     from pytest_gpumem.simulated.common.callsite import user_line
 
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    is_python = frame.f_code.co_filename != __file__
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    line = user_line(None if is_python else main)
-    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {line}"),)
+    outermost = sys._getframe(1)
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    if outermost.f_code.co_filename != __file__:
+        return user_line()
+    # Of another thread: a function that holds its own frame would keep all that its callers hold.
+    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -62,7 +62,7 @@ API int nvmlDeviceGetName(void *handle, char *name, unsigned size)
     return NVML_SUCCESS;
 }
 
-/* No NVLink, no fabric. */
+/* No NVLink. */
 API int nvmlDeviceGetNvLinkRemoteDeviceType(IGNORED void *handle, IGNORED unsigned link, IGNORED int *type)
 {
     return NVML_NOT_SUPPORTED;
@@ -73,7 +73,20 @@ API int nvmlDeviceGetNvLinkRemotePciInfo_v2(IGNORED void *handle, IGNORED unsign
     return NVML_NOT_SUPPORTED;
 }
 
-API int nvmlDeviceGetGpuFabricInfoV(IGNORED void *handle, IGNORED void *info) { return NVML_NOT_SUPPORTED; }
+/* The beginning of nvmlGpuFabricInfoV_t. A GPU without a fabric says so in its state, 0, and its cluster is none. */
+struct fabric {
+    unsigned version;
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state;
+};
+
+API int nvmlDeviceGetGpuFabricInfoV(IGNORED void *handle, struct fabric *fabric)
+{
+    *fabric = (struct fabric){.version = fabric->version};
+    return NVML_SUCCESS;
+}
 
 API int nvmlInit_v2(void) { return NVML_SUCCESS; }
 
