@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.device.device import Device
+    from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
     from pytest_gpumem.simulated.distributed.world import Seat, World
@@ -27,6 +28,7 @@ class DeviceSelector:
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, Seat | None], Device] = {}
+        self._dry_ranks: dict[Seat, DryDevice] = {}
         self._real: Device | None = None
         self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
@@ -86,7 +88,10 @@ class DeviceSelector:
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = self.real() or self._simulate(model or self._choice.models[0], real_values, seat)
+        real = self.real()
+        if real is not None and self.only_model is not None and self.world is None:
+            real = self._dry(seat)
+        device = real or self._simulate(model or self._choice.models[0], real_values, seat)
         if self.extra is not None and device not in self._extended:
             device.extra = self.extra(device)
             self._extended.add(device)
@@ -130,6 +135,22 @@ class DeviceSelector:
         if self.world is not None and self._choice.index is None:
             return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
         return find_device(self._choice.index, required=required)
+
+    def _dry(self, seat: Seat | None) -> Device | None:
+        """Return the dry device, or that of a rank, which leaves the groups of other ranks."""
+        if seat is None:
+            return self._real
+        if seat not in self._dry_ranks:
+            from pytest_gpumem.device.dry import DryDevice
+
+            self.close()
+            self._dry_ranks[seat] = DryDevice(self._choice.models[0], seat)
+        return self._dry_ranks[seat]
+
+    def close(self) -> None:
+        """Leave the process groups of dry ranks."""
+        while self._dry_ranks:
+            self._dry_ranks.popitem()[1].close()
 
     def _simulate(self, model: str, real_values: bool, seat: Seat | None) -> Device:
         key = model, real_values, seat

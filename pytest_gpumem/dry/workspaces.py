@@ -83,6 +83,13 @@ def unmeasured() -> Iterator[None]:
         _runtime().pytest_gpumem_dry_pause_estimates(0)
 
 
+def events(device: int) -> int:
+    """Return a hash of what the allocator of GPU ``device`` did in the present test."""
+    function = _runtime().pytest_gpumem_dry_events
+    function.restype = ctypes.c_uint64
+    return int(function(device))
+
+
 def notes(device: int) -> tuple[str, ...]:
     """Return what readers of the numbers of GPU ``device`` have to know of its libraries."""
     from pytest_gpumem.simulated.gpu.estimates import estimate_note
