@@ -71,9 +71,7 @@ def run_on_dry(arguments: argparse.Namespace, gpu: str) -> int:
 
     Raises ``ValueError`` where there is no such device.
     """
-    return subprocess.run(
-        _command(arguments), env=_environment(gpu), check=False
-    ).returncode
+    return subprocess.run(_command(arguments), env=_environment(gpu), check=False).returncode
 
 
 def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None = None) -> Any:
@@ -85,8 +83,7 @@ def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None
         [*_command(arguments), "--json"],
         env=_environment(gpu, memory),
         check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         errors="replace",
     )
@@ -97,7 +94,9 @@ def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None
     try:
         return json.loads(done.stdout)
     except ValueError:
-        raise ValueError(f"the process on the dry {gpu} ended with code {done.returncode}") from None
+        raise ValueError(
+            f"the process on the dry {gpu} ended with code {done.returncode}"
+        ) from None
 
 
 def _command(arguments: argparse.Namespace) -> list[str]:

@@ -6,7 +6,7 @@ named as exact ones, and there is neither a driver nor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -30,11 +30,12 @@ class DryDevice(CudaDevice):
     """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``.
 
     With a ``seat`` the process is one rank of several. As many of them share a machine as there are
-    GPUs, and the GPU of the rank is the tests' own.
+    GPUs, and the GPU of the rank is the tests' own. ``index`` is that of a rank that torchrun has
+    started.
     """
 
-    def __init__(self, name: str, seat: Seat | None = None) -> None:
-        super().__init__(None)
+    def __init__(self, name: str, seat: Seat | None = None, *, index: int | None = None) -> None:
+        super().__init__(index)
         machine = find_machine(name)
         self._name = machine.model.name
         self._seat = seat
@@ -87,7 +88,3 @@ class DryDevice(CudaDevice):
         """Return ``measurement`` marked as dry, with what it has of libraries' workspaces."""
         known = super().complete(measurement)
         return replace(known, dry=True, notes=known.notes + workspaces.notes(self.index))
-
-    def nvml(self) -> Mapping[str, object] | None:  # type: ignore[override]
-        """Return nothing: there is no driver to read."""
-        return None

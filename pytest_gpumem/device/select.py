@@ -126,7 +126,8 @@ class DeviceSelector:
         if self._choice.kind == "dry":
             from pytest_gpumem.device.dry import DryDevice
 
-            return DryDevice(self._choice.models[0])
+            own = None if self.world is None else self.world.local_rank
+            return DryDevice(self._choice.models[0], index=own)
         if self._choice.kind not in ("auto", "cuda"):
             return None
         from pytest_gpumem.device.cuda import find_device

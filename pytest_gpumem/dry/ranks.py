@@ -1,8 +1,8 @@
 """One rank of several alone in its process, on torch's own process groups.
 
-NCCL's groups are torch's, over the runtime's stubs (``source/nccl.c``). A store that answers for the
-other ranks lets them begin; Gloo's groups, whose ranks would meet over the network, are torch's
-fake ones.
+NCCL's groups are torch's, over the runtime's stubs (``source/nccl.c``). A store that answers for
+the other ranks lets them begin; Gloo's groups, whose ranks would meet over the network, are
+torch's fake ones.
 
 Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 ``_new_process_group_helper``), torch 2.6 to 2.15.

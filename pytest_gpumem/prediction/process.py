@@ -111,7 +111,7 @@ def _run_dry(
             if unbounded and answer.ran_out:
                 large = _dry(machine, UNBOUNDED)
                 (again,) = _run([answer.nodeid], [machine], arguments, folder, variables=large)
-                answer = replace(again, fits=False)  # noqa: PLW2901 - the same test
+                answer = replace(again, fits=False)
             found.append(answer)
     return found
 

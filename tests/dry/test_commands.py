@@ -136,9 +136,7 @@ def test_plan_runs_tests_on_each_runner(project: Path) -> None:
         (["predict", "train.py:missing", "--device", "dry:T4"], "train has no missing"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(
-    project: Path, arguments: list[str], sentence: str
-) -> None:
+def test_a_wrong_option_is_one_sentence(project: Path, arguments: list[str], sentence: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest_gpumem.cli", *arguments],
         cwd=project,
