@@ -83,8 +83,7 @@ def answer_on_dry(arguments: argparse.Namespace, gpu: str, *, memory: int | None
         [*_command(arguments), "--json"],
         env=_environment(gpu, memory),
         check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         errors="replace",
     )

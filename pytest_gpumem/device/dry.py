@@ -6,10 +6,11 @@ named as exact ones, and there is neither a driver nor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from math import gcd
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.computed import Computed
@@ -19,36 +20,73 @@ from pytest_gpumem.dry import scope, workspaces
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.simulated.distributed.world import Seat, world_of
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed
+    from pytest_gpumem.dry.ranks import Membership
 
 
 class DryDevice(CudaDevice):
     """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``.
 
-    ``computed`` says which values the CPU computes.
+    ``computed`` says which values the CPU computes. With a ``seat`` the process is one rank of
+    several. As many of them share a machine as there are GPUs, and the GPU of the rank is the
+    tests' own. ``index`` is that of a rank that torchrun has started.
     """
 
-    def __init__(self, name: str, computed: Computed = Computed.AT_FIRST) -> None:
-        super().__init__(None)
-        self._name = find_machine(name).model.name
+    def __init__(
+        self,
+        name: str,
+        computed: Computed = Computed.AT_FIRST,
+        *,
+        seat: Seat | None = None,
+        index: int | None = None,
+    ) -> None:
+        super().__init__(index)
+        machine = find_machine(name)
+        self._name = machine.model.name
         self._computed = computed
         self._follower = Follower(
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
+        self._seat = seat
+        self._membership: Membership | None = None
+        if seat is not None:
+            # torch.distributed takes a while to import.
+            from pytest_gpumem.dry.ranks import Membership
+
+            world = world_of(seat.size, seat.rank, per_machine=gcd(machine.count, seat.size))
+            self.index = world.local_rank
+            self._membership = Membership(world)
 
     @cached_property
     def _environment(self) -> Environment:
-        return replace(super()._environment, gpu=self._name, driver=None, partition="", dry=True)
+        ranks = "" if self._seat is None else self._seat.name
+        return replace(
+            super()._environment, gpu=self._name, driver=None, partition="", ranks=ranks, dry=True
+        )
+
+    @property
+    def events(self) -> int:
+        """A hash of what the tests' own allocator did in the present test."""
+        return workspaces.events(self.index)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Show the process its devices inside."""
-        with scope.opened(), super().active(), self._follower.active():
+        """Show the process its devices inside; a rank of several has its groups."""
+        with scope.opened(), super().active(), self._follower.active(), ExitStack() as inside:
+            if self._membership is not None:
+                inside.enter_context(self._membership.taken())
             yield
+
+    def close(self) -> None:
+        """Leave the process groups of a rank."""
+        if self._membership is not None:
+            with scope.opened():
+                self._membership.close()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Place segments as in a new process, beside those that earlier tests have left."""
@@ -90,7 +128,3 @@ class DryDevice(CudaDevice):
     def note(self, sentence: str) -> None:
         """Say ``sentence`` with the numbers of the present test."""
         self._follower.note(sentence)
-
-    def nvml(self) -> Mapping[str, object] | None:  # type: ignore[override]
-        """Return nothing: there is no driver to read."""
-        return None

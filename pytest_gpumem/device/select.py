@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.device.device import Device
+    from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
     from pytest_gpumem.simulated.distributed.world import Seat, World
@@ -28,8 +29,8 @@ class DeviceSelector:
         self.world: World | None = None
         """The rank that torchrun has started this process as."""
         self._simulated: dict[tuple[str, bool, Seat | None], Device] = {}
+        self._dry_devices: dict[tuple[Computed, Seat | None], DryDevice] = {}
         self._real: Device | None = None
-        self._dry_devices: dict[Computed, Device] = {}
         self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
         """What other plugins add to the environment of a device."""
@@ -92,7 +93,7 @@ class DeviceSelector:
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
-        device = self.real(computed)
+        device = self.real(computed, seat)
         if device is None:
             everything = computed is Computed.ALL
             device = self._simulate(model or self._choice.models[0], everything, seat)
@@ -113,25 +114,34 @@ class DeviceSelector:
                 "torch, or run with --gpumem-device=off"
             )
 
-    def real(self, computed: Computed = Computed.AT_FIRST) -> Device | None:
+    def real(
+        self, computed: Computed = Computed.AT_FIRST, seat: Seat | None = None
+    ) -> Device | None:
         """Return the real or dry device to measure on, ``None`` where tests are simulated.
 
-        Of the dry one another for each way in which values are ``computed``.
+        Of the dry one another for each way in which values are ``computed``, and for each rank.
         """
         if not self._decided:
             self.check_torch()
             self._real = self._find_real()
             self._decided = True
-        if computed and self._choice.kind == "dry":
-            return self._dry(computed)
+        if self._choice.kind == "dry":
+            return self._dry(computed, seat if self.world is None else None)
         return self._real
 
-    def _dry(self, computed: Computed) -> Device:
-        if computed not in self._dry_devices:
+    def _dry(self, computed: Computed, seat: Seat | None) -> DryDevice:
+        """Return the dry device, or that of a rank, which leaves the groups of other ranks."""
+        key = computed, seat
+        if key not in self._dry_devices:
             from pytest_gpumem.device.dry import DryDevice
 
-            self._dry_devices[computed] = DryDevice(self._choice.models[0], computed)
-        return self._dry_devices[computed]
+            if seat is not None:
+                self.close()
+            own = None if self.world is None else self.world.local_rank
+            self._dry_devices[key] = DryDevice(
+                self._choice.models[0], computed, seat=seat, index=own
+            )
+        return self._dry_devices[key]
 
     def forget(self, fixture: object) -> None:
         """Drop what any device knows of a fixture that has been torn down."""
@@ -140,7 +150,7 @@ class DeviceSelector:
 
     def _find_real(self) -> Device | None:
         if self._choice.kind == "dry":
-            return self._dry(Computed.AT_FIRST)
+            return self._dry(Computed.AT_FIRST, None)
         if self._choice.kind not in ("auto", "cuda"):
             return None
         from pytest_gpumem.device.cuda import find_device
@@ -149,6 +159,11 @@ class DeviceSelector:
         if self.world is not None and self._choice.index is None:
             return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
         return find_device(self._choice.index, required=required)
+
+    def close(self) -> None:
+        """Leave the process groups of dry ranks."""
+        for key in [each for each in self._dry_devices if each[1] is not None]:
+            self._dry_devices.pop(key).close()
 
     def _simulate(self, model: str, real_values: bool, seat: Seat | None) -> Device:
         key = model, real_values, seat

@@ -17,6 +17,11 @@ DEVICES = "PYTEST_GPUMEM_DRY_DEVICES"
 """The variable that describes the GPUs; the runtime reads it when it is first asked."""
 MODELS = "PYTEST_GPUMEM_DRY"
 """The variable that names them, as the user wrote them."""
+SHARED = "PYTEST_GPUMEM_DRY_SHARED"
+"""The variable with the folder in which processes meet that have the GPUs together.
+
+Without it each process has them for itself.
+"""
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
 _BEGIN = "pytest_gpumem_dry_begin"

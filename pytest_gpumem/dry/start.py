@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.dry import scope
-from pytest_gpumem.dry.load import environment, is_loaded, load
+from pytest_gpumem.dry.load import SHARED, environment, is_loaded, load
 from pytest_gpumem.dry.torch_build import DryError
 from pytest_gpumem.simulated.gpu.catalogue import GpuError
 
@@ -17,12 +17,18 @@ _STARTED_ANEW = "PYTEST_GPUMEM_DRY_STARTED"
 """The variable that keeps a process from starting itself anew a second time."""
 
 
-def begin_process(config: pytest.Config, model: str, *, everywhere: bool) -> None:
+def begin_process(
+    config: pytest.Config, model: str, *, everywhere: bool, shared: Path | None
+) -> None:
     """Give this process and those that it starts the GPUs of ``model``.
 
     Where torch has been imported, pytest starts itself anew once. The devices are seen
-    ``everywhere``, or inside marked tests alone. Raises ``pytest.UsageError``.
+    ``everywhere``, or inside marked tests alone. Processes that meet in the folder ``shared`` have
+    them together. Raises ``pytest.UsageError``.
     """
+    if shared is not None:
+        shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ[SHARED] = str(shared)
     try:
         if "torch" in sys.modules and not is_loaded():
             _start_anew(config, model)

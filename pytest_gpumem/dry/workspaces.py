@@ -83,6 +83,13 @@ def unmeasured() -> Iterator[None]:
         _runtime().pytest_gpumem_dry_pause_estimates(0)
 
 
+def events(device: int) -> int:
+    """Return a hash of what the allocator of GPU ``device`` did in the present test."""
+    function = _runtime().pytest_gpumem_dry_events
+    function.restype = ctypes.c_uint64
+    return int(function(device))
+
+
 def notes(device: int) -> tuple[str, ...]:
     """Return what readers of the numbers of GPU ``device`` have to know of its libraries."""
     from pytest_gpumem.simulated.gpu.estimates import estimate_note
@@ -186,16 +193,21 @@ def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
 
 
 def _place(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the sentence with the line of the user's code that runs.
+    """Return the sentence with the line of the user's code that runs."""
+    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {_line()}"),)
+
+
+def _line() -> str:
+    """Return the line that runs.
 
     A thread of autograd has no frames of Python: the main thread, which waits for it, has.
     """
     from pytest_gpumem.simulated.common.callsite import user_line
 
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    is_python = frame.f_code.co_filename != __file__
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    line = user_line(None if is_python else main)
-    return (_SENTENCES.number(f"{_SENTENCES[numbers[0]]} at {line}"),)
+    outermost = sys._getframe(1)
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    if outermost.f_code.co_filename != __file__:
+        return user_line()
+    # Of another thread: a function that holds its own frame would keep all that its callers hold.
+    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -143,10 +143,10 @@ class Simulations(DeviceSelector):
     def __init__(self, machine: Machine, *, dry: bool = False) -> None:
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
-        self._dry = dry
+        self._is_dry = dry
         self._devices: dict[tuple[Machine, Computed, Seat | None], Device] = {}
 
-    def real(self, computed: Computed = Computed.AT_FIRST) -> None:
+    def real(self, computed: Computed = Computed.AT_FIRST, seat: Seat | None = None) -> None:
         """Return nothing: no test is measured."""
 
     def select(
@@ -158,10 +158,10 @@ class Simulations(DeviceSelector):
     ) -> Device:
         """Return the device of the present machine."""
         key = self.machine, computed, seat
-        if self._dry and key not in self._devices:
+        if self._is_dry and key not in self._devices:
             from pytest_gpumem.device.dry import DryDevice
 
-            self._devices[key] = DryDevice(self.machine.model.name, computed=computed)
+            self._devices[key] = DryDevice(self.machine.model.name, computed, seat=seat)
         elif key not in self._devices:
             from pytest_gpumem.device.simulated import SimulatedDevice
 

@@ -57,8 +57,8 @@ def needs_of(
     """Return what the tests that ``given`` names need on ``runners``.
 
     ``given`` are JSON reports, or a folder of baselines, or else what pytest takes: paths and node
-    ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file that says
-    what tests take; otherwise pytest's cache, and what pytest-split has stored. Raises
+    ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file
+    that says what tests take; otherwise pytest's cache, and what pytest-split has stored. Raises
     ``ValueError`` where that cannot be read or run.
     """
     paths = [Path(one) for one in given]

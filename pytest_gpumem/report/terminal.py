@@ -39,9 +39,13 @@ STATUS_WORDS = {
 }
 
 
+OWN_CODE = ": torch's own CUDA code over a runtime without kernels"
+"""What is said of the release on a dry device."""
+
+
 def describe(environment: Environment) -> str:
     """Return what an environment is, real or not: ``simulated A100-40GB (torch 2.13)``."""
-    facts = [f"torch {environment.torch}"]
+    facts = [f"torch {environment.torch}{OWN_CODE if environment.dry else ''}"]
     if not environment.is_exact:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
         facts += [f"driver {environment.driver}"] if environment.driver else []

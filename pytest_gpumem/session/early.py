@@ -15,6 +15,7 @@ import pytest
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
+from pytest_gpumem.sharing.database import default_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -61,7 +62,12 @@ def begin_early(config: pytest.Config) -> None:
     if settings.device.kind == "dry":
         from pytest_gpumem.dry.start import begin_process
 
-        begin_process(config, settings.device.models[0], everywhere=settings.sim_scope == "session")
+        begin_process(
+            config,
+            settings.device.models[0],
+            everywhere=settings.sim_scope == "session",
+            shared=default_folder() if settings.share else None,
+        )
     if not will_run_tests:
         return
     if settings.share or settings.quota is not None:

@@ -25,6 +25,7 @@ import pytest
 from _pytest.config import create_terminal_writer
 
 from pytest_gpumem.device.errors import DeviceError
+from pytest_gpumem.dry import scope
 from pytest_gpumem.session.reported import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
 from pytest_gpumem.simulated.distributed.world import address_of_process
@@ -143,7 +144,8 @@ class Launched:
             from pytest_gpumem.session.own_group import OwnGroup
 
             self._group = OwnGroup(self._meeting.store, self.world)
-        self._group.ensure()
+        with scope.opened():  # no device is active yet
+            self._group.ensure()
 
     def _settle(
         self,

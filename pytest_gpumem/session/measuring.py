@@ -130,9 +130,11 @@ class Measuring:
             real = self._selector.real()
         except DeviceError:
             return  # said when the device is chosen
-        if real is None:
+        count = device_count()
+        # A dry device is one of the ranks by itself; where there are as many, each has a process.
+        if real is None or (self._selector.only_model and count < asked):
             return
-        if (count := device_count()) < asked:
+        if count < asked:
             _skip(
                 f"is for {asked} ranks, each with a GPU, and this machine has {count}: simulate "
                 "them with --gpumem-device=sim"

@@ -14,6 +14,7 @@ from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 
 if TYPE_CHECKING:
+    from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.device.simulated import SimulatedDevice
     from pytest_gpumem.session.item import MeasuredItem
 
@@ -54,8 +55,9 @@ class RankRun(Rerun):
         super()._begin()
 
 
-def _device(current: MeasuredItem) -> SimulatedDevice:
+def _device(current: MeasuredItem) -> SimulatedDevice | DryDevice:
+    from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.device.simulated import SimulatedDevice
 
-    assert isinstance(current.device, SimulatedDevice)
+    assert isinstance(current.device, SimulatedDevice | DryDevice)
     return current.device

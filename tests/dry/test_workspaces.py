@@ -92,3 +92,20 @@ told["of_a_plan_that_is_kept"] = workspaces.notes(0)
         "cuFFT's workspace for cufftXtExec",
     ]
     assert told["of_a_plan_that_is_kept"] == told["notes"][2:]
+
+
+def test_asking_keeps_nothing_alive(dry_run: Run) -> None:
+    told = dry_run(
+        """
+import gc
+layer = torch.nn.Conv2d(64, 64, 3, padding=1).cuda()
+gc.collect()
+gc.disable()
+before = torch.cuda.memory_allocated()
+with torch.no_grad():
+    layer(torch.randn(8, 64, 56, 56, device="cuda"))
+told["kept"] = torch.cuda.memory_allocated() - before
+"""
+    )
+
+    assert told["kept"] == 0

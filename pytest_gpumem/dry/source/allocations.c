@@ -37,6 +37,6 @@ void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16
         written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
         estimate_allocated(block, (size_t)size, allocated, device >> 8);
     } else if ((device & 0xff) == CUDA)
-        estimate_freed(block, device >> 8);
+        estimate_freed(block, (size_t)-size, device >> 8);
     torchs_own()(block, size, allocated, reserved, device);
 }

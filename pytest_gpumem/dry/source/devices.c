@@ -12,8 +12,8 @@
 
 #define MOST_DEVICES 120 /* C10_COMPILE_TIME_MAX_GPUS of c10/cuda/CUDAMacros.h */
 
-static struct device devices[MOST_DEVICES];
-static int count;
+static struct device all[MOST_DEVICES], devices[MOST_DEVICES];
+static int count, all_count;
 static __thread int current;
 
 static void read_field(struct device *device, char *field)
@@ -47,10 +47,12 @@ static void read_field(struct device *device, char *field)
 static void choose_visible(void)
 {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    all_count = count;
+    for (int i = 0; i < count; i++)
+        devices[i].index = i;
+    memcpy(all, devices, sizeof all);
     if (visible == NULL)
         return;
-    static struct device all[MOST_DEVICES];
-    memcpy(all, devices, sizeof all);
     int known = count;
     count = 0;
     for (const char *at = visible; *at != '\0' && count < MOST_DEVICES;) {
@@ -100,3 +102,11 @@ const struct device *device_at(int index)
 {
     return index < 0 || index >= device_count() ? NULL : &devices[index];
 }
+
+int machine_count(void)
+{
+    device_count();
+    return all_count;
+}
+
+const struct device *machine_at(int index) { return index < 0 || index >= machine_count() ? NULL : &all[index]; }

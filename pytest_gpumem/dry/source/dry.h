@@ -35,11 +35,14 @@ struct device {
     size_t memory;
     int64_t major, minor, sms, threads, l2, shared, optin, blocks, bus_width;
     unsigned char uuid[16];
+    int index; /* in the machine, whatever CUDA_VISIBLE_DEVICES hides */
 };
 int device_count(void);
 int current_device(void);
 int set_current_device(int index);
 const struct device *device_at(int index);
+int machine_count(void);
+const struct device *machine_at(int index);
 
 /* memory.c: what each address belongs to. */
 enum kind { DEVICE_MEMORY, HOST_MEMORY, VIRTUAL_RANGE, REGISTERED_HOST, MANAGED_MEMORY };
@@ -58,6 +61,13 @@ void memory_refund(int device, size_t size);
 size_t memory_free_bytes(int device);
 void memory_copy(void *to, const void *from, size_t size);
 void memory_set(void *at, int value, size_t size);
+
+/* shared.c: what the processes of this machine hold of its GPUs, by their index in it. */
+void shared_join(void);
+bool shared_take(int device, size_t size); /* false: there is no room */
+void shared_give(int device, size_t size);
+size_t shared_used(int device); /* by all of them */
+bool shared_process(int index, int device, int *pid, size_t *used);
 
 /* written.c: which values on the device a copy has brought. */
 void written_note(const void *start, size_t size);

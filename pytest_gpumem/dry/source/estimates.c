@@ -24,6 +24,7 @@ static struct account {
     int64_t at_peak, at_largest;
     struct estimated *blocks;
     size_t count, room;
+    uint64_t events;
 } accounts[MOST_DEVICES];
 static int64_t allocations;
 static bool paused;
@@ -36,6 +37,12 @@ static __thread struct {
 } latest[LATEST];
 static __thread unsigned next;
 
+/* FNV-1a, of a number at a time. */
+static void hash(struct account *account, uint64_t event)
+{
+    account->events = (account->events ^ event) * 0x100000001b3;
+}
+
 void estimate_allocated(const void *address, size_t size, size_t allocated, int device)
 {
     if (device < 0 || device >= MOST_DEVICES)
@@ -43,6 +50,7 @@ void estimate_allocated(const void *address, size_t size, size_t allocated, int 
     struct account *account = &accounts[device];
     pthread_mutex_lock(&lock);
     int64_t number = ++allocations;
+    hash(account, size);
     if (allocated > account->peak && !paused) {
         account->peak = allocated;
         account->in_peak = account->live;
@@ -55,12 +63,13 @@ void estimate_allocated(const void *address, size_t size, size_t allocated, int 
     next = (next + 1) % LATEST;
 }
 
-void estimate_freed(const void *address, int device)
+void estimate_freed(const void *address, size_t size, int device)
 {
-    if (device < 0 || device >= MOST_DEVICES || accounts[device].count == 0)
+    if (device < 0 || device >= MOST_DEVICES)
         return;
     struct account *account = &accounts[device];
     pthread_mutex_lock(&lock);
+    hash(account, ~(uint64_t)size);
     for (size_t i = 0; i < account->count; i++)
         if (account->blocks[i].address == address) {
             account->live -= account->blocks[i].size;
@@ -131,6 +140,7 @@ API void pytest_gpumem_dry_forget_estimates(void)
         struct account *account = &accounts[i];
         account->peak = account->in_peak = account->largest = 0;
         account->peak_number = account->at_peak = account->at_largest = 0;
+        account->events = 0xcbf29ce484222325;
     }
     pthread_mutex_unlock(&lock);
 }
@@ -138,6 +148,10 @@ API void pytest_gpumem_dry_forget_estimates(void)
 /* Let no peak count, or count again. */
 API void pytest_gpumem_dry_pause_estimates(int pause);
 API void pytest_gpumem_dry_pause_estimates(int pause) { paused = pause != 0; }
+
+/* A hash of the sizes that were allocated and freed, in order. */
+API uint64_t pytest_gpumem_dry_events(int device);
+API uint64_t pytest_gpumem_dry_events(int device) { return accounts[device].events; }
 
 /* Largest estimate, estimated bytes of the peak, and the sentences of both. */
 API void pytest_gpumem_dry_estimates(int device, int64_t told[4]);

@@ -23,6 +23,6 @@ void library_leaves_out(const char *name);
 /* estimates.c: the block at the address has a size that an estimate gave; `sentence` says for what. */
 void estimate_used(const void *address, size_t size, int64_t sentence);
 void estimate_allocated(const void *address, size_t size, size_t allocated, int device);
-void estimate_freed(const void *address, int device);
+void estimate_freed(const void *address, size_t size, int device);
 
 #endif

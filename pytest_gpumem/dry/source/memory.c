@@ -34,7 +34,6 @@ struct area {
     char *start, *end;
     char *lowest; /* of what was ever taken since the device was empty */
     struct list rests;
-    size_t used;
     size_t segments;
 };
 
@@ -163,14 +162,15 @@ static void *take_on_device(size_t size, enum kind kind, int device)
 {
     struct area *area = area_of(device);
     size_t physical = kind == DEVICE_MEMORY ? size : 0;
-    if (area->used + physical > device_at(device)->memory)
+    if (!shared_take(device_at(device)->index, physical))
         return NULL;
     char *start = place(area, size);
-    if (start == NULL || mprotect(start, size, PROT_READ | PROT_WRITE) != 0)
+    if (start == NULL || mprotect(start, size, PROT_READ | PROT_WRITE) != 0) {
+        shared_give(device_at(device)->index, physical);
         return NULL;
+    }
     /* A small value must not cost the host a huge page. */
     madvise(start, size, MADV_NOHUGEPAGE);
-    area->used += physical;
     area->segments++;
     return start;
 }
@@ -204,7 +204,7 @@ static void give_pages(struct block *block)
     struct area *area = area_of(block->device);
     written_drop(block->start, block->size);
     mmap(block->start, block->size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    area->used -= block->kind == DEVICE_MEMORY ? block->size : 0;
+    shared_give(device_at(block->device)->index, block->kind == DEVICE_MEMORY ? block->size : 0);
     if (--area->segments == 0) {
         /* An empty device places segments as a new process does, so that no number depends on earlier tests. */
         area->lowest = area->end;
@@ -247,29 +247,17 @@ bool memory_find(const void *address, struct block *found)
     return inside;
 }
 
-bool memory_charge(int device, size_t size)
+bool memory_charge(int device, size_t size) 
 {
-    pthread_mutex_lock(&lock);
-    struct area *area = area_of(device);
-    bool fits = area->used + size <= device_at(device)->memory;
-    area->used += fits ? size : 0;
-    pthread_mutex_unlock(&lock);
-    return fits;
+    return shared_take(device_at(device)->index, size);
 }
 
-void memory_refund(int device, size_t size)
-{
-    pthread_mutex_lock(&lock);
-    area_of(device)->used -= size;
-    pthread_mutex_unlock(&lock);
-}
+void memory_refund(int device, size_t size) { shared_give(device_at(device)->index, size); }
 
 size_t memory_free_bytes(int device)
 {
-    pthread_mutex_lock(&lock);
-    size_t bytes = device_at(device)->memory - area_of(device)->used;
-    pthread_mutex_unlock(&lock);
-    return bytes;
+    size_t total = device_at(device)->memory, used = shared_used(device_at(device)->index);
+    return used < total ? total - used : 0;
 }
 
 static bool on_device(const void *address)

@@ -201,6 +201,7 @@ enum { SIZE_12 = 1032, SIZE_13 = 1008, NAME_AT = 0, UUID_AT = 256, TOTAL_MEMORY_
 API int cudaGetDeviceProperties(char *properties, int index)
 {
     const struct device *device = device_at(index);
+    shared_join(); /* torch asks when it makes its context */
     if (device == NULL)
         return fail(INVALID_DEVICE);
     memset(properties, 0, CUDA_VERSION < 13000 ? SIZE_12 : SIZE_13);

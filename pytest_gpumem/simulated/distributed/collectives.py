@@ -46,6 +46,10 @@ _BARRIER = 4
 """Bytes of the tensor that a barrier reduces: one float."""
 
 
+_PART_BY_PART = (2, 15)
+"""Since this release NCCL's group sends and receives lists of tensors part by part
+(``ProcessGroupNCCL2``)."""
+
 _group_named: Callable[[str], Any] = vars(c10d)["_resolve_process_group"]
 _create_work: Callable[[Future[Any]], Work] = vars(c10d)["_create_work_from_future"]
 
@@ -329,8 +333,9 @@ class Collectives:
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> Any:
-        scratch = Scratch(self._machine.device_of(written, read))
-        if collective.flattened:
+        device = self._machine.device_of(written, read)
+        scratch = Scratch(device)
+        if collective.flattened and device.version < _PART_BY_PART:
             for tensors in given[collective.flattened]:
                 if len({tensor.shape for tensor in tensors}) == 1:
                     scratch.take(sum(tensor.nbytes for tensor in tensors))

@@ -106,7 +106,7 @@ def plan_groups(patches: Patches) -> None:
         patches.plan(owner, "ProcessGroupGloo", _SimulatedGloo)
     for owner in (dist, c10d, device_mesh):
         if hasattr(owner, "split_group"):
-            patches.plan(owner, "split_group", _split_group)
+            patches.plan(owner, "split_group", split_group)
     patches.plan(c10d, "default_pg_nccl_timeout", NCCL_TIMEOUT)
     # What NCCL's groups are told, and fake ones do not know in each release.
     for name in _TOLD:
@@ -130,7 +130,7 @@ def _no(*_: Any) -> bool:
     return False
 
 
-def _split_group(
+def split_group(
     parent_pg: Any = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
     timeout: Any = None,
@@ -159,7 +159,7 @@ def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
     def init_process_group(
         backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if _OWN in vars(c10d._world):
+        if _OWN in vars(c10d._world) and dist.is_initialized():
             # The one that was there before the code under test has asked for any.
             dist.destroy_process_group()
             delattr(c10d._world, _OWN)
@@ -205,7 +205,7 @@ class Membership:
         """
         hook = sys.excepthook
         outer = Groups.of_process()
-        with _environment(self._world):
+        with environment_of(self._world):
             self._groups.take_over(outer)
             try:
                 if not dist.is_initialized():
@@ -262,7 +262,8 @@ class Groups(NamedTuple):
 
 
 @contextmanager
-def _environment(world: World) -> Iterator[None]:
+def environment_of(world: World) -> Iterator[None]:
+    """Have the variables that torchrun sets inside."""
     before = {name: os.environ.get(name) for name in world.environment}
     os.environ.update(world.environment)
     try:

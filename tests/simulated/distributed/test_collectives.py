@@ -37,14 +37,20 @@ def sizes(gpu: SimulatedRun, run: Callable[[], Any]) -> list[int]:
     return found
 
 
+def release() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 def tensor(mebibytes: int = 1) -> torch.Tensor:
     return torch.randn(mebibytes * MIB // 4, device="cuda")
 
 
 def test_a_list_is_gathered_into_one_tensor(gpu: SimulatedRun) -> None:
     one, parts = tensor(), [tensor() for _ in range(RANKS)]
-    assert sizes(gpu, lambda: dist.all_gather(parts, one)) == [8 * MIB, -8 * MIB]
-    assert sizes(gpu, lambda: dist.reduce_scatter(one, parts)) == [8 * MIB, -8 * MIB]
+    # Since 2.15 part by part, as torch's own code does on the dry device.
+    flat = [8 * MIB, -8 * MIB] if release() < (2, 15) else []
+    assert sizes(gpu, lambda: dist.all_gather(parts, one)) == flat
+    assert sizes(gpu, lambda: dist.reduce_scatter(one, parts)) == flat
     # Parts of several sizes are broadcast one by one, others are sent as they are.
     uneven = [tensor(1 + (place == 3)) for place in range(RANKS)]
     assert sizes(gpu, lambda: dist.all_gather(uneven, tensor(2)))[1:-1] == []

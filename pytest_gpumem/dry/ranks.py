@@ -1,0 +1,210 @@
+"""One rank of several alone in its process, on torch's own process groups.
+
+NCCL's groups are torch's, over the runtime's stubs (``source/nccl.c``). A store that answers for
+the other ranks lets them begin; Gloo's groups, whose ranks would meet over the network, are
+torch's fake ones.
+
+Source: torch/distributed/distributed_c10d.py (``init_process_group``,
+``_new_process_group_helper``), torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
+
+from pytest_gpumem.simulated.distributed.process_groups import (
+    Groups,
+    environment_of,
+    forget_meshes,
+    split_group,
+)
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from pytest_gpumem.simulated.distributed.world import World
+
+_ID_BYTES = 128
+"""Of ncclUniqueId, which a rank other than the first one reads from the store."""
+_RENDEZVOUS = ("init_method", "store", "rank", "world_size")
+_OWN = "_pytest_gpumem_own"
+"""Of torch's world: its default group was there before anybody has asked for one."""
+_AT_REBUILD = 2
+"""At which forward pass DDP makes its buckets anew."""
+_LONG_STEP = 0.25
+"""Seconds after which the watchdog has looked."""
+
+
+class LonelyStore(dist.Store):
+    """A store that never waits: what another rank would write reads as zero bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Write ``value``."""
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Return what was written, or as many zeros as a unique id of NCCL has."""
+        return self._known.get(key, bytes(_ID_BYTES))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return it."""
+        now = int(self._known.get(key, b"0")) + amount
+        self._known[key] = str(now).encode()
+        return now
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Write ``desired`` where ``expected`` stands, or nothing; return what stands there."""
+        if self._known.get(key, b"") in (b"", bytes(expected)):
+            self._known[key] = bytes(desired)
+        return self._known[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Say that all ``keys`` are there."""
+        return True
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for nothing."""
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; return whether it was there."""
+        return self._known.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """Return how many keys were written."""
+        return len(self._known)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait no longer than this, which is never."""
+
+    def clone(self) -> LonelyStore:
+        """Return a store with the same content."""
+        return self
+
+
+class Membership:
+    """One rank's groups, which last as long as this; any number of times they are the process's."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups = Groups.of_new_process()
+        # C++ keeps its part of a store alive, and not the methods.
+        self._store = LonelyStore()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Be the rank inside, as under torchrun, with the default group initialised.
+
+        Groups, meshes and variables of the environment are as before afterwards.
+        """
+        hook = sys.excepthook
+        outer = Groups.of_process()
+        with environment_of(self._world), pytest.MonkeyPatch.context() as patches:
+            for owner in (dist, c10d):
+                patches.setattr(owner, "init_process_group", self._initializing())
+                patches.setattr(owner, "new_group", _regrouped(c10d.new_group))
+            _split_nothing(patches)
+            patches.setattr(dist.Reducer, "_rebuild_buckets", _unhurried())
+            self._groups.take_over(outer)
+            try:
+                torch.cuda.set_device(self._world.local_rank)
+                if not dist.is_initialized():
+                    dist.init_process_group("cpu:gloo,cuda:nccl")
+                    setattr(c10d._world, _OWN, True)
+                yield
+            finally:
+                self._groups = Groups.of_process()
+                outer.take_over(self._groups)
+                sys.excepthook = hook
+                forget_meshes()
+
+    def close(self) -> None:
+        """Leave all groups: a watchdog of NCCL's that still runs would end the process."""
+        outer = Groups.of_process()
+        self._groups.take_over(outer)
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        finally:
+            self._groups = Groups.of_new_process()
+            outer.take_over(self._groups)
+
+    def _initializing(self) -> Any:
+        init, world, store = c10d.init_process_group, self._world, self._store
+
+        @functools.wraps(init)
+        def init_process_group(
+            backend: Any = None,
+            init_method: Any = None,
+            timeout: Any = None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            if _OWN in vars(c10d._world) and dist.is_initialized():
+                dist.destroy_process_group()
+                delattr(c10d._world, _OWN)
+            names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            rest = {name: value for name, value in given.items() if name not in _RENDEZVOUS}
+            known = _without_gloo(backend or "cpu:gloo,cuda:nccl")
+            return init(known, None, timeout, world.size, world.rank, store, **rest)
+
+        return init_process_group
+
+
+def _unhurried() -> Any:
+    """Return ``Reducer._rebuild_buckets``, called as late as on a GPU whose steps are long.
+
+    NCCL's watchdog, which looks every 100 ms (kWatchdogThreadSleepMillis of ProcessGroupNCCL.cpp),
+    lets go what the collectives of the first step hold: the buckets that new ones replace then.
+    """
+    rebuild = dist.Reducer._rebuild_buckets
+    calls: Counter[int] = Counter()
+
+    @functools.wraps(rebuild)
+    def rebuilding(reducer: Any) -> Any:
+        calls[id(reducer)] += 1
+        if calls[id(reducer)] == _AT_REBUILD:
+            time.sleep(_LONG_STEP)
+        return rebuild(reducer)
+
+    return rebuilding
+
+
+def _split_nothing(patches: pytest.MonkeyPatch) -> None:
+    """Let a part of a group be a new one: NCCL alone knows how many ranks have the same color."""
+    for owner in (dist, c10d, device_mesh):
+        if hasattr(owner, "split_group"):
+            patches.setattr(owner, "split_group", split_group)
+    patches.setattr(c10d, "_get_split_source", lambda *_: None)
+
+
+def _regrouped(new_group: Any) -> Any:
+    @functools.wraps(new_group)
+    def regrouped(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return new_group(ranks, timeout, backend and _without_gloo(backend), *args, **kwargs)
+
+    return regrouped
+
+
+def _without_gloo(backend: Any) -> str:
+    """Return ``backend`` with torch's fake group in the place of Gloo's."""
+    return str(backend).lower().replace("gloo", "fake")

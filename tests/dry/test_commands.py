@@ -1,0 +1,151 @@
+"""Commands that run code give on the dry device what they give on a simulated one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dry.conftest import bare_environment, why_not
+
+PROGRAM = """
+import torch
+
+
+def step():
+    layers = torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10)
+    model = torch.nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(64, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def model():
+    layers = torch.nn.Conv2d(3, 64, 3), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3)
+    return torch.nn.Sequential(*layers).cuda(), torch.randn(2, 3, 64, 64, device="cuda")
+
+
+def large():
+    torch.empty(20 * 2**30, dtype=torch.uint8, device="cuda")
+"""
+
+TEST = """
+import pytest
+from train import large, step
+
+
+@pytest.mark.gpumem
+def test_step():
+    step()
+
+
+@pytest.mark.gpumem
+def test_large():
+    large()
+"""
+
+GIB = 1024**3
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path) -> Path:
+    """A folder with a module and its tests."""
+    if reason := why_not():
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "test_train.py").write_text(TEST, encoding="utf-8")
+    return tmp_path
+
+
+def gpumem(folder: Path, *arguments: str, dry_process: bool = False) -> Any:
+    """Return what ``gpumem`` answers as JSON; a simulated device needs a torch that imports."""
+    starter = ["-m", "pytest_gpumem.dry"] if dry_process else []
+    command = [sys.executable, *starter, "-m", "pytest_gpumem.cli", *arguments, "--json"]
+    done = subprocess.run(
+        command, cwd=folder, env=bare_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("target", ["train.py:step", "test_train.py::test_step"])
+def test_predict_is_the_same(project: Path, target: str) -> None:
+    models = ["--gpu", "T4", "--gpu", "H100"]
+    dry = gpumem(project, "predict", target, "--device", "dry", *models)
+    simulated = gpumem(project, "predict", target, *models, dry_process=True)
+
+    assert [one["gpu"] for one in dry["gpus"]] == ["T4", "H100"]
+    assert dry == simulated
+
+
+def test_layers_are_the_same(project: Path) -> None:
+    dry = gpumem(project, "layers", "train.py:model", "--device", "dry:A10G")
+    simulated = gpumem(project, "layers", "train.py:model", "--gpu", "A10G", dry_process=True)
+
+    assert [layer["kind"] for layer in dry] == ["Sequential", "Conv2d", "ReLU", "Conv2d"]
+    assert dry == simulated
+
+
+def test_lines_take_the_same(project: Path) -> None:
+    """The history of a real allocator tells no shapes."""
+    dry = gpumem(project, "lines", "train.py:step", "--device", "dry")
+    simulated = gpumem(project, "lines", "train.py:step", dry_process=True)
+
+    def bytes_of(lines: Any) -> list[Any]:
+        names = ("number", "source", "times", "before", "after", "peak")
+        return [[line[name] for name in names] for line in lines]
+
+    assert len(dry) == 7
+    assert bytes_of(dry) == bytes_of(simulated)
+
+
+def test_a_function_or_test_that_does_not_fit_says_what_it_would_take(project: Path) -> None:
+    function, test = (
+        gpumem(project, "predict", target, "--device", "dry:T4")["gpus"][0]
+        for target in ("train.py:large", "test_train.py::test_large")
+    )
+
+    for one in (function, test):
+        assert (one["gpu"], one["fits"]) == ("T4", False)
+        assert one["peak_allocated"] == 20 * GIB
+        assert 14 * GIB < one["total_memory"] < 15 * GIB
+
+
+def test_plan_runs_tests_on_each_runner(project: Path) -> None:
+    runners = ["--runner", "T4:0.35", "--runner", "H100:4"]
+    plan = gpumem(project, "plan", *runners, "--device", "dry", "test_train.py")
+
+    assert [(one["name"], one["fit"]) for one in plan["runners"]] == [("T4", 1), ("H100", 2)]
+    assert plan["sources"][0].startswith("needs: dry on each runner")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["predict", "train.py:step", "--device", "tpu"], "'tpu' is no device"),
+        (["predict", "train.py:step", "--device", "dry:Z9"], "Z9"),
+        (["lines", "train.py:step", "--device", "dry:T4", "--gpu", "L4"], "leave one out"),
+        (["predict", "train.py:step", "--device", "dry:T4", "--ranks", "2"], "leave --device dry"),
+        (["plan", "--runner", "T4:1", "--device", "cuda", "."], "write --device sim or dry"),
+        (["predict", "train.py:missing", "--device", "dry:T4"], "train has no missing"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(project: Path, arguments: list[str], sentence: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest_gpumem.cli", *arguments],
+        cwd=project,
+        env=bare_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
