@@ -4,6 +4,7 @@
  * back, torch 2.6 to 2.15. The function is libc10's, and libc10_cuda finds the one here first.
  */
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -11,6 +12,106 @@
 
 #define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 #define CUDA 1 /* DeviceType of torch/headeronly/core/DeviceType.h, the first byte of a c10::Device */
+
+/* The blocks that are handed out, by their address: an open hash table. */
+struct handed {
+    uintptr_t start; /* 0: no block yet, 1: none any more */
+    size_t size;
+    uint64_t number; /* of all blocks ever handed out */
+    bool watched;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct handed *table;
+static uint64_t blocks;
+static size_t room, used; /* a power of two; places that are not empty */
+static uintptr_t *dead;
+static size_t dead_count, dead_room;
+
+static struct handed *place_of(uintptr_t start)
+{
+    size_t at = (start >> 9) * 0x9E3779B97F4A7C15u & (room - 1);
+    while (table[at].start != 0 && table[at].start != start)
+        at = (at + 1) & (room - 1);
+    return &table[at];
+}
+
+static void make_room(void)
+{
+    if (2 * used < room)
+        return;
+    struct handed *old = table;
+    size_t old_room = room;
+    room = room ? 2 * room : 4096;
+    used = 0;
+    table = calloc(room, sizeof *table);
+    if (table == NULL)
+        abort();
+    for (size_t i = 0; i < old_room; i++)
+        if (old[i].start > 1) {
+            *place_of(old[i].start) = old[i];
+            used++;
+        }
+    free(old);
+}
+
+static void hand_out(uintptr_t start, size_t size)
+{
+    make_room();
+    struct handed *place = place_of(start);
+    used += place->start == 0;
+    *place = (struct handed){start, size, ++blocks, false};
+}
+
+static void take_back(uintptr_t start)
+{
+    struct handed *place = room ? place_of(start) : NULL;
+    if (place == NULL || place->start == 0)
+        return;
+    if (place->watched) {
+        if (dead_count == dead_room) {
+            dead_room = dead_room ? 2 * dead_room : 256;
+            dead = realloc(dead, dead_room * sizeof *dead);
+            if (dead == NULL)
+                abort();
+        }
+        dead[dead_count++] = start;
+    }
+    *place = (struct handed){.start = 1};
+}
+
+/* Bytes of the block at the address; 0: it is none that the allocator has handed out. */
+API size_t pytest_gpumem_dry_block(const void *start)
+{
+    pthread_mutex_lock(&lock);
+    struct handed *place = room ? place_of((uintptr_t)start) : NULL;
+    size_t size = place != NULL && place->start != 0 ? place->size : 0;
+    pthread_mutex_unlock(&lock);
+    return size;
+}
+
+/* Let pytest_gpumem_dry_dead tell when the block at the address has been given back. Returns the block's number. */
+API uint64_t pytest_gpumem_dry_watch(const void *start)
+{
+    uint64_t number = 0;
+    pthread_mutex_lock(&lock);
+    struct handed *place = room ? place_of((uintptr_t)start) : NULL;
+    if (place != NULL && place->start != 0) {
+        place->watched = true;
+        number = place->number;
+    }
+    pthread_mutex_unlock(&lock);
+    return number;
+}
+
+/* The address of a watched block that has been given back since it was asked for last; NULL: there is none. */
+API void *pytest_gpumem_dry_dead(void)
+{
+    pthread_mutex_lock(&lock);
+    uintptr_t start = dead_count > 0 ? dead[--dead_count] : 0;
+    pthread_mutex_unlock(&lock);
+    return (void *)start;
+}
 
 typedef void report_function(void *block, int64_t size, size_t allocated, size_t reserved, uint16_t device);
 
@@ -31,7 +132,15 @@ static report_function *torchs_own(void)
 
 void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16_t device)
 {
-    if (size > 0 && (device & 0xff) == CUDA)
-        written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
+    if ((device & 0xff) == CUDA) {
+        pthread_mutex_lock(&lock);
+        if (size > 0)
+            hand_out((uintptr_t)block, (size_t)size);
+        else
+            take_back((uintptr_t)block);
+        pthread_mutex_unlock(&lock);
+        if (size > 0)
+            written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
+    }
     torchs_own()(block, size, allocated, reserved, device);
 }

@@ -60,6 +60,7 @@ class Execution:
         if isinstance(handler, _Parts):
             return handler(args, kwargs)
         with unseen(), torch._C.DisableTorchFunction():
+            self._values.end()
             self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
@@ -105,6 +106,7 @@ class Execution:
                 values.begin_drawing(kwargs.get("generator"))
             result = func(*args, **kwargs)
             if self._is_followed(result, args):
+                values.forget_dead()
                 if torch.cuda.is_current_stream_capturing():
                     self._captured(operator, args, kwargs, result)
                 else:
