@@ -229,10 +229,11 @@ class Execution:
             if source.is_cuda == on_device:
                 return otherwise(args, kwargs)
             known = None if on_device else values.known(source)
-            before = reads.here.unknown
+            before, is_expected = reads.here.unknown, reads.here.expected > 0
             with reads.expected():
                 result = func(*args, **kwargs)
-            reads.here.unknown = before
+            is_lost = not on_device and known is None
+            reads.here.unknown = before + (is_lost and is_expected)
             target = args[0] if to_existing else result
             if on_device:
                 self._brought(operator, args, kwargs, target, source)

@@ -145,13 +145,16 @@ class DryValues(Values):
         """Let ``held``, of the memory of ``tensor``, be what its storage holds."""
         key = storage_key(tensor)
         place = self._memory.place_of(tensor)
+        if not place[1]:
+            return  # without elements, which :meth:`adopt` knows
         self.put(key, held)
         self._places[key] = place
         self._memory.know(place)
         self._watch(tensor)
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
-        return super()._keeps(tensor) and self._memory.place_of(tensor)[1] > 0
+        has_block = not tensor.numel() or self._memory.place_of(tensor)[1] > 0
+        return has_block and super()._keeps(tensor)
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
         return self._memory.place_of(tensor)[1] // (dtype or tensor.dtype).itemsize

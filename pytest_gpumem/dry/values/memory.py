@@ -79,6 +79,8 @@ class Memory:
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         """Return the block of the allocator's that ``tensor`` lies in; no bytes if it is none."""
+        if tensor.layout is not torch.strided:
+            return 0, 0
         start = tensor.data_ptr() - tensor.storage_offset() * tensor.dtype.itemsize
         return start, self._block(start)
 
