@@ -25,6 +25,11 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handed *table;
 static uint64_t blocks;
 static size_t room, used; /* a power of two; places that are not empty */
+static size_t live;   /* blocks */
+static size_t counted; /* of them, when the collector ran */
+static size_t growth; /* of them that asks for the collector; 0: nothing does */
+static void (*collect)(void);
+static bool asked;
 static uintptr_t *dead;
 static size_t dead_count, dead_room;
 
@@ -55,8 +60,28 @@ static void make_room(void)
     free(old);
 }
 
+/* Called by Python in its main thread, between two of its instructions. */
+static int run_collector(IGNORED void *nothing)
+{
+    asked = false;
+    if (growth > 0)
+        collect();
+    counted = live;
+    return 0;
+}
+
+/* Torch's allocator holds its lock here, which who runs Python may wait for: so Python comes later. */
+static void ask_for_collector(void)
+{
+    int (*add)(int (*)(void *), void *) = (int (*)(int (*)(void *), void *))dlsym(RTLD_DEFAULT, "Py_AddPendingCall");
+    asked = add != NULL && add(run_collector, NULL) == 0;
+}
+
 static void hand_out(uintptr_t start, size_t size)
 {
+    live++;
+    if (growth > 0 && live > counted + growth && !asked)
+        ask_for_collector();
     make_room();
     struct handed *place = place_of(start);
     used += place->start == 0;
@@ -68,6 +93,7 @@ static void take_back(uintptr_t start)
     struct handed *place = room ? place_of(start) : NULL;
     if (place == NULL || place->start == 0)
         return;
+    live--;
     if (place->watched) {
         if (dead_count == dead_room) {
             dead_room = dead_room ? 2 * dead_room : 256;
@@ -88,6 +114,35 @@ API size_t pytest_gpumem_dry_block(const void *start)
     size_t size = place != NULL && place->start != 0 ? place->size : 0;
     pthread_mutex_unlock(&lock);
     return size;
+}
+
+/* Let the function run when there are so many blocks more than at present, and then again; 0: no more. */
+API void pytest_gpumem_dry_collect(void (*function)(void), size_t blocks_more)
+{
+    pthread_mutex_lock(&lock);
+    collect = function;
+    growth = blocks_more;
+    counted = live;
+    pthread_mutex_unlock(&lock);
+}
+
+/* How many blocks have ever been handed out: the number of the last one. */
+API uint64_t pytest_gpumem_dry_handed_out(void)
+{
+    pthread_mutex_lock(&lock);
+    uint64_t last = blocks;
+    pthread_mutex_unlock(&lock);
+    return last;
+}
+
+/* Number of the block at the address; 0: it is none that the allocator has handed out. */
+API uint64_t pytest_gpumem_dry_number(const void *start)
+{
+    pthread_mutex_lock(&lock);
+    struct handed *place = room ? place_of((uintptr_t)start) : NULL;
+    uint64_t number = place != NULL && place->start != 0 ? place->number : 0;
+    pthread_mutex_unlock(&lock);
+    return number;
 }
 
 /* Let pytest_gpumem_dry_dead tell when the block at the address has been given back. Returns the block's number. */
