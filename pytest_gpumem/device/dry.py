@@ -13,10 +13,12 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.device.collector import GROWTH, Collector
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.dry import scope, workspaces
+from pytest_gpumem.dry.blocks import Blocks, Strays
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.values.follower import Follower
 from pytest_gpumem.measurement.record import Measurement
@@ -49,6 +51,9 @@ class DryDevice(CudaDevice):
         machine = find_machine(name)
         self._name = machine.model.name
         self._computed = computed
+        self._blocks = Blocks()
+        self._strays = Strays(self._blocks)
+        self._collector = Collector()
         self._follower = Follower(
             follows=computed > Computed.AT_FIRST, everything=computed is Computed.ALL
         )
@@ -92,6 +97,7 @@ class DryDevice(CudaDevice):
         """Place segments as in a new process, beside those that earlier tests have left."""
         super().begin_test(name, fixtures, renewed)
         self._follower.begin()
+        self._strays.fill(fixtures)
         begin_placing_anew()
         workspaces.forget()
 
@@ -99,11 +105,46 @@ class DryDevice(CudaDevice):
         """Let no peak inside have anything to say of the test's estimates."""
         return workspaces.unmeasured()
 
+    @contextmanager
+    def measuring(self, name: str) -> Iterator[None]:
+        """Let the test ``name`` go from set-up to teardown inside.
+
+        The garbage collector runs at moments that the GPUs' blocks decide.
+        """
+        with (
+            super().measuring(name),
+            self._collector.in_charge(),
+            self._blocks.growing(GROWTH, self._collector.grown),
+        ):
+            try:
+                yield
+            finally:
+                self._strays.release()
+
+    def restart_collector(self) -> None:
+        """Let the garbage collector know nothing of what has run so far."""
+        self._collector.restart()
+        self._blocks.count_anew()
+
+    @contextmanager
+    def setting_up(self, fixture: object) -> Iterator[None]:
+        """Know the blocks that are made inside as the fixture's."""
+        with super().setting_up(fixture), self._strays.setting_up(fixture):
+            yield
+
+    def forget(self, fixture: object) -> None:
+        """Drop what is known of a fixture that has been torn down."""
+        self._strays.forget(fixture)
+
     def complete(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` marked as dry, with the sentences that go with it."""
         completed = super().complete(measurement)
-        notes = (*completed.notes, *workspaces.notes(self.index), *self._follower.notes)
-        return replace(completed, dry=True, notes=notes)
+        return replace(
+            completed,
+            dry=True,
+            stray=max(completed.stray - self._strays.filled, 0),
+            notes=(*completed.notes, *workspaces.notes(self.index), *self._follower.notes),
+        )
 
     @property
     def following(self) -> Computed | None:

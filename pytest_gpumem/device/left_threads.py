@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 
+_LIBRARIES = frozenset({"torch", "tqdm"})
+
+
 class LeftThreads:
     """The threads that outlive the tests that started them.
 
@@ -36,8 +39,19 @@ class LeftThreads:
         return tuple(
             f"{owner} left {thread.name!r} running in a thread: what it allocates is counted here"
             for thread, owner in list(self._owners.items())
-            if owner is not None and thread.is_alive()
+            if owner is not None and thread.is_alive() and not _is_of_library(thread)
         )
+
+
+def _is_of_library(thread: threading.Thread) -> bool:
+    """Whether ``thread`` is a helper of torch's or tqdm's, or was made by C++.
+
+    Inductor's compiling processes and the monitor of progress bars have such, for good.
+    """
+    if isinstance(thread, threading._DummyThread):
+        return True
+    found = getattr(thread, "_target", None) or type(thread)
+    return str(getattr(found, "__module__", "")).partition(".")[0] in _LIBRARIES
 
 
 def is_set_up(fixture: object) -> bool:

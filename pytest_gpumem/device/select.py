@@ -145,7 +145,7 @@ class DeviceSelector:
 
     def forget(self, fixture: object) -> None:
         """Drop what any device knows of a fixture that has been torn down."""
-        for device in self._simulated.values():
+        for device in (*self._simulated.values(), *self._dry_devices.values()):
             device.forget(fixture)
 
     def _find_real(self) -> Device | None:

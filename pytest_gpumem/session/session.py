@@ -203,11 +203,7 @@ class GpumemSession(Parts):
         return self._expectations.of(item), device
 
     def begin(
-        self,
-        item: pytest.Item,
-        *,
-        computed: Computed = Computed.AT_FIRST,
-        first: bool = False,
+        self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST, first: bool = False
     ) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
 

@@ -4,6 +4,7 @@
  * back, torch 2.6 to 2.15. The function is libc10's, and libc10_cuda finds the one here first.
  */
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -13,6 +14,161 @@
 #define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 /* DeviceType of torch/headeronly/core/DeviceType.h, the first byte of a c10::Device; the second one is its index. */
 #define CUDA 1
+
+/* The blocks that are handed out, by their address: an open hash table. */
+struct handed {
+    uintptr_t start; /* 0: no block yet, 1: none any more */
+    size_t size;
+    uint64_t number; /* of all blocks ever handed out */
+    bool watched;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct handed *table;
+static uint64_t blocks;
+static size_t room, used; /* a power of two; places that are not empty */
+static size_t live;   /* blocks */
+static size_t counted; /* of them, when the collector ran */
+static size_t growth; /* of them that asks for the collector; 0: nothing does */
+static void (*collect)(void);
+static bool asked;
+static uintptr_t *dead;
+static size_t dead_count, dead_room;
+
+static struct handed *place_of(uintptr_t start)
+{
+    size_t at = (start >> 9) * 0x9E3779B97F4A7C15u & (room - 1);
+    while (table[at].start != 0 && table[at].start != start)
+        at = (at + 1) & (room - 1);
+    return &table[at];
+}
+
+static void make_room(void)
+{
+    if (2 * used < room)
+        return;
+    struct handed *old = table;
+    size_t old_room = room;
+    room = room ? 2 * room : 4096;
+    used = 0;
+    table = calloc(room, sizeof *table);
+    if (table == NULL)
+        abort();
+    for (size_t i = 0; i < old_room; i++)
+        if (old[i].start > 1) {
+            *place_of(old[i].start) = old[i];
+            used++;
+        }
+    free(old);
+}
+
+/* Called by Python in its main thread, between two of its instructions. */
+static int run_collector(IGNORED void *nothing)
+{
+    asked = false;
+    if (growth > 0)
+        collect();
+    counted = live;
+    return 0;
+}
+
+/* Torch's allocator holds its lock here, which who runs Python may wait for: so Python comes later. */
+static void ask_for_collector(void)
+{
+    int (*add)(int (*)(void *), void *) = (int (*)(int (*)(void *), void *))dlsym(RTLD_DEFAULT, "Py_AddPendingCall");
+    asked = add != NULL && add(run_collector, NULL) == 0;
+}
+
+static void hand_out(uintptr_t start, size_t size)
+{
+    live++;
+    if (growth > 0 && live > counted + growth && !asked)
+        ask_for_collector();
+    make_room();
+    struct handed *place = place_of(start);
+    used += place->start == 0;
+    *place = (struct handed){start, size, ++blocks, false};
+}
+
+static void take_back(uintptr_t start)
+{
+    struct handed *place = room ? place_of(start) : NULL;
+    if (place == NULL || place->start == 0)
+        return;
+    live--;
+    if (place->watched) {
+        if (dead_count == dead_room) {
+            dead_room = dead_room ? 2 * dead_room : 256;
+            dead = realloc(dead, dead_room * sizeof *dead);
+            if (dead == NULL)
+                abort();
+        }
+        dead[dead_count++] = start;
+    }
+    *place = (struct handed){.start = 1};
+}
+
+/* Bytes of the block at the address; 0: it is none that the allocator has handed out. */
+API size_t pytest_gpumem_dry_block(const void *start)
+{
+    pthread_mutex_lock(&lock);
+    struct handed *place = room ? place_of((uintptr_t)start) : NULL;
+    size_t size = place != NULL && place->start != 0 ? place->size : 0;
+    pthread_mutex_unlock(&lock);
+    return size;
+}
+
+/* Let the function run when there are so many blocks more than at present, and then again; 0: no more. */
+API void pytest_gpumem_dry_collect(void (*function)(void), size_t blocks_more)
+{
+    pthread_mutex_lock(&lock);
+    collect = function;
+    growth = blocks_more;
+    counted = live;
+    pthread_mutex_unlock(&lock);
+}
+
+/* How many blocks have ever been handed out: the number of the last one. */
+API uint64_t pytest_gpumem_dry_handed_out(void)
+{
+    pthread_mutex_lock(&lock);
+    uint64_t last = blocks;
+    pthread_mutex_unlock(&lock);
+    return last;
+}
+
+/* Number of the block at the address; 0: it is none that the allocator has handed out. */
+API uint64_t pytest_gpumem_dry_number(const void *start)
+{
+    pthread_mutex_lock(&lock);
+    struct handed *place = room ? place_of((uintptr_t)start) : NULL;
+    uint64_t number = place != NULL && place->start != 0 ? place->number : 0;
+    pthread_mutex_unlock(&lock);
+    return number;
+}
+
+/* Let pytest_gpumem_dry_dead tell when the block at the address has been given back. Returns the block's number. */
+API uint64_t pytest_gpumem_dry_watch(const void *start)
+{
+    uint64_t number = 0;
+    pthread_mutex_lock(&lock);
+    struct handed *place = room ? place_of((uintptr_t)start) : NULL;
+    if (place != NULL && place->start != 0) {
+        place->watched = true;
+        number = place->number;
+    }
+    pthread_mutex_unlock(&lock);
+    return number;
+}
+
+/* The address of a watched block that has been given back since it was asked for last; NULL: there is none. */
+API void *pytest_gpumem_dry_dead(void)
+{
+    pthread_mutex_lock(&lock);
+    uintptr_t start = dead_count > 0 ? dead[--dead_count] : 0;
+    pthread_mutex_unlock(&lock);
+    return (void *)start;
+}
 
 typedef void report_function(void *block, int64_t size, size_t allocated, size_t reserved, uint16_t device);
 
@@ -33,10 +189,18 @@ static report_function *torchs_own(void)
 
 void report(void *block, int64_t size, size_t allocated, size_t reserved, uint16_t device)
 {
-    if ((device & 0xff) == CUDA && size > 0) {
-        written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
-        estimate_allocated(block, (size_t)size, allocated, device >> 8);
-    } else if ((device & 0xff) == CUDA)
-        estimate_freed(block, (size_t)-size, device >> 8);
+    if ((device & 0xff) == CUDA) {
+        pthread_mutex_lock(&lock);
+        if (size > 0)
+            hand_out((uintptr_t)block, (size_t)size);
+        else
+            take_back((uintptr_t)block);
+        pthread_mutex_unlock(&lock);
+        if (size > 0) {
+            written_drop(block, (size_t)size); /* what an earlier tensor held there is not this one's */
+            estimate_allocated(block, (size_t)size, allocated, device >> 8);
+        } else
+            estimate_freed(block, (size_t)-size, device >> 8);
+    }
     torchs_own()(block, size, allocated, reserved, device);
 }

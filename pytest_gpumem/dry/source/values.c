@@ -19,6 +19,9 @@ static told_function *told; /* is told of each read that nothing answers */
 static __thread int64_t answers[MOST_ANSWERS];
 static __thread int given, left;
 
+static unsigned listeners = 1;        /* that have been told until now */
+static __thread unsigned interrupted; /* which of them has interrupted the thread */
+
 /* Small copies alone bring values, until values of any size are computed. */
 static bool unbounded;
 
@@ -45,12 +48,21 @@ void values_answer(void *to, size_t size)
         memcpy(to, &answers[given - left--], size); /* of a number the least significant bytes come first */
         return;
     }
-    void *exception = told == NULL ? NULL : told(size);
-    if (exception != NULL)
+    /* With an exception under way no more of Python can run in the thread, who is told neither. */
+    if (told == NULL || interrupted == listeners)
+        return;
+    void *exception = told(size);
+    if (exception != NULL) {
+        interrupted = listeners;
         interrupt(exception);
+    }
 }
 
-API void pytest_gpumem_dry_tell(told_function *function) { told = function; }
+API void pytest_gpumem_dry_tell(told_function *function)
+{
+    told = function;
+    listeners++;
+}
 
 API void pytest_gpumem_dry_copy_all(int all) { unbounded = all; }
 

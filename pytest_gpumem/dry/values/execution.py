@@ -60,6 +60,7 @@ class Execution:
         if isinstance(handler, _Parts):
             return handler(args, kwargs)
         with unseen(), torch._C.DisableTorchFunction():
+            self._values.end()
             self._values.adopt(tensor for tensor in tensors if tensor.is_cuda)
             return handler(args, kwargs)
 
@@ -108,6 +109,7 @@ class Execution:
                 values.begin_drawing(kwargs.get("generator"))
             result = func(*args, **kwargs)
             if self._is_followed(result, args):
+                values.forget_dead()
                 if torch.cuda.is_current_stream_capturing():
                     self._captured(operator, args, kwargs, result)
                 else:
@@ -230,10 +232,11 @@ class Execution:
             if source.is_cuda == on_device:
                 return otherwise(args, kwargs)
             known = None if on_device else values.known(source)
-            before = reads.here.unknown
+            before, is_expected = reads.here.unknown, reads.here.expected > 0
             with reads.expected():
                 result = func(*args, **kwargs)
-            reads.here.unknown = before
+            is_lost = not on_device and known is None
+            reads.here.unknown = before + (is_lost and is_expected)
             target = args[0] if to_existing else result
             if on_device:
                 self._brought(operator, args, kwargs, target, source)

@@ -44,6 +44,7 @@ class Follower:
             return
         self._depth += 1
         self._memory.begin(everything=self._everything)
+        self._values.resume()
         try:
             with self._reads.patched(), launches_seen(self._values):
                 if self._follows:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.dry.values.memory import Memory, Place, place_of, seen_by_cpu
+from pytest_gpumem.dry.values.memory import Memory, Place, seen_by_cpu
 from pytest_gpumem.dry.values.random_numbers import RandomNumbers
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.machine.here import ThreadState
@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.finite import Infinity
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.ranges import Range, Ranges
-from pytest_gpumem.simulated.machine.values.views import elements
+from pytest_gpumem.sizes import MIB
 
 
 class DryValues(Values):
@@ -33,6 +33,9 @@ class DryValues(Values):
         self._memory = memory
         self._places: dict[int, Place] = {}
         """By key: where the runtime has been told of values."""
+        self._watched: dict[int, tuple[int, int]] = {}
+        """By address of a block: the key of the storage that it belongs to, and its number."""
+        self._empty: list[int] = []
         self.ranges = _WatchedRanges(self)
         self._random = RandomNumbers()
 
@@ -44,11 +47,38 @@ class DryValues(Values):
             key = storage_key(tensor)
             if key in self._bases or key in self._blank:
                 continue
-            place = place_of(tensor)
-            if self._memory.knows(place):
-                self._bases[key] = seen_by_cpu(place, tensor.dtype)
-                self._places[key] = place
-                self.watch(tensor)
+            start, size = self._memory.place_of(tensor)
+            if not size:
+                if not tensor.numel():
+                    self._bases[key] = seen_by_cpu((start, 0), tensor.dtype)
+                    self._empty.append(key)
+                continue
+            # The end of a block is nobody's: no copy brings it.
+            end = _end_of(tensor)
+            if _is_nearly(end, size) and self._memory.knows((start, end)):
+                self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
+
+    def end(self) -> None:
+        """Forget what has died since, and tensors without elements, of whose death nothing tells."""
+        self.forget_dead()
+        while self._empty:
+            self._bases.pop(self._empty.pop(), None)
+
+    def forget_dead(self) -> None:
+        """Forget what has died since."""
+        while (start := self._memory.dead()) is not None:
+            key, _ = self._watched.pop(start, (None, 0))
+            if key is not None:
+                self._places.pop(key, None)
+                self.forget(key)
+
+    def resume(self) -> None:
+        """Forget what has died while others were told of deaths."""
+        for start, (key, number) in list(self._watched.items()):
+            if self._memory.watch(start) != number:
+                del self._watched[start]
+                self._places.pop(key, None)
+                self.forget(key)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
         """Whether ``tensor``, to which a copy has written, is now known with all of its storage.
@@ -72,14 +102,14 @@ class DryValues(Values):
         """Know nothing of ``tensor``, nor of what its storage holds beside."""
         self.forget(storage_key(tensor))
         if tensor.layout is torch.strided and raw.is_on_device(tensor):
-            self._memory.forget(place_of(tensor))
+            self._memory.forget(self._memory.place_of(tensor))
 
     def write_facts(self, tensor: torch.Tensor) -> None:
         """Write what is known of all elements of ``tensor`` where reads find it."""
         key = storage_key(tensor)
         uniform = self.facts.uniform(tensor) if key and key not in self._bases else None
         if uniform is not None:
-            place = place_of(tensor)
+            place = self._memory.place_of(tensor)
             seen_by_cpu(place, tensor.dtype).fill_(uniform)
             self._memory.know(place)
             self._places[key] = place
@@ -104,22 +134,58 @@ class DryValues(Values):
         return self._random.source_of(generator)
 
     def _put(self, tensor: torch.Tensor, base: torch.Tensor) -> None:
-        place = place_of(tensor)
-        held = seen_by_cpu(place, tensor.dtype)
-        held.copy_(base)
-        self._hold_in(tensor, place, held)
+        held = seen_by_cpu(self._memory.place_of(tensor), tensor.dtype)
+        held[: base.numel()].copy_(base)
+        self._hold_in(tensor, held)
 
     def _put_blank(self, tensor: torch.Tensor) -> None:
-        place = place_of(tensor)
-        self._hold_in(tensor, place, seen_by_cpu(place, tensor.dtype))
+        self._hold_in(tensor, seen_by_cpu(self._memory.place_of(tensor), tensor.dtype))
 
-    def _hold_in(self, tensor: torch.Tensor, place: Place, held: torch.Tensor) -> None:
+    def _hold_in(self, tensor: torch.Tensor, held: torch.Tensor) -> None:
+        """Let ``held``, of the memory of ``tensor``, be what its storage holds."""
         key = storage_key(tensor)
-        assert held.numel() == elements(tensor)
+        place = self._memory.place_of(tensor)
+        if not place[1]:
+            return  # without elements, which :meth:`adopt` knows
         self.put(key, held)
         self._places[key] = place
         self._memory.know(place)
         self._watch(tensor)
+
+    def _keeps(self, tensor: torch.Tensor) -> bool:
+        has_block = not tensor.numel() or self._memory.place_of(tensor)[1] > 0
+        return has_block and super()._keeps(tensor)
+
+    def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+        return self._memory.place_of(tensor)[1] // (dtype or tensor.dtype).itemsize
+
+    def _covers(self, tensor: torch.Tensor) -> bool:
+        size = self._memory.place_of(tensor)[1]
+        is_first = tensor.storage_offset() == 0 and tensor.is_contiguous()
+        return is_first and _is_nearly(tensor.numel() * tensor.dtype.itemsize, size)
+
+    def _watch(self, tensor: torch.Tensor) -> None:
+        # No Python object of the storage: that would be one more owner (``storage_key``).
+        start, size = self._memory.place_of(tensor)
+        if size and start not in self._watched:
+            self._watched[start] = storage_key(tensor), self._memory.watch(start)
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
+    steps = (max(size - 1, 0) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    last = tensor.storage_offset() + sum(steps) + 1
+    return last * tensor.dtype.itemsize
+
+
+def _is_nearly(size: int, block: int) -> bool:
+    """Whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
+
+    By 512 B, and where it does not cut off what is left of a larger one, by up to 1 MiB
+    (``should_split`` of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15).
+    """
+    left = block - size
+    return left < 512 or (size > MIB and left <= MIB)
 
 
 class _Here(ThreadState):

@@ -32,6 +32,12 @@ class Memory:
         self._forget = library.pytest_gpumem_dry_forget
         for function in (self._knows, self._know, self._forget):
             function.argtypes = range_of_memory
+        self._block = library.pytest_gpumem_dry_block
+        self._block.argtypes, self._block.restype = [ctypes.c_void_p], ctypes.c_size_t
+        self._watch = library.pytest_gpumem_dry_watch
+        self._watch.argtypes, self._watch.restype = [ctypes.c_void_p], ctypes.c_uint64
+        self._dead = library.pytest_gpumem_dry_dead
+        self._dead.restype = ctypes.c_void_p
         self._answer = library.pytest_gpumem_dry_answer
         self._tell = library.pytest_gpumem_dry_tell
         self._copy_all = library.pytest_gpumem_dry_copy_all
@@ -58,8 +64,8 @@ class Memory:
         self._copy_all(everything)
 
     def knows(self, place: Place) -> bool:
-        """Return whether all values of ``place`` are known, as those of nothing are."""
-        return not place[1] or bool(self._knows(*place))
+        """Return whether all values of ``place`` are known."""
+        return bool(place[1] and self._knows(*place))
 
     def know(self, place: Place) -> None:
         """Let what ``place`` holds now be its values."""
@@ -71,6 +77,25 @@ class Memory:
         if place[1]:
             self._forget(*place)
 
+    def place_of(self, tensor: torch.Tensor) -> Place:
+        """Return the block of the allocator's that ``tensor`` lies in; no bytes if it is none."""
+        if tensor.layout is not torch.strided:
+            return 0, 0
+        start = tensor.data_ptr() - tensor.storage_offset() * tensor.dtype.itemsize
+        return start, self._block(start)
+
+    def watch(self, start: int) -> int:
+        """Let :meth:`dead` tell when the block at ``start`` has been given back.
+
+        Returns the number of the block, 0 where there is none.
+        """
+        return int(self._watch(start))
+
+    def dead(self) -> int | None:
+        """Return the address of a watched block that has been given back; ``None`` for none."""
+        found: int | None = self._dead()
+        return found
+
     def answer(self, numbers: Sequence[int]) -> int:
         """Let the thread's next reads of unknown values yield ``numbers``, one after the other.
 
@@ -78,12 +103,6 @@ class Memory:
         """
         given = (ctypes.c_int64 * len(numbers))(*numbers)
         return int(self._answer(given, len(numbers)))
-
-
-def place_of(tensor: torch.Tensor) -> Place:
-    """Return where the whole storage of ``tensor`` lies."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
 
 
 def seen_by_cpu(place: Place, dtype: torch.dtype) -> torch.Tensor:

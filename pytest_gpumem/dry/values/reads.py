@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ MOST_DECIDED_BY = 1 << 20
 _item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
+_OWN = os.path.join("dry", "values", "dispatch.py")  # noqa: PTH118 - as frames write it
 _SCALER = "torch.amp.grad_scaler"
 """Reads what it found of infinities, and nothing else, by ``item()``."""
 
@@ -138,11 +140,11 @@ class Reads:
                 "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
             )
             return None
-        return self._interrupt(self.refusal(f"a read in torch's own code at {user_line()}"))
+        return self._interrupt(self.refusal(f"a read in torch's own code at {_where()}"))
 
     def refuse(self, read: str) -> None:
         """Raise :class:`UnknownValueError` for ``read``, and remember that."""
-        sentence = self.refusal(f"{read} at {user_line()}")
+        sentence = self.refusal(f"{read} at {_where()}")
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
 
@@ -263,6 +265,12 @@ class Reads:
         while self._interrupted:
             thread, _ = self._interrupted.popitem()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+
+def _where() -> str:
+    """The user's line, which autograd's threads do not have."""
+    line = user_line()
+    return "a line of a backward pass" if line.rpartition(":")[0].endswith(_OWN) else line
 
 
 def _neutral(shape: tuple[int, ...]) -> list[Any]:

@@ -29,6 +29,7 @@ MOST_POISONED = 65_536
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
 _data_ptr = raw.base("data_ptr")
+_storage_id: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]  # missing in the stub
 
 
 class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
@@ -275,16 +276,15 @@ _COMPRESSED = {
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies the storage of ``tensor``; 0 for one that has none of its own."""
-    key: int
+    """What identifies the storage of ``tensor``; 0 for one that has none of its own.
+
+    As ``_cdata`` of the storage, of which no Python object is made: that would be one more owner,
+    and autograd accumulates in place where there is one alone.
+    """
     try:
-        key = tensor.untyped_storage()._cdata
+        return _storage_id(tensor)
     except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
         return 0
-    except ValueError:  # a lazy module's parameter, which lets nothing be asked of it
-        with torch._C.DisableTorchFunctionSubclass():
-            key = tensor.untyped_storage()._cdata
-    return key
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pytest_gpumem.simulated.common import raw
+from pytest_gpumem.simulated.machine.storages import storage_key
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "eq": comparing.eq,
@@ -141,7 +142,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.stride() == other.stride()
         and one.storage_offset() == other.storage_offset()
         and one.dtype == other.dtype
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and storage_key(one) == storage_key(other)
     )
 
 

@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.facts import Fact, of_result
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.reading import Reading
-from pytest_gpumem.simulated.machine.values.views import blank, covers, device_tensors
+from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
 
 
 class Left(Protocol):
@@ -279,7 +279,7 @@ class Values(Reading):
         for tensor in targets or device_tensors(result, []):
             stated = of_result(operator, fact, args[0], tensor)
             if targets or self.facts.of(tensor) is None:
-                if targets and not covers(tensor):
+                if targets and not self._covers(tensor):
                     stated = Fact(None, stated.assumed, stated.infinite)
                 if stated != Fact():
                     self._set_fact(tensor, stated)
@@ -327,7 +327,7 @@ class Values(Reading):
                 key = storage_key(target)
                 if key in self._bases:
                     continue
-                if not self._keeps(target) or not covers(target):
+                if not self._keeps(target) or not self._covers(target):
                     break
                 self._put_blank(target)
             else:

@@ -1,0 +1,152 @@
+"""Blocks of torch's allocator on the dry device: when they make a collection due, and whose they are.
+
+A test's reserved bytes must not depend on what earlier tests have left. Blocks that none of its
+fixtures holds keep their segments reserved, so the free parts of those segments are filled while
+the test runs: its own blocks then get segments as in a new process. Tensors in such blocks are kept
+until the test ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_MOST_IN_SMALL = 1 << 20
+"""Bytes of the largest block in a segment of small ones (``kSmallSize`` of
+c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
+
+_MOST_ROUNDS = 3
+
+Span = tuple[int, int]
+"""Numbers of blocks: above the first, up to the second."""
+
+
+class Blocks:
+    """What the runtime knows of blocks (``source/allocations.c``)."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self._collect = library.pytest_gpumem_dry_collect
+        self._handed_out = library.pytest_gpumem_dry_handed_out
+        self._handed_out.restype = ctypes.c_uint64
+        self._number = library.pytest_gpumem_dry_number
+        self._number.argtypes, self._number.restype = [ctypes.c_void_p], ctypes.c_uint64
+        self._function: Any = None
+
+    @property
+    def last(self) -> int:
+        """The number of the last block that was handed out."""
+        return int(self._handed_out())
+
+    def number(self, address: int) -> int:
+        """Return the number of the block at ``address``, 0 for none."""
+        return int(self._number(address))
+
+    @contextmanager
+    def growing(self, by: int, grown: Callable[[], None]) -> Iterator[None]:
+        """Call ``grown`` inside, in Python's main thread, whenever there are more ``by`` blocks."""
+        before = self._function
+        self._function = ctypes.CFUNCTYPE(None)(grown), by
+        self.count_anew()
+        try:
+            yield
+        finally:
+            self._function = before
+            self.count_anew()
+
+    def count_anew(self) -> None:
+        """Let the blocks that there are now be those of the start."""
+        function, by = self._function or (None, 0)
+        self._collect(function, ctypes.c_size_t(by))
+
+
+class Strays:
+    """What tests have left on the device, while another one runs."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._spans: dict[object, Span] = {}
+        """By fixture: the blocks of its set-up."""
+        self._kept: list[torch.Tensor] = []
+        self._filled: dict[int, int] = {}
+        """Bytes by address."""
+
+    @property
+    def filled(self) -> int:
+        """Bytes that are filled now."""
+        return sum(self._filled.values())
+
+    @contextmanager
+    def setting_up(self, fixture: object) -> Iterator[None]:
+        """Know the blocks that the set-up of ``fixture`` makes inside as its own."""
+        first = self._blocks.last
+        yield
+        self._spans[fixture] = first, self._blocks.last
+
+    def forget(self, fixture: object) -> None:
+        """Drop a fixture that has been torn down."""
+        self._spans.pop(fixture, None)
+
+    def fill(self, fixtures: Iterable[object]) -> None:
+        """Leave no room beside what belongs to none of ``fixtures``, until :meth:`release`."""
+        if not torch.cuda.is_initialized():
+            return
+        spans = [self._spans[one] for one in fixtures if one in self._spans]
+        for _ in range(_MOST_ROUNDS):
+            holes = [hole for hole in self._holes(spans) if hole["size"] > 0]
+            if not holes:
+                break
+            for hole in holes:
+                self._fill(hole)
+        if self._filled:
+            self._kept = list(self._strangers(spans))
+
+    def release(self) -> None:
+        """Let things be as they were left."""
+        self._kept.clear()
+        while self._filled:
+            address, _ = self._filled.popitem()
+            torch.cuda.caching_allocator_delete(address)
+
+    def _holes(self, spans: list[Span]) -> Iterator[Mapping[str, Any]]:
+        """Yield the free parts of segments in which nothing is a fixture's."""
+        for segment in torch.cuda.memory_snapshot():
+            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+                continue
+            used = [block for block in segment["blocks"] if block["state"] != "inactive"]
+            if not used or any(self._is_own(block["address"], spans) for block in used):
+                continue
+            is_small = segment["segment_type"] == "small"
+            for block in segment["blocks"]:
+                if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
+                    yield {
+                        "size": block["size"],
+                        "most": _MOST_IN_SMALL if is_small else block["size"],
+                        "device": segment["device"],
+                        "stream": segment["stream"],
+                    }
+
+    def _fill(self, hole: Mapping[str, Any]) -> None:
+        left = hole["size"]
+        while left:
+            size = min(left, hole["most"])
+            address = torch.cuda.caching_allocator_alloc(size, hole["device"], hole["stream"])
+            self._filled[address] = size
+            left -= size
+
+    def _is_own(self, address: int, spans: list[Span]) -> bool:
+        number = self._blocks.number(address)
+        return any(first < number <= last for first, last in spans)
+
+    def _strangers(self, spans: list[Span]) -> Iterator[torch.Tensor]:
+        for one in gc.get_objects():
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_cuda:
+                if one.layout is torch.strided and one.numel():
+                    start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
+                    if not self._is_own(start, spans):
+                        yield one

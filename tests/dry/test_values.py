@@ -1,0 +1,243 @@
+"""Values on the dry device: what a test that decides by numbers sees, and what that changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dry.conftest import Run
+from tests.dry.test_plugin import pytest_in, reported
+
+TESTS = """
+import pytest, torch
+from torch import nn
+
+pytestmark = pytest.mark.gpumem
+
+def test_prints_a_loss():
+    loss = nn.Linear(4, 4, device="cuda")(torch.ones(2, 4, device="cuda")).sum()
+    for _ in range(3):
+        print(loss.item())  # line 10
+        print(float(loss))
+
+def test_decides_by_a_mask():
+    # 1,000 numbers of which 300 are chosen: their places are 2,400 bytes.
+    mask = torch.arange(1000, device="cuda") < 300
+    assert not mask.all() and mask.any()
+    assert mask.nonzero().shape == (300, 1)
+    assert torch.rand(1000, device="cuda")[mask].shape == (300,)
+
+def test_swallows_what_it_is_told():
+    try:
+        found = torch.ones(3, device="cuda").nonzero()
+    except BaseException:
+        found = torch.empty(0)
+    assert len(found) == 3
+
+def test_sizes():
+    numbers = torch.tensor([3, 1, 3, 7], device="cuda")
+    numbers += 0  # by a kernel
+    assert numbers.unique().tolist() == [1, 3, 7]
+    assert torch.unique_consecutive(numbers).tolist() == [3, 1, 3, 7]
+    assert numbers.bincount().tolist() == [0, 1, 0, 2, 0, 0, 0, 1]
+    assert numbers.masked_select(numbers > 2).tolist() == [3, 3, 7]
+    assert torch.arange(4, device="cuda").repeat_interleave(numbers).shape == (14,)
+    assert [number.item() for number in numbers] == [3, 1, 3, 7]
+    pairs = torch.stack([numbers, numbers])
+    assert torch.unique(pairs, dim=1).shape == (2, 3)
+    sparse = torch.sparse_coo_tensor(pairs, numbers.float(), (8, 8)).coalesce()
+    assert sparse._nnz() == 3
+    assert torch.eye(5, device="cuda").to_sparse()._nnz() == 5
+
+def test_trains_until_its_loss_is_small():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)).cuda()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    x = torch.randn(64, 2, device="cuda")
+    loss = torch.tensor(1.0)
+    steps = 0
+    while loss > 0.05:
+        loss = (model(x) - x[:, :1]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps += 1
+    assert 3 < steps < 200
+
+def test_looks_for_infinities():
+    weight = nn.Parameter(torch.randn(300_000, device="cuda"))
+    weight.grad = torch.randn_like(weight)
+    assert torch.isfinite(weight).all()
+    assert not weight.isnan().any()
+    nn.utils.clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+    scaler = torch.amp.GradScaler()
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.state[weight]  # the step was not skipped
+    assert scaler.get_scale() == 65536.0
+
+def test_draws():
+    torch.manual_seed(3)
+    expected = torch.randn(5)
+    torch.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    drawn = torch.randn(5, device="cuda")
+    assert torch.equal(drawn.cpu(), expected)
+    again = torch.rand(3, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.randn(5, device="cuda"), drawn)
+    assert torch.equal(torch.rand(3, device="cuda"), again)
+    assert torch.multinomial(again, 2).max() < 3
+
+def test_numbers_on_the_host():
+    lengths = torch.arange(3, device="cuda") + 1
+    assert lengths.cpu().tolist() == [1, 2, 3]
+    noise = torch.randn(4, device="cuda").cpu()
+    assert float(noise.abs().sum()) > 0.0
+    assert (noise.numpy() == noise.clone().numpy()).all()
+"""
+
+
+@pytest.fixture(scope="module")
+def project(dry_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tests above."""
+    folder = tmp_path_factory.mktemp("values")
+    (folder / "test_values.py").write_text(TESTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tests(project: Path) -> Any:
+    """What became of them, by name."""
+    output, _, tests = reported(project)
+    assert "failed" not in output, output
+    return tests
+
+
+AGAIN = "run again with real values on the CPU"
+
+
+def notes(test: Any) -> str:
+    return " ".join(test["measurement"]["notes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "computes_all"),
+    [
+        ("test_prints_a_loss", False),
+        ("test_decides_by_a_mask", False),
+        ("test_swallows_what_it_is_told", False),
+        ("test_sizes", False),
+        ("test_trains_until_its_loss_is_small", True),
+        ("test_looks_for_infinities", False),
+        ("test_draws", True),
+        ("test_numbers_on_the_host", True),
+    ],
+)
+def test_all_values_are_computed_where_small_ones_do_not_do(
+    tests: Any, name: str, computes_all: bool
+) -> None:
+    assert tests[name]["outcome"] == "passed"
+    assert (AGAIN in notes(tests[name])) is computes_all
+
+
+def test_a_number_that_is_printed_reads_as_zero_with_one_note(tests: Any) -> None:
+    (note,) = tests["test_prints_a_loss"]["measurement"]["notes"]
+
+    assert note.startswith("item() at test_values.py:10 read a number that no copy has brought")
+
+
+def test_peaks_are_those_of_the_values(tests: Any) -> None:
+    # The mask, 1,024 bytes; for nonzero() how many there are, 512, cub's temporaries, and places.
+    measured = tests["test_decides_by_a_mask"]["measurement"]
+
+    assert measured["peak_allocated"] > 2_560 + 1_024
+
+
+def test_values_that_must_not_be_computed_are_named(project: Path) -> None:
+    never = pytest_in(project, "--gpumem-sim-values=never", "-rs", "-k", "trains or sizes")
+    short = pytest_in(project, "--gpumem-sim-values-limit=0.001", "-rs", "-k", "trains")
+
+    assert "1 passed, 1 skipped" in never.stdout
+    assert "bool() at test_values.py:49 depends on a value of a CUDA tensor" in never.stdout
+    assert "0.001 s that --gpumem-sim-values-limit" in " ".join(short.stdout.split())
+
+
+EVENTS = """
+import gc
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from pytest_gpumem.dry.values.follower import Follower
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.taken = nn.LayerNorm(64), nn.Linear(64, 192)
+        self.given = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(), nn.Linear(256, 64))
+    def forward(self, x):
+        parts = self.taken(self.norm(x)).unflatten(2, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=0.1)
+        return x + self.given(seen.transpose(1, 2).flatten(2))
+
+class Model(nn.Module):
+    def __init__(self, saved):
+        super().__init__()
+        self.embedding, self.saved = nn.Embedding(100, 64), saved
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.saved else block(x)
+        return x @ self.embedding.weight.T  # its gradient is accumulated in place
+
+def steps(saved, autocast):
+    model = Model(saved).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        tokens = torch.randint(100, (2, 16), device="cuda")
+        for _ in range(2):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                logits = model(tokens).flatten(0, 1)
+            nn.functional.cross_entropy(logits.float(), tokens.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+def events(follower, *given):
+    torch.manual_seed(0)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.memory._record_memory_history(None)
+    torch.cuda.memory._record_memory_history(context=None)
+    gc.disable()
+    if follower is None:
+        steps(*given)
+    else:
+        follower.begin()
+        with follower.active():
+            steps(*given)
+    gc.enable()
+    (trace,) = torch.cuda.memory._snapshot()["device_traces"]
+    found = [(event["action"], event["size"]) for event in trace]
+    # Autocast clears its cache in an order that addresses of the host's decide.
+    return sorted(found) if given[1] else found
+
+for given in [(False, False), (True, False), (False, True), (True, True)]:
+    events(None, *given)
+    plain = events(None, *given)
+    for everything in (False, True):
+        follower = Follower(follows=True, everything=everything)
+        events(follower, *given)
+        told[f"{given} {everything}"] = len(plain), plain == events(follower, *given)
+"""
+
+
+def test_following_values_changes_no_event(dry_run: Run) -> None:
+    told = dry_run(EVENTS)
+
+    assert len(told) == 8
+    assert all(count > 500 and same for count, same in told.values()), told
