@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Verdict, update_command
-from pytest_gpumem.report.html.causes import causes_of, telling
+from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
 from pytest_gpumem.report.trend import SMALL
@@ -50,7 +51,7 @@ def overview_of(
             _row(record, environments.index(record.environment)) | trends.get(record.key, {})
             for record in records
         ],
-        "causes": causes_of(records),
+        "causes": _causes(records),
     }
 
 
@@ -109,11 +110,33 @@ def _row(record: TestRecord, environment: int) -> dict[str, Any]:
             "baseline": _baseline(record),
             "duration": record.duration,
             "waited": (record.sharing or {}).get("waited"),
-            "why": telling(record.broken).short if record.broken else None,
+            "why": _why(record),
+            "over": abs(chief(record.broken).excess) if record.broken else None,
         }.items()
         if value is not None
     }
     return row
+
+
+def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
+    """Return the causes of failures; ``tests`` are positions in ``records``."""
+    places = {id(record): position for position, record in enumerate(records)}
+    return [
+        {
+            "words": list(cause.words),
+            "tests": [places[id(record)] for record in cause.records],
+            "size": cause.size,
+        }
+        for cause in causes_of(records)
+    ]
+
+
+def _why(record: TestRecord) -> str | None:
+    """Return the first sentence of a failure."""
+    if record.broken:
+        first = chief(record.broken)
+        return first.cause or first.short
+    return (record.out_of_memory or {}).get("sentence")
 
 
 def _limit(record: TestRecord) -> int | None:
