@@ -58,6 +58,11 @@ def overview_of(
 def detail_of(record: TestRecord) -> dict[str, Any]:
     """Return everything that is known of one test, with the sentences of its verdicts."""
     data = record.to_dict()
+    for measured in (data["measurement"], *data["other_devices"]):
+        if measured is not None and "call" in measured["phases"]:
+            measured["phases"]["call"]["sites"] = []  # those of the whole test
+    if data["baseline"] is not None:  # of which the numbers are shown
+        data["baseline"] = {k: data["baseline"].get(k) for k in ("peak_allocated", "composition")}
     for told, verdict in zip(data["verdicts"], record.verdicts, strict=True):
         told |= {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
     for told, better in zip(data["improvements"], record.improvements, strict=True):
