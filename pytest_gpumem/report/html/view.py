@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
-from pytest_gpumem.baseline.telling import chief
+from pytest_gpumem.baseline.failure import brief_text
+from pytest_gpumem.baseline.telling import chief, told
 from pytest_gpumem.baseline.verdict import Verdict, update_command
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
@@ -63,10 +64,13 @@ def detail_of(record: TestRecord) -> dict[str, Any]:
             measured["phases"]["call"]["sites"] = []  # those of the whole test
     if data["baseline"] is not None:  # of which the numbers are shown
         data["baseline"] = {k: data["baseline"].get(k) for k in ("peak_allocated", "composition")}
-    for told, verdict in zip(data["verdicts"], record.verdicts, strict=True):
-        told |= {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
-    for told, better in zip(data["improvements"], record.improvements, strict=True):
-        told["text"] = better.short
+    data["verdicts"] = [
+        verdict.to_dict()
+        | {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
+        for verdict in _ordered(record)
+    ]
+    for shown, better in zip(data["improvements"], record.improvements, strict=True):
+        shown["text"] = better.short
     return data
 
 
@@ -116,7 +120,7 @@ def _row(record: TestRecord, environment: int) -> dict[str, Any]:
             "duration": record.duration,
             "waited": (record.sharing or {}).get("waited"),
             "why": _why(record),
-            "over": abs(chief(record.broken).excess) if record.broken else None,
+            "over": _over(record),
         }.items()
         if value is not None
     }
@@ -136,12 +140,24 @@ def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
     ]
 
 
+def _over(record: TestRecord) -> int | None:
+    """Return by how many bytes a test failed, ``None`` where no number says that."""
+    first = chief(record.broken) if record.broken else None
+    compared = first is not None and (first.limit, first.reference) != (None, None)
+    return abs(first.excess) if first is not None and compared else None
+
+
+def _ordered(record: TestRecord) -> list[Verdict]:
+    """Return the verdicts of a test, those that broke as every report tells them first."""
+    broken = [verdict for one in told(record.broken) for verdict in (one.verdict, *one.others)]
+    return [*broken, *(verdict for verdict in record.verdicts if verdict.passed)]
+
+
 def _why(record: TestRecord) -> str | None:
-    """Return the first sentence of a failure."""
+    """Return in a few words how a test failed; the cards above the table say why."""
     if record.broken:
-        first = chief(record.broken)
-        return first.cause or first.short
-    return (record.out_of_memory or {}).get("sentence")
+        return brief_text(record.broken)
+    return "out of memory" if record.out_of_memory is not None else None
 
 
 def _limit(record: TestRecord) -> int | None:
