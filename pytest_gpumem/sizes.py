@@ -102,41 +102,39 @@ def parse_size(value: int | str) -> int:
 
 
 _READ = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))
-_READ_DECIMAL = (("KB", 1), ("MB", 1), ("GB", 2), ("TB", 2))
 """Units that sizes are read in, and the digits behind their point."""
 
 _MOST_DIGITS = 3
 """That two sizes are given in addition to be told apart; beyond, their bytes tell more."""
 
 
-def format_size(n: int, *, decimal: bool = False, more: int = 0) -> str:
+def format_size(n: int, *, more: int = 0) -> str:
     """Return ``n`` bytes for reading: ``1.62 GiB``, ``412.0 MiB``, ``-512 B``.
 
-    ``decimal`` sizes are in powers of 1000, ``1.74 GB``; ``more`` digits follow the usual ones.
+    ``more`` digits follow the usual ones.
     """
     sign, size = ("-", -n) if n < 0 else ("", n)
-    base = 1000 if decimal else KIB
-    if size < base:
+    if size < KIB:
         return f"{sign}{size} B"
     text = ""
-    for unit, digits in _READ_DECIMAL if decimal else _READ:
+    for unit, digits in _READ:
         factor, places = _UNITS[unit.lower()], digits + more
         scale: int = 10**places
         # Rounded before the unit is chosen, else 1 GiB less one byte would read "1024.0 MiB".
         rounded = (2 * size * scale + factor) // (2 * factor)
         text = f"{sign}{rounded // scale}.{rounded % scale:0{places}} {unit}"
-        if rounded < base * scale:
+        if rounded < KIB * scale:
             break
     return text
 
 
-def format_apart(a: int, b: int, *, decimal: bool = False) -> tuple[str, str]:
+def format_apart(a: int, b: int) -> tuple[str, str]:
     """Return two sizes for reading side by side, in as many digits as it takes to tell them apart.
 
     Bytes, where they differ by less than a reader would look at; two that are equal read the same.
     """
     for more in range(_MOST_DIGITS + 1):
-        texts = tuple(format_size(n, decimal=decimal, more=more) for n in (a, b))
+        texts = tuple(format_size(n, more=more) for n in (a, b))
         if a == b or texts[0] != texts[1]:
             return texts[0], texts[1]
     return f"{a:,} B", f"{b:,} B"

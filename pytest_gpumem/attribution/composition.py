@@ -302,13 +302,14 @@ class ForwardLives:
 def shown_path(filename: str, root: str) -> str:
     """Return ``filename`` relative to ``root``, or as its package names it; never absolute."""
     path = PurePath(filename)
-    if root and path.is_relative_to(root):
-        return path.relative_to(root).as_posix()
+    inside = bool(root) and path.is_relative_to(root)
+    if inside:
+        path = path.relative_to(root)
     parts = path.parts
     for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
+        if folder in parts:  # of an environment inside the project, too
             return "/".join(parts[parts.index(folder) + 1 :])
-    return path.name
+    return path.as_posix() if inside else path.name
 
 
 @cache

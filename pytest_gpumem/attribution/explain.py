@@ -11,8 +11,8 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.history import ACTIVATIONS, FUSED, INPUTS, TEMPORARIES
-from pytest_gpumem.sizes import ALLOCATOR_BLOCK, format_size
+from pytest_gpumem.attribution.history import FUSED
+from pytest_gpumem.sizes import ALLOCATOR_BLOCK
 
 MOST_SITES = 24
 """Sites that a baseline keeps of a phase; of what is smaller it keeps sums by function."""
@@ -78,30 +78,6 @@ def explain(
         changes = _by_line(changes)
     changed = [change for change in _without_edge(changes, least) if change.bytes]
     return tuple(sorted(changed, key=lambda c: (-abs(c.bytes), -c.bytes, str(c.site))))
-
-
-def hints(actual: Sequence[Site], reference: Sequence[Site]) -> Iterator[str]:
-    """Yield what many lines of an explanation have in common, as a reader would say it."""
-    before, now = (_total(sites, INPUTS) for sites in (reference, actual))
-    if before and now > before:
-        yield f"its inputs grew from {format_size(before)} to {format_size(now)}"
-    temporary = {_whatever_category(s) for s in reference if s.category == TEMPORARIES}
-    kept = {_whatever_category(s) for s in reference if s.category == ACTIVATIONS}
-    saved = [
-        site
-        for site in actual
-        if site.category == ACTIVATIONS
-        and _whatever_category(site) in temporary
-        and _whatever_category(site) not in kept
-    ]
-    if saved:
-        count = sum(site.count for site in saved)
-        tensors, are = ("tensors", "are") if count > 1 else ("tensor", "is")
-        yield f"{count} {tensors} that lived for a moment {are} kept now"
-
-
-def _total(sites: Iterable[Site], category: str) -> int:
-    return sum(site.bytes for site in sites if site.category == category)
 
 
 def holdings(actual: Iterable[Site]) -> tuple[Change, ...]:

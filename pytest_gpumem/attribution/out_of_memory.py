@@ -46,6 +46,8 @@ class OutOfMemory:
     """Allocator settings under which the same allocations fit."""
     limit: int | None = None
     """What this process may reserve of the device, where that is less than all of it."""
+    cause: str = ""
+    """Why so much was asked for, where that is known: a clause."""
 
     @property
     def over_limit(self) -> bool:
@@ -68,24 +70,40 @@ class OutOfMemory:
             **vars(self),
             "fragmentation": self.fragmentation,
             "elsewhere": self.elsewhere,
+            "sentence": self.sentence,
             "holders": [site.to_dict() for site in self.holders],
             "avoided_by": list(self.avoided_by),
         }
 
-    def lines(self) -> list[str]:
-        """Return the text that stands under the failure."""
+    @property
+    def available(self) -> int:
+        """Bytes that there were for the allocation that failed."""
+        if self.over_limit and self.limit is not None:
+            return max(self.limit - self.reserved, 0)
+        return self.free
+
+    @property
+    def sentence(self) -> str:
+        """What was asked for, by what, by how much it was too much and, where known, why."""
         where = " ".join(part for part in (self.site, self.operator) if part)
         by = f" by {where}" if where else ""
-        unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
         free = f"{format_size(self.free)} free of {format_size(self.total)}"
         if self.over_limit and self.limit is not None:
-            left = format_size(max(self.limit - self.reserved, 0))
             free = (
-                f"{left} left of the {format_size(self.limit)} that this process may reserve "
-                f"(torch.cuda.set_per_process_memory_fraction, or a quota); the device has {free}"
+                f"{format_size(self.available)} left of the {format_size(self.limit)} that this "
+                "process may reserve (torch.cuda.set_per_process_memory_fraction, or a quota); the "
+                f"device has {free}"
             )
+        missing = self.requested - self.available
+        over = f", {format_size(missing)} too much" if missing > 0 and not self.over_limit else ""
+        why = f": {self.cause}" if self.cause else ""
+        return f"out of memory: {format_size(self.requested)} asked for{by}, {free}{over}{why}"
+
+    def lines(self) -> list[str]:
+        """Return the text that stands under the failure."""
+        unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
         return [
-            f"out of memory: {format_size(self.requested)} asked for{by}, {free}",
+            self.sentence,
             f"  {format_size(self.allocated)} allocated, {unused} reserved and not allocated, "
             f"{outside} held outside PyTorch",
             *self._holder_lines(),
@@ -131,11 +149,13 @@ def post_mortem(
     version: tuple[int, int],
     holders: Iterable[Site],
     place: tuple[str | None, str | None] = (None, None),
+    unfused: str = "",
 ) -> OutOfMemory | None:
     """Return what a snapshot of the allocator tells of its last failure, ``None`` without one.
 
     ``limit`` are the bytes of the ``total`` that the process may reserve, ``holders`` the sites
-    that were live then, and ``place`` is the site and the operator that asked.
+    that were live then, and ``place`` is the site and the operator that asked. ``unfused`` says why
+    attention ran no fused kernel where it was attention that asked.
     """
     trace = snapshot["device_traces"][device]
     index = last_failure(trace)
@@ -155,6 +175,7 @@ def post_mortem(
         holders=sites,
         avoided_by=tuple(_remedies(_within(snapshot, device, limit), device, version)),
         limit=limit if limit < total else None,
+        cause=f"scaled_dot_product_attention ran unfused, as {unfused}" if unfused else "",
     )
 
 

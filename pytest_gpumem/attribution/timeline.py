@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -65,6 +66,36 @@ def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | N
         "blocks": blocks,
         "phases": _spans(history),
         **_reserved(history, kept, stray_reserved),
+    }
+
+
+def thinned(line: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return the time line ``line`` with about ``most`` of its samples.
+
+    It keeps its first and last one, the highest of every stretch, and so the peak, and that of each
+    phase.
+    """
+    count = len(line["positions"])
+    if count <= most:
+        return dict(line)
+    totals = [sum(at) for at in zip(*line["categories"].values(), strict=True)] or [0] * count
+    edges = [count * number // most for number in range(most + 1)]
+    kept = {0, count - 1}
+    kept.update(max(range(a, b), key=totals.__getitem__) for a, b in pairwise(edges))
+    positions = line["positions"]
+    for _, begin, end in line["phases"]:
+        inside = range(bisect_left(positions, begin), bisect_right(positions, end))
+        kept.update([max(inside, key=totals.__getitem__)] if inside else [])
+    places = sorted(kept)
+    series = {
+        name: line[name] for name in ("positions", "blocks", "reserved", "split") if name in line
+    }
+    return {
+        **line,
+        **{name: [values[at] for at in places] for name, values in series.items()},
+        "categories": {
+            name: [values[at] for at in places] for name, values in line["categories"].items()
+        },
     }
 
 

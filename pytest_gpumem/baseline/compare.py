@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+from pytest_gpumem.attribution.causes import Growth, Side, absolute_cause, cause_of, leak_cause
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import Change, explain, hints, holdings
+from pytest_gpumem.attribution.explain import Change, explain, holdings
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
 from pytest_gpumem.sizes import MIB, Tolerance, format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.baseline.store import BaselineEntry, StoredPeak
+    from pytest_gpumem.baseline.store import BaselineEntry
     from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.measurement.record import Measurement
@@ -63,6 +64,29 @@ def missing_text(
     return f"{text}; known elsewhere: {', '.join(known)}" if known else text
 
 
+def missing_cause(
+    environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
+) -> str:
+    """Return in what this environment differs from one that has a baseline, if that is one thing.
+
+    Empty where no stored environment is like this one but for the torch release, the settings of
+    the allocator or those of cuBLAS.
+    """
+    names = {
+        "torch": "torch",
+        "alloc_conf": "PYTORCH_CUDA_ALLOC_CONF",
+        "cublas_workspace_config": "CUBLAS_WORKSPACE_CONFIG",
+    }
+    for other, _ in elsewhere:
+        for name, written in names.items():
+            if replace(other, **{name: getattr(environment, name)}) == environment:
+                now, before = (getattr(one, name) or "not set" for one in (environment, other))
+                return (
+                    f"{written} is {now}, and the stored baseline is of a run where it was {before}"
+                )
+    return ""
+
+
 def judge(
     expectation: Expectation,
     measurement: Measurement,
@@ -108,7 +132,8 @@ def judge(
         return Judgement(tuple(verdicts))
     if baseline is None:
         if update is None and (expectation.baseline or require_baseline):
-            verdicts.append(judged.no_baseline(missing_text(environment, elsewhere)))
+            note = missing_text(environment, elsewhere)
+            verdicts.append(judged.no_baseline(note, missing_cause(environment, elsewhere)))
         return Judgement(tuple(verdicts), missing_baseline=True)
     if update == "all":
         return Judgement(tuple(verdicts))
@@ -161,9 +186,11 @@ class _Judged:
             "ran_eagerly", "peak_allocated", None, None, actual, False, notes=(note,)
         )
 
-    def no_baseline(self, note: str) -> Verdict:
+    def no_baseline(self, note: str, cause: str) -> Verdict:
         actual = self._measurement.peak_allocated
-        return self._verdict("baseline", "peak_allocated", None, None, actual, False, notes=(note,))
+        return self._verdict(
+            "baseline", "peak_allocated", None, None, actual, False, notes=(note,), cause=cause
+        )
 
     def limits(
         self, expectation: Expectation, default_phases: Mapping[str, int]
@@ -199,6 +226,7 @@ class _Judged:
                 leaked,
                 leaked <= limit,
                 explanation=holdings(left) if leaked > limit else (),
+                cause=leak_cause(left) if leaked > limit else "",
             )
 
     def against(self, baseline: BaselineEntry, tolerance: Tolerance) -> Iterator[Verdict]:
@@ -206,6 +234,11 @@ class _Judged:
             limit = reference + _allowance(tolerance, reference)
             passed = actual <= limit
             stored, sites = baseline.peak_of(phase), self._sites(phase)
+            changes = explain(sites, stored.sites) if stored and sites else ()
+            cause = ""
+            if stored and sites and not passed:
+                before = Side(stored.sites, baseline.facts)
+                cause = cause_of(Growth(Side(sites, self._measurement.facts), before, changes))
             yield self._verdict(
                 "baseline",
                 "peak_allocated",
@@ -215,8 +248,9 @@ class _Judged:
                 passed,
                 reference,
                 tolerance,
-                () if passed or not sites else _why(sites, stored),
-                explain(sites, stored.sites) if stored and sites else (),
+                (NOTHING_STORED,) if sites and stored is None and not passed else (),
+                changes,
+                cause,
             )
         for phase, reference in baseline.phases.items():
             if phase not in self._peaks:
@@ -295,8 +329,14 @@ class _Judged:
 
     def _limit(self, metric: str, phase: str | None, limit: int, actual: int) -> Verdict:
         passed = actual <= limit
-        held = () if passed else holdings(self._sites(phase))
-        return self._verdict("limit", metric, phase, limit, actual, passed, explanation=held)
+        if passed:
+            return self._verdict("limit", metric, phase, limit, actual, passed)
+        sites = self._sites(phase)
+        cause = absolute_cause(Side(sites, self._measurement.facts), actual - limit)
+        held = holdings(sites)
+        return self._verdict(
+            "limit", metric, phase, limit, actual, passed, explanation=held, cause=cause
+        )
 
     def _did_not_run(
         self,
@@ -325,6 +365,7 @@ class _Judged:
         tolerance: Tolerance | None = None,
         notes: tuple[str, ...] = (),
         explanation: Iterable[Change] = (),
+        cause: str = "",
     ) -> Verdict:
         return Verdict(
             kind=kind,
@@ -342,6 +383,7 @@ class _Judged:
             notes=notes,
             written=getattr(limit, "written", "") if reference is None else "",
             explanation=tuple(change.to_dict() for change in explanation),
+            cause=cause,
         )
 
 
@@ -352,10 +394,6 @@ def _ran(phase: str, peaks: Mapping[str, int]) -> str:
     close = get_close_matches(phase.lower(), peaks, n=1, cutoff=0.7)
     ran = f"phases that ran: {', '.join(peaks) or 'none'}"
     return f"did you mean {close[0]}? {ran}" if close else ran
-
-
-def _why(sites: list[Site], stored: StoredPeak | None) -> tuple[str, ...]:
-    return (NOTHING_STORED,) if stored is None else tuple(hints(sites, stored.sites))
 
 
 def _allowance(tolerance: Tolerance, reference: int) -> int:

@@ -75,6 +75,8 @@ class BaselineEntry:
     """The test's own, as it would be written; ``None`` where it states none."""
     ran_eagerly: bool = False
     """Whether code that was to be compiled ran eagerly on the simulated GPU."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the test did that memory depends on."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -97,6 +99,7 @@ class BaselineEntry:
             phase_peaks={name: p for name, p in peaks.items() if p is not None and p != peak},
             tolerance=tolerance,
             ran_eagerly=any(map(ran_eagerly, measurement.notes)),
+            facts=measurement.facts,
         )
 
     def peak_of(self, phase: str | None) -> StoredPeak | None:
@@ -126,6 +129,7 @@ class BaselineEntry:
             "cublas_workspace": self.cublas_workspace,
             **({} if self.tolerance is None else {"tolerance": self.tolerance}),
             **({"ran_eagerly": True} if self.ran_eagerly else {}),
+            **({"facts": dict(self.facts)} if self.facts else {}),
             "phases": {
                 name: {"peak_allocated": peak, **_peak_dict(self.phase_peaks.get(name))}
                 for name, peak in self.phases.items()
@@ -145,6 +149,7 @@ class BaselineEntry:
             phase_peaks={name: peak for name, peak in peaks.items() if peak is not None},
             tolerance=data.get("tolerance"),
             ran_eagerly=data.get("ran_eagerly", False),
+            facts=data.get("facts", {}),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,12 @@ LEAST_TEXT = 12
 _JOINED = " + "
 """Between the operators that compiled code fuses into one kernel."""
 
+_NAMESPACE = re.compile(r"^(?:torch\.|aten::|functional\.)(?=\w)")
+
+_BLOCKS, _PREFIXES = "blocks", "prefixes"
+_GIVEN_UP = (_BLOCKS, _PREFIXES)
+"""What a narrow terminal does without, the first of them first."""
+
 FOLDED = "one line of several"
 """Key of a line that stands for several: how many."""
 
@@ -27,30 +34,28 @@ def explanation_lines(
     explanation: Sequence[Line],
     *,
     signed: bool = True,
-    decimal: bool = False,
     every: bool = False,
     width: int | None = None,
 ) -> list[str]:
     """Return ``explanation`` in lines, aligned in columns, largest first.
 
-    ``signed`` lines are differences, ``decimal`` sizes are in powers of 1000. What one optimizer
-    keeps, and what one line of code allocated in many sizes, is one line, unless ``every`` is asked
-    for; lines beyond :data:`SHOWN_LINES` are summed up in a last one. They are fitted into
-    ``width`` columns where that is given.
+    ``signed`` lines are differences. What one optimizer keeps, and what one line of code allocated
+    in many sizes, is one line, unless ``every`` is asked for; lines beyond :data:`SHOWN_LINES` are
+    summed up in a last one. They are fitted into ``width`` columns where that is given.
     """
     lines = list(explanation) if every else folded(explanation)
     shown = lines if every else lines[:SHOWN_LINES]
     texts: list[str] = []
-    for least in (False, True):  # types are what a narrow terminal does without first
-        rows = [_columns(line, signed, decimal, least) for line in shown]
-        texts = _aligned(rows, width if least else None)
+    for without in range(len(_GIVEN_UP) + 1):
+        rows = [_columns(line, signed, _GIVEN_UP[:without]) for line in shown]
+        texts = _aligned(rows, width if without == len(_GIVEN_UP) else None)
         if width is None or max(map(len, texts), default=0) <= width:
             break
     if hidden := lines[len(shown) :]:
         total = sum(line["bytes"] for line in hidden)
         sign = _sign(total) if signed else ""
         kind = "change" if signed else "site"
-        size = format_size(abs(total), decimal=decimal)
+        size = format_size(abs(total))
         texts.append(f"  {sign}{size} in {len(hidden)} smaller {kind}{'s' * (len(hidden) > 1)}")
     return texts
 
@@ -108,8 +113,8 @@ def _operators(group: Sequence[Line]) -> str | None:
     return f"{owner}{dot}" + ", ".join(name.removeprefix(owner + dot) for name in sorted(names))
 
 
-def _columns(line: Line, signed: bool, decimal: bool, least: bool) -> tuple[str, ...]:
-    """Return sign, size, category, place, operator and blocks of a line, or the ``least`` of it."""
+def _columns(line: Line, signed: bool, without: Sequence[str]) -> tuple[str, ...]:
+    """Return sign, size, category, place, operator and blocks of a line ``without`` some of it."""
     change = line["bytes"]
     category = line.get("category") or "other"
     operator = line.get("operator") or line.get("module")
@@ -118,14 +123,15 @@ def _columns(line: Line, signed: bool, decimal: bool, least: bool) -> tuple[str,
     # A library's workspace has no source line: its name stands where the line would.
     places = [place for place in (line.get("site"), operator) if place]
     site, operator = [*places, "", ""][:2]
-    blocks = [_blocks(line, signed, decimal), "" if least else line.get("dtype") or ""]
+    blocks = ["" if _BLOCKS in without else _blocks(line, signed), line.get("dtype") or ""]
+    operator = _short(operator) if _PREFIXES in without else operator
     if signed and line.get("change") in ("new", "gone"):
         blocks.append(f"({line['change']})")
     if line.get("held_by"):
         blocks.append(f"held by {line['held_by']}")
     return (
         _sign(change) if signed else "",
-        format_size(abs(change), decimal=decimal),
+        format_size(abs(change)),
         category,
         site,
         operator,
@@ -133,13 +139,13 @@ def _columns(line: Line, signed: bool, decimal: bool, least: bool) -> tuple[str,
     )
 
 
-def _blocks(line: Line, signed: bool, decimal: bool) -> str:
+def _blocks(line: Line, signed: bool) -> str:
     """Return how many blocks of which size; where they are not of one, only how many."""
     count = line.get("count") or 1
     # Elsewhere recorded lines say nothing of single blocks.
     each = line["each"] if "each" in line else abs(line["bytes"]) // count
     if each is not None and each * count == abs(line["bytes"]):
-        return f"{count} × {format_size(each, decimal=decimal)}"
+        return f"{count} × {format_size(each)}"
     if signed and line.get("change") in ("grown", "shrunk") and FOLDED not in line:
         return f"in {count} block{'s' * (count > 1)}"
     return f"{count} block{'s' * (count > 1)}"
@@ -169,8 +175,9 @@ def _fitted(
     """Return ``rows`` and their widths with places and operators cut to what there is room for."""
     gaps = 2 * (1 + sum(map(bool, widths[2:])))
     room = width - gaps - sum(width for i, width in enumerate(widths) if i not in (3, 4))
-    # Of a path its end says most, of a long name both ends.
-    operator = min(widths[4], max(LEAST_TEXT, room - widths[3], room // 2))
+    # Of a path its package and its file say most, of an operator the end of its name.
+    shortest = max(len(_end(row[3], 0)) for row in rows)
+    operator = min(widths[4], max(LEAST_TEXT, room - shortest))
     place = min(widths[3], max(LEAST_TEXT, room - operator))
     fitted = [[*row[:3], _end(row[3], place), _last(row[4], operator), *row[5:]] for row in rows]
     return fitted, [max(map(len, column)) for column in zip(*fitted, strict=True)]
@@ -178,7 +185,7 @@ def _fitted(
 
 def _last(operators: str, width: int) -> str:
     """Return ``operators``; of several that are fused the last ones, whole, that fit."""
-    from pytest_gpumem.report.text import ELLIPSIS, shorten
+    from pytest_gpumem.report.text import ELLIPSIS
 
     names = operators.split(_JOINED)
     if len(names) > 1 and len(operators) > width:
@@ -186,12 +193,27 @@ def _last(operators: str, width: int) -> str:
         for last in (*lasts, names[-1].removesuffix(FUSED)):
             if len(last) + 2 <= width:
                 return f"{ELLIPSIS} {last}"
-    return shorten(operators, width)
+    return operators if len(operators) <= width else f"{ELLIPSIS}{operators[1 - width :]}"
+
+
+def _short(operator: str) -> str:
+    """Return ``operator`` without the namespaces that all of them have."""
+    return _JOINED.join(_NAMESPACE.sub("", name) for name in operator.split(_JOINED))
 
 
 def _end(path: str, width: int) -> str:
-    """Return the end of ``path``, from a folder on where it does not fit as a whole."""
+    """Return ``path``, or its package and its file where it does not fit, or its end.
+
+    A ``width`` of 0 asks for the shortest form that has a package.
+    """
     if len(path) <= width:
+        return path
+    package, *folders, file = path.split("/") if "/" in path else ("", path)
+    for first in range(1, len(folders) + 1):
+        short = "/".join((package, "…", *folders[first:], file))
+        if len(short) <= width or (not width and first == len(folders)):
+            return short
+    if not width:
         return path
     tail = path[len(path) - width + 1 :]
     return f"…{tail[tail.find('/') :]}" if "/" in tail else f"…{tail}"

@@ -1,9 +1,10 @@
-"""What a test fails with: its verdicts, what explains them, and the remedy."""
+"""What a test fails with: the cause, the verdicts, what explains them, and the remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from pytest_gpumem.baseline.telling import Told, told
 from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.sizes import format_size
 
@@ -11,57 +12,65 @@ from pytest_gpumem.sizes import format_size
 def failure_text(
     verdicts: Iterable[Verdict], update: str, *, every: bool = False, width: int | None = None
 ) -> str:
-    """Return what a test fails with: each verdict's text, then each remedy once.
+    """Return what a test fails with: its cause, each statement, then each remedy once.
 
-    ``update`` is the command line that records the test's numbers. What explains several verdicts
-    stands once, below the first: phases that differ as the whole test does are one line. Where a
-    baseline's difference is explained, the limit of the same peak needs no list of its own.
-    ``every`` and ``width`` are those of
-    :func:`~pytest_gpumem.baseline.explanation.explanation_lines`.
+    ``update`` is the command line that records the test's numbers. The first statement has the
+    lines that explain it; those of the others are shown where ``every`` is asked for. ``every`` and
+    ``width`` are those of :func:`~pytest_gpumem.baseline.explanation.explanation_lines`.
     """
     verdicts = list(verdicts)
-    explained = {v.phase for v in verdicts if v.kind == "baseline" and v.explanation}
-    lines: list[str] = []
-    shown: set[str] = set()
-    for group in _groups(verdicts):
-        first = group[0]
-        lines.append(first.short)
-        why = first.explanation_lines(every=every, width=width)
-        if first.kind != "limit" or first.phase not in explained:
-            if "\n".join(why) not in shown:
-                lines += why
-            elif why:
-                lines.append("  as above")
-            shown.add("\n".join(why))
-        lines += _alike(group)
+    lines = list(statement_lines(verdicts, every=every, width=width))
     remedies = [line for verdict in verdicts for line in verdict.remedy(update)]
     return "\n".join([*lines, *dict.fromkeys(remedies)])
 
 
+def statement_lines(
+    broken: Sequence[Verdict], *, every: bool = False, width: int | None = None
+) -> Iterator[str]:
+    """Yield the cause of a failure, then its statements, of which the first one is explained."""
+    said: set[str] = set()
+    shown = False
+    for one in told(broken):
+        verdict = one.verdict
+        if verdict.cause and verdict.cause not in said:
+            said.add(verdict.cause)
+            yield verdict.cause
+        yield verdict.short
+        why = verdict.explanation_lines(every=every, width=width)
+        if why and (every or not shown):
+            shown = True
+            yield from why
+        yield from _of_phases(one, every=every, width=width)
+
+
 def brief_text(verdicts: Sequence[Verdict]) -> str:
     """Return in a few words by how much a test is over: of the verdict that stands for all."""
-    return verdicts[0].brief
+    return told(verdicts)[0].verdict.brief
 
 
-def _groups(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
-    """Return ``verdicts`` with those that differ by the same bytes of the same blocks together."""
-    groups: dict[object, list[Verdict]] = {}
-    for index, verdict in enumerate(verdicts):
-        alike = verdict.reference is not None and verdict.explanation and verdict.actual
-        key = (verdict.kind, verdict.device, verdict.excess, verdict.explanation, verdict.notes)
-        groups.setdefault(str(key) if alike else index, []).append(verdict)
-    return list(groups.values())
-
-
-def _alike(group: Sequence[Verdict]) -> list[str]:
-    if len(group) < 2:
-        return []
-    names = [verdict.phase or "the test" for verdict in group[1:]]
-    first = group[0]
-    side, yardstick = "over" if first.excess > 0 else "under", first.kind
-    size, own = format_size(abs(first.excess)), "their" if len(names) > 1 else "its"
-    plural = "s" if len(names) > 1 else ""
-    return [f"{listed(names)}: the same {size} {side} {own} {yardstick}{plural}"]
+def _of_phases(one: Told, *, every: bool, width: int | None) -> Iterator[str]:
+    """Yield by how much the phases differ, in one line; with their own lines where asked for."""
+    if every:
+        for other in one.others:
+            yield other.short
+            yield from other.explanation_lines(every=True, width=width)
+        return
+    if not one.others:
+        return
+    groups: dict[tuple[int, bool], list[str]] = {}
+    for other in one.others:
+        key = abs(other.excess), other.excess > 0
+        groups.setdefault(key, []).append(other.phase or "the test")
+    yardstick = one.verdict.kind
+    parts = []
+    for (nbytes, over), names in groups.items():
+        side = "over" if over else "under"
+        same = "the same " if abs(one.verdict.excess) == nbytes else ""
+        parts.append(f"{listed(names)}: {same}{format_size(nbytes)} {side}")
+    own = "their baselines" if len(one.others) > 1 else "its baseline"
+    if yardstick == "prediction":
+        own = own.replace("baseline", "prediction")
+    yield f"{', '.join(parts)} {own}"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -47,11 +47,8 @@ class Verdict:
     """What the texts add, e.g. where else a baseline is known."""
     written: str = ""
     """The limit as the test says it, ``300KB``; empty for a number of bytes."""
-
-    @property
-    def decimal(self) -> bool:
-        """Whether sizes read in powers of 1000, as the limit is written."""
-        return is_decimal(self.written)
+    cause: str = ""
+    """Why the number is what it is, as a sentence; empty where nothing tells."""
 
     @property
     def excess(self) -> int:
@@ -62,7 +59,7 @@ class Verdict:
     def sizes(self) -> tuple[str, str]:
         """What was measured and what it is compared with, in digits that tell them apart."""
         yardstick = self.limit if self.reference is None else self.reference
-        actual, compared = format_apart(self.actual, yardstick or 0, decimal=self.decimal)
+        actual, compared = format_apart(self.actual, yardstick or 0)
         if self.reference is None:
             compared = self.written or compared
         return actual, compared
@@ -74,13 +71,13 @@ class Verdict:
             return "nothing was measured"
         if self.kind == "ran_eagerly":
             return "compiled code ran eagerly"
-        if self._phase_did_not_run:
+        if self.did_not_run:
             return f"phase {self.phase} did not run"
         subject = {"leaked": "left ", "peak_reserved": "reserved "}.get(self.metric, "")
         subject = f"{self.phase} " if self.phase else subject
         if self._no_baseline or (self.kind == "prediction" and self.reference is None):
             return f"{subject}no {self._yardstick()} to match"
-        change = format_size(abs(self.excess), decimal=self.decimal)
+        change = format_size(abs(self.excess))
         if self.metric == "leaked" and not self.limit:
             return f"{subject}{change} behind"
         name = self.sizes[1] if self.reference is None else self._yardstick()
@@ -98,7 +95,6 @@ class Verdict:
         return explanation_lines(
             self.explanation,
             signed=self.reference is not None,
-            decimal=self.decimal,
             every=every,
             width=width,
         )
@@ -131,7 +127,8 @@ class Verdict:
         return self.kind == "baseline" and self.limit is None
 
     @property
-    def _phase_did_not_run(self) -> bool:
+    def did_not_run(self) -> bool:
+        """Whether it is of a phase that had to run and did not."""
         if self.kind == "prediction":
             return self.limit is None and self.reference is not None
         return not self.passed and self.limit is not None and self.actual <= self.limit
@@ -145,7 +142,7 @@ class Verdict:
             return f"{self._measured()} and has no baseline to match"
         if self.kind == "prediction" and self.reference is None:
             return f"{self._measured()} and could not be predicted"
-        if self._phase_did_not_run:
+        if self.did_not_run:
             allowed = self.limit if self.reference is None else self.reference
             return (
                 f"phase {self.phase} did not run, "
@@ -157,7 +154,7 @@ class Verdict:
     def _measured(self) -> str:
         compared = self.limit if self.reference is None else self.reference
         text = format_size(self.actual) if compared is None else self.sizes[0]
-        return measured_text(self.metric, self.phase, self.actual, text, decimal=self.decimal)
+        return measured_text(self.metric, self.phase, self.actual, text)
 
     def _yardstick(self) -> str:
         return self.kind if self.kind in ("baseline", "prediction") else "limit"
@@ -167,13 +164,18 @@ class Verdict:
             return compared_text(self._yardstick(), self.actual, self.reference, self.tolerance)
         limit = self._named(self.limit or 0)
         if self.excess > 0:
-            return f"{format_size(self.excess, decimal=self.decimal)} over its limit of {limit}"
+            return f"{format_size(self.excess)} over its limit of {limit}"
         return f"within its limit of {limit}"
 
     def _named(self, size: int) -> str:
-        """Return a limit as it is written; one in bytes with these where it is no round size."""
+        """Return a limit as it is written, with its bytes where the number beside it has others.
+
+        Sizes are read in powers of 1024; a limit that is written in powers of 1000 is not.
+        """
         text = self.written or self.sizes[1]
-        return text if parse_size(text.replace(",", "")) == size else exactly(text, size)
+        if not is_decimal(text) and parse_size(text.replace(",", "")) == size:
+            return text
+        return exactly(text, size)
 
 
 @dataclass(frozen=True)
@@ -218,13 +220,11 @@ class Improvement:
         return cls(**data)
 
 
-def measured_text(
-    metric: str, phase: str | None, nbytes: int, text: str, *, decimal: bool = False
-) -> str:
+def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:
     """Return what was measured as the start of a sentence: ``nbytes``, which read ``text``."""
     subject = phase or "the test"
     in_bytes = text == f"{nbytes:,} B"
-    actual = exactly(format_size(nbytes, decimal=decimal) if in_bytes else text, nbytes)
+    actual = exactly(format_size(nbytes) if in_bytes else text, nbytes)
     if metric == "leaked":
         return f"{actual} still allocated after {subject}"
     if metric == "peak_reserved":

@@ -73,6 +73,11 @@ class AutomaticPhases:
                     patches.setattr(torch.nn.Parameter, "__new__", staticmethod(made))
                     restored = self._witness.restoring(torch.nn.Module.__setstate__)
                     patches.setattr(torch.nn.Module, "__setstate__", restored)
+                    zeroed = self._witness.zeroing(torch.optim.Optimizer.zero_grad)
+                    patches.setattr(torch.optim.Optimizer, "zero_grad", zeroed)
+                    functional = torch.nn.functional
+                    attended = self._witness.attending(functional.scaled_dot_product_attention)
+                    patches.setattr(functional, "scaled_dot_product_attention", attended)
                 patches.setattr(torch.nn.Module, "__call__", forward)
                 for place in _BACKWARD_ENTRIES:
                     run = self._outermost(BACKWARD, place._engine_run_backward)

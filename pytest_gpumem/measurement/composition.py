@@ -28,6 +28,7 @@ from pytest_gpumem.attribution.history import (
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory, post_mortem
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.holders import holders_of
+from pytest_gpumem.measurement.libraries import releases_of
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
 from pytest_gpumem.measurement.record import CALL, Measurement, PhaseRecord
 from pytest_gpumem.measurement.recorder import Recorder, Segments
@@ -82,7 +83,9 @@ class Account:
         self._root = root
         self._set_up = self._beginning = Beginning((), {})
         self._end: Positions = ()
-        self.witness = Witness(recorder.positions)
+        self.witness = Witness(
+            recorder.positions, lambda: recorder.held(torch.cuda.current_device())
+        )
         self.positions = recorder.positions
 
     def set_up(self) -> None:
@@ -94,6 +97,7 @@ class Account:
 
         ``own`` are the blocks that are the test's, ``None`` where there are no others.
         """
+        self.witness.begin_run()
         for holder in _holders(fixtures):
             self.witness.watch(holder)
         self._beginning = Beginning.of(self._recorder, own)
@@ -114,6 +118,12 @@ class Account:
         """The run is over: a last look at what is still there."""
         self.witness.look()
         self._end = self._recorder.positions()
+
+    def facts(self, sites: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what the run did, and the releases of the libraries whose lines ``sites`` name."""
+        libraries = releases_of(filter(None, (site.get("site") for site in sites)), self._root)
+        found = self.witness.facts.to_dict()
+        return {**found, "libraries": libraries} if libraries else found
 
     def out_of_memory(
         self, device: int, tracker: PhaseTracker, *, total: int, version: tuple[int, int]
@@ -138,6 +148,7 @@ class Account:
             version=version,
             holders=composition_of(history, live, {}).sites,
             place=(shown, origin.operator_name if origin else None),
+            unfused=self.witness.facts.failed_unfused,
         )
 
     def compositions(self, device: int, tracker: PhaseTracker) -> dict[str, Composition]:
@@ -232,6 +243,7 @@ def explained_by(first: Measurement, again: Measurement) -> Measurement:
         composition=call.composition,
         sites=call.sites,
         leaks=again.leaks,
+        facts=again.facts,
         timeline=again.timeline,
     )
 

@@ -9,6 +9,10 @@ Source: Transformer Engine 2.8, pytorch/module/base.py (``get_workspace``), pyto
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
@@ -34,3 +38,29 @@ def _found(value: Any, path: tuple[str, ...]) -> Any:
     for name in path:
         value = getattr(value, name, None)
     return value
+
+
+def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
+    """Return by name the installed releases of the packages in which ``sites``, path:line, lie.
+
+    What lies under ``root`` is the project's own.
+    """
+    paths = {site.rpartition(":")[0] for site in sites}
+    packages = {
+        path.partition("/")[0].removesuffix(".py") for path in paths if not _own(path, root)
+    }
+    found = {package: _release(package) for package in sorted(packages)}
+    return {package: release for package, release in found.items() if release}
+
+
+@cache
+def _own(path: str, root: str) -> bool:
+    return not path or Path(root, path).exists()
+
+
+@cache
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except (PackageNotFoundError, ValueError):
+        return ""

@@ -237,6 +237,7 @@ class Meter:
             sites=call.sites,
             leaks=left,
             timeline=timeline,
+            facts=self._account.facts(call.sites) if self._account else {},
             notes=compiled_beside(self.tracker.compiled.get(device, 0)),
         )
 

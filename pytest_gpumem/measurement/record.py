@@ -84,6 +84,8 @@ class Measurement:
     """What was allocated over time, where a report shows it; see ``attribution.timeline``."""
     dry: bool = False
     """Whether torch's own CUDA code ran without a GPU."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What the body did that memory depends on; see ``measurement.facts``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
@@ -109,6 +111,7 @@ class Measurement:
             "notes": list(self.notes),
             **({} if self.timeline is None else {"timeline": dict(self.timeline)}),
             **({"dry": True} if self.dry else {}),
+            **({"facts": dict(self.facts)} if self.facts else {}),
         }
 
     @classmethod

@@ -19,6 +19,8 @@ from pytest_gpumem.attribution.history import (
     Sighting,
     Span,
 )
+from pytest_gpumem.measurement.carried import Held
+from pytest_gpumem.measurement.facts import Facts
 from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.measurement.phases import Positions, position_on
 from pytest_gpumem.measurement.sharded import gradients_aside, parameters_aside, parts_of
@@ -39,8 +41,11 @@ class Witness:
     held weakly: watching must not keep memory alive.
     """
 
-    def __init__(self, positions: Callable[[], Positions]) -> None:
+    def __init__(self, positions: Callable[[], Positions], held: Held) -> None:
         self._positions = positions
+        self._held = held
+        self.facts = Facts(held)
+        """Of the present run of the body."""
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._called: WeakSet[torch.nn.Module] = WeakSet()
@@ -64,6 +69,10 @@ class Witness:
             self._name(holder)
             self._see_module(self._positions(), holder)
 
+    def begin_run(self) -> None:
+        """A run of the body begins: the facts are its own."""
+        self.facts = Facts(self._held)
+
     def look(self) -> None:
         """See what known optimizers hold that have not stepped: their state may have been loaded.
 
@@ -75,6 +84,7 @@ class Witness:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """See the state of ``optimizer``, which has just stepped."""
         self._stepped.add(optimizer)
+        self.facts.stepped(optimizer)
         self.watch(optimizer)
 
     @contextmanager
@@ -106,6 +116,13 @@ class Witness:
             first = outermost and self._outermost_called(module, (args, kwargs))
             mine = outermost and self.begin("forward")
             path = self._paths.get(module) or type(module).__name__
+            if mine:
+                self.facts.forward(self._owned)
+                if first:
+                    self.facts.model(module)
+            elif outermost and self._span is not None and self._span[0] == "backward":
+                self.facts.recomputed(path)
+            self.facts.called(path, args)
             self._running.append(path)
             self._marks.append((self._positions(), path))
             try:
@@ -169,6 +186,7 @@ class Witness:
         @functools.wraps(run)
         def ran(*args: Any, **kwargs: Any) -> Any:
             mine = self.begin("backward")
+            self.facts.backward(bool(args[2:3] and args[2]))
             try:
                 return run(*args, **kwargs)
             finally:
@@ -177,6 +195,41 @@ class Witness:
                     self.end()
 
         return ran
+
+    def zeroing(self, zero: Function) -> Function:
+        """Return ``Optimizer.zero_grad`` as ``zero`` does it, seen."""
+
+        @functools.wraps(zero)
+        def zeroed(owner: Any, set_to_none: bool = True) -> Any:
+            self.facts.zeroed(set_to_none)
+            return zero(owner, set_to_none)
+
+        return zeroed
+
+    def attending(self, attend: Function) -> Function:
+        """Return ``scaled_dot_product_attention`` as ``attend`` does it, seen."""
+
+        @functools.wraps(attend)
+        def attended(
+            query: Any,
+            key: Any,
+            value: Any,
+            attn_mask: Any = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            **others: Any,
+        ) -> Any:
+            if torch.compiler.is_compiling():
+                return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
+            grouped = bool(others.get("enable_gqa"))
+            why = self.facts.attends(query, key, value, attn_mask, dropout_p, is_causal, grouped)
+            try:
+                return attend(query, key, value, attn_mask, dropout_p, is_causal, **others)
+            except torch.OutOfMemoryError:
+                self.facts.failed_unfused = why
+                raise
+
+        return attended
 
     def begin(self, name: str) -> bool:
         """Begin an automatic phase; ``False`` within another one, whose part it is."""
@@ -224,6 +277,7 @@ class Witness:
         for tensor in _tensors(arguments, DEEPEST_INPUT):
             if graph_of(tensor) is None:
                 self._see(now, tensor, INPUTS, "", "")
+                self.facts.given(tensor)
         return first
 
     def _name(self, module: torch.nn.Module) -> None:
@@ -280,6 +334,19 @@ class Witness:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
+
+    def _owned(self) -> Iterator[int]:
+        """Yield the addresses of what known modules and optimizers hold now."""
+        for module in list(self._roots):
+            for held in (*module.parameters(), *module.buffers()):
+                yield from map(_address, parts_of(held))
+                if held.grad is not None:
+                    yield from map(_address, parts_of(held.grad))
+        for optimizer in list(self._optimizers):
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield from map(_address, parts_of(value))
 
     def _owners(self) -> dict[int, str]:
         return {

@@ -13,7 +13,9 @@ import pytest
 from pytest_gpumem.baseline.explanation import folded
 from pytest_gpumem.baseline.failure import brief_text, failure_text, listed
 from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.text import Line, Writer, shorten, wrap, write_lines
@@ -21,9 +23,6 @@ from pytest_gpumem.sizes import format_size
 
 LEAST_ALIKE = 3
 """Failures of one cause that are told as one."""
-
-CHIEFLY = 0.8
-"""The part of a change that tells its cause."""
 
 MOST_FUNCTIONS = 6
 """Test functions that are named of those that failed for the same reason."""
@@ -43,15 +42,9 @@ class Failure:
     sentence: str = ""
 
     @property
-    def cause(self) -> object:
-        """What failures of one cause have in common: what changed where, whatever its size."""
-        if not self.broken:
-            return self.sentence
-        first = self.broken[0]
-        lines = folded(first.explanation)
-        places = _places(lines if first.reference is None else _chief(lines, first.excess))
-        compared = first.limit is None, first.reference is None, first.excess > 0
-        return first.kind, first.metric, first.phase, first.device, *compared, places
+    def keys(self) -> list[object]:
+        """What failures of one cause have in common, one of which is enough."""
+        return keys_of(self.broken) if self.broken else [self.sentence]
 
     @property
     def brief(self) -> str:
@@ -64,25 +57,6 @@ class Failure:
             return self.sentence
         update = command.records(self.nodeid)
         return failure_text(self.broken, update, every=every, width=width)
-
-
-def _places(lines: Iterable[Mapping[str, Any]]) -> frozenset[tuple[Any, ...]]:
-    keys = ("change", "category", "site", "operator")
-    return frozenset(tuple(line.get(key) for key in keys) for line in lines)
-
-
-def _chief(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the largest of the changes to the side of ``excess``, which are :data:`CHIEFLY` it.
-
-    What the allocator rounds in one test and not in another is no other cause.
-    """
-    same = [line for line in lines if (line["bytes"] > 0) == (excess > 0)]
-    left = CHIEFLY * sum(abs(line["bytes"]) for line in same)
-    for line in same:
-        if left <= 0:
-            return
-        yield line
-        left -= abs(line["bytes"])
 
 
 def failures_of(
@@ -112,16 +86,18 @@ def told_once(
     """
     failed: list[Any] = reporter.stats.get("failed", [])
     ours = [(report, failures.get(_nodeid(report))) for report in failed]
-    groups: dict[object, list[tuple[Any, Failure]]] = {}
-    for report, failure in ours:
-        if failure is not None and report.when == "call" and not hasattr(report, "context"):
-            key = failure.nodeid if verbosity > 1 else failure.cause
-            groups.setdefault(key, []).append((report, failure))
-    groups = dict(_large_enough(groups))
-    hidden = {id(report) for group in groups.values() for report, _ in group[1:]}
+    own = [
+        (report, failure)
+        for report, failure in ours
+        if failure is not None and report.when == "call" and not hasattr(report, "context")
+    ]
+    apart = verbosity > 1
+    found = alike([[failure.nodeid] if apart else failure.keys for _, failure in own])
+    groups = list(_large_enough([[own[index] for index in group] for group in found]))
+    hidden = {id(report) for group in groups for report, _ in group[1:]}
     writer = reporter.config.get_terminal_writer()
-    texts = {id(group[0][0]): group[0][0].longrepr for group in groups.values()}
-    for group in groups.values():
+    texts = {id(group[0][0]): group[0][0].longrepr for group in groups}
+    for group in groups:
         report, failure = group[0]
         more = [other for _, other in group[1:]]
         report.longrepr = _Told(
@@ -132,23 +108,23 @@ def told_once(
         yield
     finally:
         reporter.stats["failed"] = failed
-        for group in groups.values():
+        for group in groups:
             group[0][0].longrepr = texts[id(group[0][0])]
         if not failed:
             del reporter.stats["failed"]
     if reporter.hasopt("f") and not getattr(reporter, "no_summary", False):
-        counted = [[failure for _, failure in group] for group in groups.values()]
+        counted = [[failure for _, failure in group] for group in groups]
         write_lines(writer, _summary_lines(counted, writer.fullwidth))
 
 
 def _large_enough(
-    groups: Mapping[object, list[tuple[Any, Failure]]],
-) -> Iterator[tuple[object, list[tuple[Any, Failure]]]]:
-    for cause, group in groups.items():
+    groups: Iterable[list[tuple[Any, Failure]]],
+) -> Iterator[list[tuple[Any, Failure]]]:
+    for group in groups:
         if len(group) >= LEAST_ALIKE or not group[0][1].broken:
-            yield cause, group
+            yield group
         else:
-            yield from ((failure.nodeid, [(report, failure)]) for report, failure in group)
+            yield from ([one] for one in group)
 
 
 class _Told:
@@ -197,10 +173,10 @@ def _lines(
 
 def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int) -> Iterator[Line]:
     """Yield which tests failed for the same reason, and by how much."""
-    told = [folded(one.broken[0].explanation) if one.broken else [] for one in (failure, *more)]
-    count = len(told[0])
+    told = [chief(one.broken) for one in (failure, *more) if one.broken]
+    count = len(folded(told[0].explanation)) if told else 0
     what = f"the same {count} line{'s' * (count > 1)}" if count else "the same"
-    if len(set(map(_places, told))) > 1:
+    if len({places_of(one, every=True) for one in told}) > 1:
         what = "the same cause"
     tests = f"{len(more)} more test{'s' * (len(more) > 1)}"
     text = f"{what} in {tests}{_range(failure, more)}:"
@@ -221,14 +197,14 @@ def _more(failure: Failure, more: Sequence[Failure], verbosity: int, width: int)
 
 def _range(failure: Failure, more: Sequence[Failure]) -> str:
     """Return by how much the tests are over, where that is not the same for all."""
-    verdicts = [one.broken[0] for one in (failure, *more) if one.broken]
+    verdicts = [chief(one.broken) for one in (failure, *more) if one.broken]
     sizes = sorted(abs(verdict.excess) for verdict in verdicts)
     if not sizes or sizes[0] == sizes[-1] or verdicts[0].kind == "nothing_measured":
         return ""
     if verdicts[0].limit is None:
         return ""
     side = "over" if verdicts[0].excess > 0 else "under"
-    least, most = (format_size(size, decimal=verdicts[0].decimal) for size in (sizes[0], sizes[-1]))
+    least, most = (format_size(size) for size in (sizes[0], sizes[-1]))
     return f", {least} to {most} {side}"
 
 

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.echo import MOST, printable, shortened
+from pytest_gpumem.report.changed_lines import Changed, changed_lines
 from pytest_gpumem.report.json_report import ReportError
 from pytest_gpumem.report.markdown import MOST_NAME, document, failure_lines, is_failure
 from pytest_gpumem.report.record import TestRecord
@@ -27,9 +29,10 @@ _PROPERTY = {**_DATA, ":": "%3A", ",": "%2C"}
 def workflow_commands(run: ReportedRun) -> list[str]:
     """Return the workflow commands that mark what failed as errors and what improved as notices."""
     failed = [record for record in run.records if is_failure(record)]
+    changed = changed_lines(run.root) if failed else None
     better = [record for record in run.records if record.improvements and not is_failure(record)]
     return [
-        *_limited("error", [_failure(record, run) for record in failed]),
+        *_limited("error", [_failure(record, run, changed) for record in failed]),
         *_limited("notice", [_improvement(record, run) for record in better]),
     ]
 
@@ -76,9 +79,34 @@ def _limited(name: str, found: list[tuple[str, dict[str, str | int]]]) -> Iterat
         )
 
 
-def _failure(record: TestRecord, run: ReportedRun) -> tuple[str, dict[str, str | int]]:
+def _failure(
+    record: TestRecord, run: ReportedRun, changed: Changed | None
+) -> tuple[str, dict[str, str | int]]:
     lines = map(printable, failure_lines(record, run.command))
-    return "\n".join(lines), _place("GPU memory", record, run)
+    grown = _grown_line(record, run, changed)
+    place = _place("GPU memory", record, run)
+    if grown is None:
+        return "\n".join(lines), place
+    name = printable(shortened(record.nodeid, MOST_NAME))
+    return "\n".join([name, *lines]), {**place, **grown}
+
+
+def _grown_line(
+    record: TestRecord, run: ReportedRun, changed: Changed | None
+) -> dict[str, str | int] | None:
+    """Return the line that grew most of those that the pull request changes, if there is one."""
+    if not record.broken or changed is None:
+        return None
+    top, lines = changed
+    for change in chief(record.broken).explanation:
+        path, _, line = (change.get("site") or "").rpartition(":")
+        if change["bytes"] <= 0 or not path or not line.isdecimal():
+            continue
+        file = Path(os.path.normpath(run.root / path))
+        known = file.relative_to(top).as_posix() if file.is_relative_to(top) else ""
+        if int(line) in lines.get(known, ()):
+            return {"file": printable(_in_repository(file)), "line": int(line)}
+    return None
 
 
 def _improvement(record: TestRecord, run: ReportedRun) -> tuple[str, dict[str, str | int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
+from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
 from pytest_gpumem.report.record import TestRecord
 
@@ -48,11 +49,25 @@ def write_report(
     Folders that are missing are made, a symbolic link is written through. Raises
     :class:`ReportError` where the file cannot be written.
     """
-    report = report_of(records, usage)
-    if problem := schema_problem(__package__, report):
-        raise ReportError(f"report {path} was not written: {problem}")
-    content = f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode("ascii")
+    with paused():
+        report = report_of(records, usage)
+        if problem := schema_problem(__package__, report):
+            raise ReportError(f"report {path} was not written: {problem}")
+        content = _text(report).encode("ascii")
     return write_file(path, content, "--gpumem-report json:PATH")
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    """Return ``report`` as JSON, a line for each test: as fast as json writes, and for ``grep``."""
+    parts = []
+    for name, value in report.items():
+        if name == "tests":
+            lines = ",\n".join(json.dumps(test, allow_nan=False) for test in value)
+            text = f"[\n{lines}\n]" if value else "[]"
+        else:
+            text = json.dumps(value, allow_nan=False)
+        parts.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def write_file(path: Path, content: bytes, asked_by: str) -> Path:
@@ -81,8 +96,9 @@ def write_file(path: Path, content: bytes, asked_by: str) -> Path:
 
 def read_report(path: Path) -> list[TestRecord]:
     """Return the tests of the report ``path``; raises :class:`ReportError` where it is none."""
-    data = _read(path)
-    return [_record(test, data["environment"]) for test in data["tests"]]
+    with paused():
+        data = _read(path)
+        return [_record(test, data["environment"]) for test in data["tests"]]
 
 
 def read_usage(path: Path) -> list[dict[str, Any]]:

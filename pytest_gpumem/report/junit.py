@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.report.record import TestRecord
 
@@ -26,6 +27,10 @@ def user_properties(record: TestRecord) -> list[tuple[str, object]]:
         properties += _sizes(f"{PREFIX}{measurement.device.replace(':', '')}_", measurement)
     if record.judged:
         properties.append((f"{PREFIX}verdict", "failed" if record.broken else "passed"))
+    if record.broken:
+        first = chief(record.broken)
+        properties.append((f"{PREFIX}over", first.brief))
+        properties += [(f"{PREFIX}cause", first.cause)] if first.cause else []
     return properties
 
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from pytest_gpumem.baseline.verdict import Improvement, Verdict, format_percent, update_command
+from pytest_gpumem.baseline.failure import statement_lines
+from pytest_gpumem.baseline.telling import chief
+from pytest_gpumem.baseline.verdict import Improvement, format_percent, update_command
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import printable, shortened
+from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 
@@ -22,6 +26,8 @@ MOST_ROWS = 20
 """Tests of one kind that are listed."""
 MOST_EXPLAINED = 5
 """Failures of which the source lines are told."""
+MOST_ALIKE = 5
+"""Tests of one cause that are named beside the first."""
 MOST_LINES = 6
 """Lines of an explanation."""
 MOST_NAME = 160
@@ -171,7 +177,7 @@ def _failure_row(record: TestRecord) -> tuple[str, ...]:
             f"{format_size(free)} free",
             "out of memory",
         )
-    verdict = telling(record.broken)[0]
+    verdict = chief(record.broken)
     allowed = verdict.limit if verdict.reference is None else verdict.reference
     phase = f"{code(verdict.phase)} " if verdict.phase else ""
     what = {"peak_reserved": "reserved ", "leaked": "leaked "}.get(verdict.metric, "")
@@ -189,34 +195,46 @@ def _failure_row(record: TestRecord) -> tuple[str, ...]:
     return name, measured, f"{yardstick} {format_size(allowed)}", over
 
 
-def telling(broken: Sequence[Verdict]) -> list[Verdict]:
-    """Return the failures that say most: without phases that differ as the whole test does."""
-    whole = {verdict.kind for verdict in broken if verdict.phase is None}
-    kept = [verdict for verdict in broken if verdict.phase is None or verdict.kind not in whole]
-    return sorted(kept, key=lambda verdict: verdict.kind != "baseline")
-
-
 def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
-    for record in failed[:MOST_EXPLAINED]:
-        yield f"{code(record.nodeid)}\n" + code_block(failure_lines(record, command))
+    """Yield the failures by cause: the first test of each in full, and the names of the others."""
+    found = causes_of(failed)
+    for cause in found[:MOST_EXPLAINED]:
+        first, *more = cause.records
+        lines = list(failure_lines(first, command))
+        if not lines:
+            continue
+        names = ", ".join(code(record.nodeid) for record in more[:MOST_ALIKE])
+        rest = f" and {len(more) - MOST_ALIKE} more" if len(more) > MOST_ALIKE else ""
+        alike = f"\n\nthe same cause in {_tests(len(more))}, {cause.size}: {names}{rest}"
+        yield f"{code(first.nodeid)}\n" + code_block(lines) + (alike if more else "")
     accepted = [record.nodeid for record in failed if _can_be_accepted(record)]
-    if len(failed) > MOST_EXPLAINED and accepted:
+    if len(accepted) > 1:
         yield "To accept all of them:\n" + code_block([f"{command} --gpumem-update-baselines"])
 
 
 def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
-    """Yield what a test failed with: what grew, by which line, and the command that accepts it."""
-    shown: set[str] = set()
-    for verdict in telling(record.broken):
-        yield verdict.short
-        lines = verdict.explanation_lines()
-        if lines and "\n".join(lines) not in shown:
-            shown.add("\n".join(lines))
-            yield from explained(lines)
-    if record.out_of_memory is not None and not record.broken:
+    """Yield what a test failed with: the cause, what grew by which line, and what accepts it."""
+    if record.broken:
+        yield from _bounded_table(statement_lines(record.broken))
+    elif record.out_of_memory is not None:
         yield from _out_of_memory(record.out_of_memory)
     if _can_be_accepted(record):
-        yield f"accept it: {accepting(record.nodeid, command)}"
+        missing = all(verdict.limit is None for verdict in record.broken)
+        verb = "record" if missing else "accept"
+        yield f"{verb} it: {accepting(record.nodeid, command)}"
+
+
+def _bounded_table(lines: Iterable[str]) -> Iterator[str]:
+    """Yield ``lines`` with only the first of those that are a table."""
+    table: list[str] = []
+    for line in [*lines, ""]:
+        if line.startswith("  "):
+            table.append(line)
+            continue
+        yield from explained(table)
+        table = []
+        if line:
+            yield line
 
 
 def explained(lines: Sequence[str]) -> Iterator[str]:
@@ -226,12 +244,12 @@ def explained(lines: Sequence[str]) -> Iterator[str]:
         yield f"  and {len(lines) - MOST_LINES} more lines"
 
 
-def _out_of_memory(facts: Mapping[str, object]) -> Iterator[str]:
-    asked, free, total = (int(str(facts[key])) for key in ("requested", "free", "total"))
-    yield (
-        f"ran out of memory: {format_size(asked)} were asked for and {format_size(free)} of "
-        f"{format_size(total)} were free"
-    )
+def _out_of_memory(facts: Mapping[str, Any]) -> Iterator[str]:
+    if "sentence" in facts:
+        yield str(facts["sentence"])
+        return
+    asked, free, total = (format_size(facts[key]) for key in ("requested", "free", "total"))
+    yield f"out of memory: {asked} asked for, {free} free of {total}"
     if facts.get("site"):
         yield f"  at {facts['site']}"
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pytest_gpumem.baseline.store import split_nodeid
+from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
 from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.report.record import TestRecord
@@ -14,6 +15,7 @@ from pytest_gpumem.sizes import format_apart, format_size
 GAP = "  "
 STATUS_STYLE = {
     "FAIL": "bold red",
+    "OOM": "bold red",
     "xfail": "yellow",
     "better": "cyan",
     "new": "yellow",
@@ -61,8 +63,6 @@ class Row:
     verdict: Verdict | None = None
     """The one that says what the row may be."""
     status: str = ""
-    decimal: bool = False
-    """Whether its test's limits are written in powers of 1000."""
 
     @property
     def indented(self) -> str:
@@ -82,7 +82,7 @@ class Row:
         if exact:
             return _exact(number)
         compared = self.verdict is not None and self.verdict.metric == column.key
-        return measured if compared else format_size(number, decimal=self.decimal)
+        return measured if compared else format_size(number)
 
     def _compared(self, exact: bool) -> tuple[str, str]:
         """Return what was measured and what is allowed, in digits that tell them apart."""
@@ -90,7 +90,7 @@ class Row:
         if verdict is None or verdict.limit is None:
             return "", ""
         yardstick = verdict.limit if verdict.reference is None else verdict.reference
-        measured, allowed = format_apart(verdict.actual, yardstick, decimal=self.decimal)
+        measured, allowed = format_apart(verdict.actual, yardstick)
         if exact:
             allowed = _exact(yardstick)
         if verdict.reference is None:
@@ -111,6 +111,8 @@ def test_status(record: TestRecord) -> str:
     """Return the word for a test: a key of :data:`STATUS_STYLE`, ``-`` where it was not judged."""
     if record.broken:
         return "FAIL" if record.outcome == "failed" else "xfail"
+    if record.out_of_memory is not None and record.outcome in ("failed", "error"):
+        return "OOM"
     if not record.judged or record.outcome in ("failed", "error"):
         return "-"
     if record.improvements:
@@ -126,9 +128,8 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
     whole node id.
     """
     name = split_nodeid(record.nodeid)[1] if below_module else record.nodeid
-    decimal = any(verdict.decimal for verdict in record.verdicts)
     if record.measurement is None:
-        yield Row(name, 0, {}, _telling_verdict(record.verdicts), test_status(record), decimal)
+        yield Row(name, 0, {}, _telling_verdict(record.verdicts), test_status(record))
     for measured in record.measurements:
         judged = _Judged.of(record, measured)
         if measured is record.measurement:
@@ -136,9 +137,8 @@ def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) ->
         else:
             name, depth, status = measured.device, 1, judged.status(None)
         verdict = _telling_verdict(judged.of_phase(None))
-        yield Row(name, depth, _test_numbers(measured), verdict, status, decimal)
-        for row in _phase_rows(measured, judged, every_phase, depth + 1):
-            yield replace(row, decimal=decimal)
+        yield Row(name, depth, _test_numbers(measured), verdict, status)
+        yield from _phase_rows(measured, judged, every_phase, depth + 1)
 
 
 def _phase_rows(
@@ -233,11 +233,14 @@ def _phase_numbers(phase: PhaseRecord) -> dict[str, int | None]:
 
 
 def _telling_verdict(verdicts: Sequence[Verdict]) -> Verdict | None:
-    """A failed one before those that passed, the peak before other numbers, the tightest first."""
+    """The one that stands for the failed ones; of those that passed the tightest on the peak."""
     bounded = [verdict for verdict in verdicts if verdict.limit is not None]
+    broken = [verdict for verdict in bounded if not verdict.passed]
+    if broken:
+        return chief(broken)
     return min(
         bounded,
-        key=lambda one: (one.passed, one.metric != "peak_allocated", one.limit),
+        key=lambda one: (one.metric != "peak_allocated", one.limit),
         default=None,
     )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pytest_gpumem.report.failures import Failure
+from pytest_gpumem.report.causes import alike, keys_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import rows_of, test_status
 
@@ -57,13 +56,9 @@ def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) 
 
 def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
     """Return by identity how many tests of one cause failed before each: the first tell most."""
-    seen: Counter[object] = Counter()
-    ranks = {}
-    for record in records:
-        cause = Failure(record.nodeid, record.broken).cause if record.failed else object()
-        ranks[id(record)] = seen[cause]
-        seen[cause] += 1
-    return ranks
+    keys = [keys_of(record.broken) if record.failed else [record.nodeid] for record in records]
+    groups = alike(keys)
+    return {id(records[at]): rank for group in groups for rank, at in enumerate(group)}
 
 
 def _telling(record: TestRecord) -> bool:

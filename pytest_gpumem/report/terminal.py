@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
+from pytest_gpumem.baseline.telling import told
 from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
@@ -24,7 +25,6 @@ from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.update import Change, UpdateReport
-    from pytest_gpumem.baseline.verdict import Verdict
 
 MOST_LISTED = 10
 """Tests, changes and notes of one kind that are listed unless verbose."""
@@ -32,6 +32,7 @@ MOST_LISTED = 10
 STATUS_WORDS = {
     "ok": "ok",
     "FAIL": "failed",
+    "OOM": "out of memory",
     "xfail": "failed as expected",
     "better": "improved",
     "new": "without baseline",
@@ -179,7 +180,10 @@ def _failures(
             record.broken and not record.failed and verbosity > 0
         ):
             yield _marked(test_status(record), record.nodeid, width)
-            for verdict in _telling(record.broken, verbosity):
+            shown = record.broken if verbosity > 0 else [one.verdict for one in told(record.broken)]
+            for cause in dict.fromkeys(verdict.cause for verdict in shown if verdict.cause):
+                yield from _sentence(cause, width)
+            for verdict in shown:
                 yield from _sentence(verdict.short, width)
 
 
@@ -200,18 +204,6 @@ def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> 
                 record.measurement.sites, signed=False, every=verbosity > 2, width=width - 2
             )
             yield from (Line.of(f"  {line}", "dim") for line in sites)
-
-
-def _telling(broken: Sequence[Verdict], verbosity: int) -> Sequence[Verdict]:
-    """Leave out phases that differ as the whole test does: the table shows them."""
-    whole = {
-        verdict.kind
-        for verdict in broken
-        if verdict.kind in ("baseline", "prediction") and verdict.phase is None
-    }
-    if verbosity > 0:
-        return broken
-    return [verdict for verdict in broken if verdict.kind not in whole or verdict.phase is None]
 
 
 def _improvements(
@@ -253,9 +245,9 @@ def _updates(update: UpdateReport | None, verbosity: int, width: int) -> Iterato
         "unchanged": update.unchanged,
         "pruned": len(update.pruned),
     }
-    told = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
     files = f" ({len(update.written)} file{'s' * (len(update.written) != 1)} written)"
-    yield Line.of(f"baselines: {told or 'nothing to record'}{files if update.written else ''}")
+    yield Line.of(f"baselines: {listed or 'nothing to record'}{files if update.written else ''}")
     if verbosity >= 0:
         most = MOST_LISTED if verbosity == 0 else len(update.added) + len(update.changed)
         for mark, changes in (("+", update.added), ("~", update.changed), ("-", update.pruned)):
@@ -332,16 +324,24 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
     if not records:
         return
     counts = Counter(map(test_status, records))
-    told = ", ".join(f"{counts[key]} {word}" for key, word in STATUS_WORDS.items() if counts[key])
+    words = {**STATUS_WORDS, "OOM": f"{STATUS_WORDS['OOM']}{_shortage(records)}"}
+    states = ", ".join(f"{counts[key]} {word}" for key, word in words.items() if counts[key])
     where = _kinds(records)
-    text = f"gpumem: {_tests(len(records))} on {where}: {told}"
+    text = f"gpumem: {_tests(len(records))} on {where}: {states}"
     if measured:
         largest = max(measured, key=lambda record: _peak(record))
-        decimal = any(verdict.decimal for verdict in largest.verdicts)
-        peak = format_size(_peak(largest), decimal=decimal)
+        peak = format_size(_peak(largest))
         text += f"; highest peak {peak} ({shorten(largest.nodeid, width - 4)})"
-    style = "bold red" if counts["FAIL"] else "bold green"
+    style = "bold red" if counts["FAIL"] or counts["OOM"] else "bold green"
     yield from (Line.of(line, style) for line in wrap(text, width, rest="  "))
+
+
+def _shortage(records: Sequence[TestRecord]) -> str:
+    """Return by how much memory was too small where it was so by most, in brackets."""
+    facts = [record.out_of_memory for record in records if test_status(record) == "OOM"]
+    missing = [int(one["requested"]) - int(one["free"]) for one in facts if one is not None]
+    most = max(missing, default=0)
+    return f" ({format_size(most)} too much)" if most > 0 else ""
 
 
 def _peak(record: TestRecord) -> int:

@@ -30,7 +30,7 @@ from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, 
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
 from pytest_gpumem.simulated.common.errors import SimulationError
-from pytest_gpumem.sizes import format_size, is_decimal
+from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
@@ -308,7 +308,7 @@ class MeasuredItem:
         limit = self._expectation.max if self._expectation else None
         if limit is not None and found.allocated > limit:
             written = getattr(limit, "written", "") or format_size(limit)
-            text = format_size(found.allocated, decimal=is_decimal(written))
+            text = format_size(found.allocated)
             yield f"  its limit max={written} was passed before: {text} were allocated"
 
     def _explain(self) -> None:

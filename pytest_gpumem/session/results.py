@@ -394,7 +394,9 @@ class Results:
                 yield module, "tests of it were given by id"
 
     def _write_reports(self) -> Iterator[str]:
-        records = self.records
+        from pytest_gpumem.report.thinned import thin
+
+        records = thin(self.records)
         for target in self._settings.reports:
             if target.unasked and not records:
                 continue

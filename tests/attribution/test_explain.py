@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.explain import compact, explain, hints
+from pytest_gpumem.attribution.explain import compact, explain
 
 SOFTMAX = Site(
     "activations",
@@ -107,17 +107,6 @@ def test_growth_among_the_rest_names_its_function() -> None:
 
 def test_a_renamed_function_is_the_same_function() -> None:
     assert told([replace(SOFTMAX, function="attend", module=None), WEIGHT], [SOFTMAX, WEIGHT]) == []
-
-
-def test_hints_say_what_many_lines_have_in_common() -> None:
-    small = replace(WEIGHT, category="inputs", bytes=512)
-    before = [replace(SOFTMAX, category="temporaries"), small]
-    after = [SOFTMAX, replace(small, bytes=1024)]
-    assert list(hints(after, before)) == [
-        "its inputs grew from 512 B to 1.0 KiB",
-        "4 tensors that lived for a moment are kept now",
-    ]
-    assert list(hints([LINEAR, SOFTMAX], [SOFTMAX])) == []
 
 
 def test_the_rest_of_a_renamed_function_is_the_same_rest() -> None:

@@ -54,7 +54,7 @@ def test_a_refusal_ends_with_what_to_paste(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name = f"{command}_{len(' '.join(options))}"
+    name = f"{command}_{len(options[0])}_{len(options)}"
     (tmp_path / "told.py").write_text(MODULE.replace("{name}", name))
     monkeypatch.chdir(tmp_path)
 

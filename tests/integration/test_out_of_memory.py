@@ -41,7 +41,7 @@ def test_out_of_memory_says_who_asked_who_holds_and_what_helps(project: Project)
             "E *torch.OutOfMemoryError: CUDA out of memory*",
             "test_oom.py:7: OutOfMemoryError",
             "out of memory: 2.00 GiB asked for by test_oom.py:7 torch.empty, "
-            "1.72 GiB free of 14.75 GiB",
+            "1.72 GiB free of 14.75 GiB, 285.9 MiB too much",
             "  5.86 GiB allocated, 7.17 GiB reserved and not allocated, 0 B held outside PyTorch",
             "  5.86 GiB  other  test_oom.py:7  torch.empty",
             "  it would have fitted with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True *",
@@ -111,7 +111,7 @@ def test_a_smaller_limit_of_the_process_or_of_the_test_is_named(project: Project
             "the 3.69 GiB that this process may reserve "
             "(torch.cuda.set_per_process_memory_fraction, or a quota); the device has 11.75 GiB "
             "free of 14.75 GiB",
-            "  its limit max=2GB was passed before: 3.22 GB were allocated",
+            "  its limit max=2GB was passed before: 3.00 GiB were allocated",
             "out of memory: 1.00 GiB asked for *, * left of the 3.00 GiB that this process may *",
         ]
     )

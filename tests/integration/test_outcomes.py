@@ -190,7 +190,7 @@ def test_several_verdicts_stand_in_one_failure(project: Project) -> None:
     result = project.run()
 
     result.stdout.fnmatch_lines(
-        ["the test peaked at 512 B, 511 B over*", "the test reserved 2.0 MiB*over*"]
+        ["the test reserved 2.0 MiB*over*", "the test peaked at 512 B, 511 B over*"]
     )
 
 

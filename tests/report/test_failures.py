@@ -29,24 +29,24 @@ def failure(*lines: dict[str, Any], **changes: Any) -> Failure:
 
 
 def test_the_same_line_is_one_cause_whatever_its_size() -> None:
-    assert failure(line(512)).cause == failure(line(8 * MIB)).cause
-    assert failure(line(512)).cause != failure(line(512, site="net.py:9")).cause
-    assert failure(line(512)).cause != failure(line(512, change="grown")).cause
+    assert failure(line(512)).keys == failure(line(8 * MIB)).keys
+    assert failure(line(512)).keys != failure(line(512, site="net.py:9")).keys
+    assert failure(line(512)).keys != failure(line(512, change="grown")).keys
 
 
 def test_what_the_allocator_rounds_beside_it_is_no_other_cause() -> None:
     rounded = failure(line(900), line(100, site="net.py:9"))
-    assert rounded.cause == failure(line(900)).cause
+    assert rounded.keys == failure(line(900)).keys
     half = failure(line(500), line(500, site="net.py:9"))
-    assert half.cause != failure(line(500)).cause
+    assert half.keys != failure(line(500)).keys
 
 
 @pytest.mark.parametrize("changes", [{"phase": "step"}, {"kind": "prediction"}])
 def test_another_verdict_is_another_cause(changes: dict[str, Any]) -> None:
-    assert failure(line(512), **changes).cause != failure(line(512)).cause
+    assert failure(line(512), **changes).keys != failure(line(512)).keys
 
 
 def test_a_sentence_is_a_cause() -> None:
     damaged = Failure("t.py::test_x", (), "baseline a.json is damaged")
-    assert damaged.cause == Failure("t.py::test_y", (), "baseline a.json is damaged").cause
+    assert damaged.keys == Failure("t.py::test_y", (), "baseline a.json is damaged").keys
     assert damaged.brief == "baseline a.json is damaged"

@@ -17,6 +17,7 @@ def test_the_numbers_are_flat_properties() -> None:
         ("gpumem_phase_forward_peak_allocated", 83_886_080),
         ("gpumem_phase_step_peak_allocated", 41_943_040),
         ("gpumem_verdict", "failed"),
+        ("gpumem_over", "forward +16.0 MiB over baseline"),
     ]
 
 

@@ -85,7 +85,7 @@ def test_a_test_that_ran_out_of_memory_has_failed() -> None:
     text = document([broken])
     assert "### GPU memory: 1 of 1 test failed" in text
     assert "| `t.py::test_x` | asked for 3.0 MiB | 1.0 MiB free | out of memory |" in text
-    assert "3.0 MiB were asked for and 1.0 MiB of 8.0 MiB were free\n  at model.py:3\n" in text
+    assert "out of memory: 3.0 MiB asked for, 1.0 MiB free of 8.0 MiB\n  at model.py:3\n" in text
 
 
 def test_what_was_not_checked_is_not_silent() -> None:

@@ -20,12 +20,11 @@ function showDetail(cell, record, environment, row) {
 
 function judgement(record) {
   if (!record.verdicts.length && !record.improvements.length && !record.missing_baseline) return null;
-  // What says most comes first: what broke, and of that what a reference explains.
-  const rank = (verdict) => (verdict.passed ? 2 : verdict.explanation.length && verdict.reference !== null ? 0 : 1);
-  const ordered = [...record.verdicts].sort((a, b) => rank(a) - rank(b));
   const told = new Set();
-  const compared = new Set(ordered.filter((verdict) => rank(verdict) === 0).map((verdict) => verdict.phase));
-  const list = ordered.map((verdict) => {
+  const explained = (verdict) => !verdict.passed && verdict.explanation.length && verdict.reference !== null;
+  const compared = new Set(record.verdicts.filter(explained).map((verdict) => verdict.phase));
+  const causes = [...new Set(record.verdicts.map((verdict) => verdict.cause).filter(Boolean))];
+  const list = record.verdicts.map((verdict) => {
     const item = el("li", { class: verdict.passed ? "passed" : "broken" },
       el("p", null, el("span", { class: "tick", "aria-hidden": "true", text: verdict.passed ? "✓ " : "✗ " }),
         el("span", { class: "aside", text: verdict.passed ? "passed: " : "broken: " }), tight(verdict.text)));
@@ -41,7 +40,7 @@ function judgement(record) {
   });
   list.push(...record.improvements.map((better) => el("li", { class: "better" }, el("p", { text: `↓ ${tight(better.text)}` }))));
   if (record.missing_baseline) list.push(el("li", null, el("p", { text: "There is no baseline for this environment yet." })));
-  return section("Verdicts", el("ul", { class: "verdicts" }, ...list));
+  return section("Verdicts", ...causes.map((cause) => el("p", { class: "why", text: tight(cause) })), el("ul", { class: "verdicts" }, ...list));
 }
 
 function command(line) {

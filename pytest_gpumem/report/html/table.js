@@ -25,7 +25,7 @@ function share(test) { return test.limit ? test.peak / test.limit : undefined; }
 function grown(test) { return test.baseline === undefined || test.peak === undefined ? undefined : test.peak - test.baseline; }
 
 const SORTS = {
-  verdict: { title: "verdict", key: (test) => -rank(test) },
+  verdict: { title: "verdict", compare: (a, b) => rank(a) - rank(b) || (b.over || 0) - (a.over || 0) },
   name: { title: "name", compare: (a, b) => (a.id < b.id ? -1 : a.id > b.id ? 1 : 0) },
   peak: { title: "peak", key: (test) => test.peak },
   limit: { title: "share of the limit", key: share },
@@ -51,6 +51,7 @@ const COLUMNS = [
 const highest = tests.reduce((most, test) => Math.max(most, test.peak || 0, test.limit && test.limit < 4 * (test.peak || 0) ? test.limit : 0), 0);
 const state = { sort: "verdict", down: true, words: [], hidden: new Set(), scale: "own", shown: AT_ONCE, only: null };
 const rows = new Map();
+const reasons = new Map(overview.causes.flatMap((cause) => cause.tests.map((index) => [index, cause.words.join(" ")])));
 
 function verdictCell(test) {
   return el("span", { class: `badge ${test.status}`, title: overview.statuses[test.status], text: test.status });
@@ -116,7 +117,7 @@ function matching() {
   const found = [];
   tests.forEach((test, index) => {
     if (state.hidden.has(test.status) || (state.only && !state.only.has(index))) return;
-    test.text ??= `${test.id} ${test.status} ${test.why || ""} ${environmentText(overview.environments[test.environment])}`.toLowerCase();
+    test.text ??= `${test.id} ${test.status} ${test.why || ""} ${reasons.get(index) || ""} ${environmentText(overview.environments[test.environment])}`.toLowerCase();
     if (state.words.every((word) => test.text.includes(word))) found.push(index);
   });
   const sort = SORTS[state.sort];

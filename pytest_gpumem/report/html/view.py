@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.history import CATEGORIES
+from pytest_gpumem.baseline.failure import brief_text
+from pytest_gpumem.baseline.telling import chief, told
 from pytest_gpumem.baseline.verdict import Verdict, update_command
-from pytest_gpumem.report.html.causes import causes_of, telling
+from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status
 from pytest_gpumem.report.trend import SMALL
@@ -50,17 +52,25 @@ def overview_of(
             _row(record, environments.index(record.environment)) | trends.get(record.key, {})
             for record in records
         ],
-        "causes": causes_of(records),
+        "causes": _causes(records),
     }
 
 
 def detail_of(record: TestRecord) -> dict[str, Any]:
     """Return everything that is known of one test, with the sentences of its verdicts."""
     data = record.to_dict()
-    for told, verdict in zip(data["verdicts"], record.verdicts, strict=True):
-        told |= {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
-    for told, better in zip(data["improvements"], record.improvements, strict=True):
-        told["text"] = better.short
+    for measured in (data["measurement"], *data["other_devices"]):
+        if measured is not None and "call" in measured["phases"]:
+            measured["phases"]["call"]["sites"] = []  # those of the whole test
+    if data["baseline"] is not None:  # of which the numbers are shown
+        data["baseline"] = {k: data["baseline"].get(k) for k in ("peak_allocated", "composition")}
+    data["verdicts"] = [
+        verdict.to_dict()
+        | {"text": verdict.short, "remedy": verdict.remedy(update_command(record.nodeid))}
+        for verdict in _ordered(record)
+    ]
+    for shown, better in zip(data["improvements"], record.improvements, strict=True):
+        shown["text"] = better.short
     return data
 
 
@@ -109,11 +119,45 @@ def _row(record: TestRecord, environment: int) -> dict[str, Any]:
             "baseline": _baseline(record),
             "duration": record.duration,
             "waited": (record.sharing or {}).get("waited"),
-            "why": telling(record.broken).short if record.broken else None,
+            "why": _why(record),
+            "over": _over(record),
         }.items()
         if value is not None
     }
     return row
+
+
+def _causes(records: Sequence[TestRecord]) -> list[dict[str, Any]]:
+    """Return the causes of failures; ``tests`` are positions in ``records``."""
+    places = {id(record): position for position, record in enumerate(records)}
+    return [
+        {
+            "words": list(cause.words),
+            "tests": [places[id(record)] for record in cause.records],
+            "size": cause.size,
+        }
+        for cause in causes_of(records)
+    ]
+
+
+def _over(record: TestRecord) -> int | None:
+    """Return by how many bytes a test failed, ``None`` where no number says that."""
+    first = chief(record.broken) if record.broken else None
+    compared = first is not None and (first.limit, first.reference) != (None, None)
+    return abs(first.excess) if first is not None and compared else None
+
+
+def _ordered(record: TestRecord) -> list[Verdict]:
+    """Return the verdicts of a test, those that broke as every report tells them first."""
+    broken = [verdict for one in told(record.broken) for verdict in (one.verdict, *one.others)]
+    return [*broken, *(verdict for verdict in record.verdicts if verdict.passed)]
+
+
+def _why(record: TestRecord) -> str | None:
+    """Return in a few words how a test failed; the cards above the table say why."""
+    if record.broken:
+        return brief_text(record.broken)
+    return "out of memory" if record.out_of_memory is not None else None
 
 
 def _limit(record: TestRecord) -> int | None:

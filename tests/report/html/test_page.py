@@ -73,7 +73,7 @@ def test_the_page_without_data_is_small() -> None:
 
 def test_a_verdict_comes_with_its_sentence_and_remedy() -> None:
     (detail,) = Page(render([failing()])).details
-    limit, base = detail["verdicts"]
+    base, limit = detail["verdicts"]
     assert limit["text"] == (
         "the test peaked at 80.0 MiB (83,886,080 B), within its limit of 100.0 MiB "
         "[simulated A100-40GB]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpumem.report.html.causes import causes_of
+from pytest_gpumem.report.causes import Cause, causes_of
 from pytest_gpumem.report.html.view import status_of
 from pytest_gpumem.report.record import TestRecord
 from tests.report.example_run import (
@@ -47,37 +47,65 @@ def test_tests_that_grew_by_the_same_line_are_one_cause() -> None:
             grown("test_c", 64 * MIB),
         ]
     )
-    assert found == [
-        {
-            "words": ["activations", "model.py:71", "torch.softmax"],
-            "tests": [0, 2, 4],
-            "size": "+32.0 MiB to +128.0 MiB",
-        },
-        {"words": ["over a baseline"], "tests": [1], "size": ""},
+    assert told(found) == [
+        (("activations", "model.py:71", "torch.softmax"), ["test_a", "test_b", "test_c"]),
+        (("over a baseline",), ["tests/test_model.py::test_step"]),
     ]
+    assert [cause.size for cause in found] == ["+16.0 MiB", "+16.0 MiB"]
+
+
+def told(causes: list[Cause]) -> list[tuple[tuple[str, ...], list[str]]]:
+    return [(cause.words, [record.nodeid for record in cause.records]) for cause in causes]
+
+
+def test_a_sentence_is_shared_whatever_its_sizes_are() -> None:
+    """``3.0 MiB`` and ``12.0 MiB``, a shape and a count; another place is another cause."""
+    sentences = (
+        "model.py:24 (torch.clone) takes 3.0 MiB of activations more (3 × (4, 256) float32)",
+        "model.py:24 (torch.clone) takes 12.0 MiB of activations more (4 × (8, 256) float32)",
+        "model.py:25 (torch.clone) takes 3.0 MiB of activations more (3 × (4, 256) float32)",
+    )
+    found = causes_of(
+        [
+            record(
+                f"test_{number}",
+                measured(80 * MIB),
+                replace(
+                    verdict("baseline", (80 + number) * MIB, 64 * MIB, reference=64 * MIB),
+                    cause=sentence,
+                ),
+                outcome="failed",
+            )
+            for number, sentence in enumerate(sentences)
+        ]
+    )
+    assert told(found) == [
+        ((sentences[2],), ["test_2"]),
+        (
+            ("model.py:24 (torch.clone) takes … of activations more (…… float32)",),
+            ["test_0", "test_1"],
+        ),
+    ]
+    assert [cause.size for cause in found] == ["+18.0 MiB", "+16.0 MiB to +17.0 MiB"]
 
 
 def test_what_is_over_a_limit_is_no_difference() -> None:
     (cause,) = causes_of([grown("test_a", 32 * MIB, reference=None)])
-    assert cause["size"] == "32.0 MiB"
-    assert cause["words"][0] == "over a limit, mostly by"
+    assert cause.size == "+16.0 MiB"
+    assert cause.words[0] == "over a limit, mostly by"
 
 
 def test_running_out_of_memory_is_a_cause_of_its_own() -> None:
-    shortage = {"requested": 3 * MIB, "site": "train.py:9", "operator": "torch.mm"}
+    shortage = {"requested": 3 * MIB, "free": MIB, "site": "train.py:9", "operator": "torch.mm"}
     full = replace(record("test_a", None, outcome="failed"), out_of_memory=shortage)
-    assert causes_of([full]) == [
-        {
-            "words": ["ran out of memory, asked by", "train.py:9", "torch.mm"],
-            "tests": [0],
-            "size": "3.0 MiB",
-        }
-    ]
+    (cause,) = causes_of([full])
+    assert cause.words == ("ran out of memory, asked by", "train.py:9", "torch.mm")
+    assert cause.size == "+2.0 MiB"
 
 
 def test_a_failure_that_is_not_of_memory_says_so() -> None:
     (cause,) = causes_of([record("test_a", measured(MIB), outcome="failed")])
-    assert cause["words"] == ["failed for another reason than memory"]
+    assert cause.words == ("failed for another reason than memory",)
 
 
 def test_an_expected_failure_is_no_cause() -> None:

@@ -1,0 +1,169 @@
+"""Why a number grew: from what two runs held and did to the sentence that a maintainer would write.
+
+Each detector reads one kind of evidence and says its sentence only where that evidence accounts for
+most of the difference; the first that does is the cause, the most specific being asked first. Where
+none does, the largest change is said as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.deeds import DEEDS, carried_sentence, unfused_sentence
+from pytest_gpumem.attribution.growth import (
+    MOST,
+    Growth,
+    Side,
+    largest_gain,
+    listed,
+    place,
+    shape_text,
+)
+from pytest_gpumem.attribution.history import ACTIVATIONS, INPUTS, OTHER, TEMPORARIES
+from pytest_gpumem.sizes import format_size
+
+__all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
+
+Detector = Callable[[Growth], str | None]
+
+GRAPH_OF = "the graph of "
+"""Begins the name of a holder that keeps memory by what it computed."""
+
+
+def cause_of(growth: Growth) -> str:
+    """Return the cause of ``growth`` as a sentence, empty where nothing tells."""
+    if growth.bytes <= 0:
+        return ""
+    for detector in DETECTORS:
+        if sentence := detector(growth):
+            return sentence
+    return ""
+
+
+def absolute_cause(now: Side, excess: int) -> str:
+    """Return why a number is over a limit, where what the run did tells; else empty."""
+    carried, attention = now.fact("carried") or {}, now.fact("attention") or {}
+    amounts: Sequence[int] = carried.get("held", ())
+    if len(amounts) > 1 and amounts[-1] > amounts[-2] and amounts[-1] >= MOST * excess:
+        return carried_sentence(carried)
+    if attention.get("unfused"):
+        scores = sum(site.bytes for site in now.sites if "softmax" in (site.operator or ""))
+        if scores >= MOST * excess:
+            return unfused_sentence(attention)
+    return ""
+
+
+def leak_cause(sites: Sequence[Site]) -> str:
+    """Return which variable keeps most of what a test left behind; empty where none is known."""
+    held: defaultdict[str, int] = defaultdict(int)
+    graphs: defaultdict[str, int] = defaultdict(int)
+    for site in sites:
+        if site.held_by:
+            name = site.held_by.removeprefix(GRAPH_OF)
+            held[name] += site.bytes
+            graphs[name] += site.bytes if name != site.held_by else 0
+    total = sum(site.bytes for site in sites)
+    for found in (held, _containers(held)):
+        name = max(found, key=found.__getitem__, default="")
+        if name and found[name] >= MOST * total:
+            share = graphs[name] if found is held else sum(graphs.values())
+            graph = (
+                ", most of it by the graph of what it holds" if share > MOST * found[name] else ""
+            )
+            return f"{name} keeps {format_size(found[name])} after the test{graph}"
+    return ""
+
+
+def _containers(held: Mapping[str, int]) -> defaultdict[str, int]:
+    found: defaultdict[str, int] = defaultdict(int)
+    for name, nbytes in held.items():
+        found[name.partition("[")[0]] += nbytes
+    return found
+
+
+def _dtype(growth: Growth) -> str | None:
+    gains: defaultdict[tuple[str, str], list[tuple[int, Site]]] = defaultdict(list)
+    kinds = [_by_kind(side.sites) for side in (growth.now, growth.before)]
+    for kind, (now, site) in kinds[0].items():
+        was = kinds[1].get(kind)
+        if was and now.keys().isdisjoint(was[0]) and len(now) == len(was[0]) == 1:
+            (dtype, nbytes), (before, known) = *now.items(), *was[0].items()
+            gains[before, dtype].append((nbytes - known, site))
+    for (before, dtype), found in gains.items():
+        if growth.is_most(sum(gain for gain, _ in found)):
+            found.sort(key=lambda pair: -pair[0])
+            return f"{_same_tensors([site for _, site in found])}: {before} before, {dtype} now"
+    return None
+
+
+def _by_kind(sites: Iterable[Site]) -> dict[tuple[Any, ...], tuple[dict[str, int], Site]]:
+    """Return by what a tensor is its bytes by dtype, and the first site."""
+    found: dict[tuple[Any, ...], tuple[dict[str, int], Site]] = {}
+    for site in sites:
+        if site.dtype is None or site.operator is None:
+            continue
+        kind = site.category, site.function, _owner(site), _operator(site)
+        totals, _ = found.setdefault(kind, ({}, site))
+        totals[site.dtype] = totals.get(site.dtype, 0) + site.bytes
+    return found
+
+
+def _owner(site: Site) -> str:
+    return (site.module or "").partition(".*")[0]
+
+
+def _operator(site: Site) -> str:
+    return site.operator or ""
+
+
+def _same_tensors(sites: Sequence[Site]) -> str:
+    words = (site.category if site.category != OTHER else "tensors" for site in sites)
+    categories = list(dict.fromkeys(words))
+    places = list(dict.fromkeys(place(site) for site in sites if site.site))
+    if len(categories) > 2 or not places:
+        return f"the same {listed(categories)}"
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return f"the same {listed(categories)} at {places[0]}{more}"
+
+
+def _inputs(growth: Growth) -> str | None:
+    now, before = (side.fact("inputs") or [] for side in (growth.now, growth.before))
+    larger = [
+        (shape, was)
+        for shape, was in zip(now, before, strict=False)
+        if len(shape) == len(was) and math.prod(shape) > math.prod(was)
+    ]
+    if larger and len(now) == len(before):
+        shape, was = larger[0]
+        if growth.is_most(growth.gained(INPUTS, ACTIVATIONS, TEMPORARIES, OTHER)):
+            return f"the inputs are larger: {shape_text(was)} before, {shape_text(shape)} now"
+    if growth.is_most(growth.gained(INPUTS)):
+        new = [one for one in growth.changes if one.site.category == INPUTS and one.bytes > 0]
+        where = f": {place(new[0].site)} is {new[0].change}" if new else ""
+        held = [side.categories.get(INPUTS, 0) for side in (growth.now, growth.before)]
+        return f"the inputs hold {format_size(held[0])}, {format_size(held[1])} before{where}"
+    return None
+
+
+def _plain(growth: Growth) -> str | None:
+    largest = largest_gain(growth)
+    if largest is None:
+        return None
+    site = largest.site
+    what = "memory" if site.category == OTHER else site.category
+    where = place(site) or site.module or "a place that is not known"
+    size = format_size(largest.bytes)
+    if largest.change != "new":
+        return f"{where} takes {size} of {what} more"
+    count = f"{site.count} × " if site.count > 1 else ""
+    shape = f"{count}{shape_text(site.shape)} " if site.shape else ""
+    told = f" ({shape}{site.dtype})" if shape and site.dtype else ""
+    return f"{where} takes {size} of {what} that were not there before{told}"
+
+
+DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _plain)
+"""In order: what the program did differently comes before what its tensors look like."""

@@ -1,0 +1,304 @@
+"""Causes that lie in what a program did differently: detectors that read the facts of two runs.
+
+Each returns its sentence where the facts differ and what that costs is most of the difference, else
+``None``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.growth import (
+    MOST,
+    Facts,
+    Growth,
+    largest_gain,
+    names_text,
+    place,
+    shape_text,
+)
+from pytest_gpumem.attribution.history import (
+    ACTIVATIONS,
+    FUSED,
+    GRADIENTS,
+    OPTIMIZER_STATE,
+    OTHER,
+    PARAMETERS,
+    TEMPORARIES,
+)
+from pytest_gpumem.sizes import format_size
+
+
+def _compiled(growth: Growth) -> str | None:
+    fused = {name for site in growth.before.sites for name in _fused_operators(site)}
+    eager = [
+        change
+        for change in growth.changes
+        if change.bytes > 0 and _base(change.site.operator or "") in fused
+    ]
+    if not growth.is_most(sum(change.bytes for change in eager)):
+        return None
+    first = max(eager, key=lambda change: change.bytes)
+    return (
+        f"{place(first.site)} ran eagerly and took {format_size(first.bytes)}; compiled code "
+        "computed it before"
+    )
+
+
+def _fused_operators(site: Site) -> set[str]:
+    """Return the operators that compiled code computed into one buffer, as :func:`_base` has it."""
+    operator = site.operator or ""
+    if not operator.endswith(FUSED):
+        return set()
+    return {_base(name) for name in operator.removesuffix(FUSED).split(" + ")}
+
+
+def _base(operator: str) -> str:
+    """Return ``cos`` of ``torch.cos``, ``aten::cos`` and of the node ``CosBackward0``."""
+    if operator.endswith(FUSED):
+        return ""
+    name = re.sub(r"Backward\d*$", "", re.split(r"[.:]", operator)[-1])
+    return name.removesuffix("_backward").lower()
+
+
+def _grad_mode(growth: Growth) -> str | None:
+    now, before = (side.fact("grad") or {} for side in (growth.now, growth.before))
+    lost = before.get("off", 0) - now.get("off", 0)
+    if not before or lost <= 0 or now.get("on", 0) <= before.get("on", 0):
+        return None
+    gained = growth.gained(ACTIVATIONS)
+    if not growth.is_most(gained):
+        return None
+    forwards = f"{lost} forward{'s' * (lost > 1)}"
+    return (
+        f"autograd is on in {forwards} where it was off (no_grad or inference_mode is gone): "
+        f"{format_size(gained)} of activations are kept for backward"
+    )
+
+
+def _checkpointing(growth: Growth) -> str | None:
+    now, before = (set(side.fact("recomputed") or ()) for side in (growth.now, growth.before))
+    lost = before - now
+    gained = growth.gained(ACTIVATIONS)
+    if not growth.compares_facts or not lost or gained <= 0:
+        return None
+    return (
+        f"activations of {names_text(lost)} are kept for backward now; before they were computed "
+        "again there (checkpointing is gone)"
+    )
+
+
+def _retained_graph(growth: Growth) -> str | None:
+    if not growth.compares_facts or not growth.now.fact("retain_graph"):
+        return None
+    if growth.before.fact("retain_graph") or not growth.is_most(growth.gained(ACTIVATIONS)):
+        return None
+    return (
+        "backward(retain_graph=True) keeps the graph of a step while the next one runs: "
+        f"{format_size(growth.gained(ACTIVATIONS))} of activations more at the peak"
+    )
+
+
+def _waiting_graphs(growth: Growth) -> str | None:
+    now, before = (side.fact("graphs") or 1 for side in (growth.now, growth.before))
+    if not growth.compares_facts or now <= before or not growth.is_most(growth.gained(ACTIVATIONS)):
+        return None
+    return (
+        f"the graphs of {now} forwards wait for one backward, {before} before: "
+        f"{format_size(growth.gained(ACTIVATIONS))} of activations more at the peak"
+    )
+
+
+def _zeroed_gradients(growth: Growth) -> str | None:
+    gained = growth.gained(GRADIENTS)
+    new = growth.now.fact("zeroed_gradients") and not growth.before.fact("zeroed_gradients")
+    if not growth.compares_facts or not new or not growth.is_most(gained):
+        return None
+    return (
+        "zero_grad(set_to_none=False) fills gradients with zeros where it freed them before: "
+        f"{format_size(gained)} of gradients are there during the next forward"
+    )
+
+
+def _carried(growth: Growth) -> str | None:
+    now, before = (side.fact("carried") or {} for side in (growth.now, growth.before))
+    if not growth.compares_facts or "holder" not in now:
+        return None
+    held = now["held"][-1]
+    same = all(now.get(key) == before.get(key) for key in ("holder", "where"))
+    gained = held - (before["held"][-1] if same else 0)
+    if not growth.is_most(gained):
+        return None
+    return carried_sentence(now)
+
+
+def carried_sentence(carried: Facts) -> str:
+    """Return what each step leaves, and where, as a sentence."""
+    amounts = carried["held"]
+    step = amounts[-1] - amounts[-2] if len(amounts) > 1 else 0
+    kind = f"the {carried['kind']} " if carried["kind"] else ""
+    holder = f"{kind}{carried['holder']} of {carried['where']}"
+    graph = ", with the graph that computed it" if carried["graph"] else ""
+    if step > 0:
+        return f"each step leaves {format_size(step)} in {holder}{graph}"
+    return f"{holder} still holds {format_size(amounts[-1])} of earlier steps{graph}"
+
+
+def _optimizer_state(growth: Growth) -> str | None:
+    now, before = (side.fact("optimizers") or {} for side in (growth.now, growth.before))
+    states = [_states(now), _states(before)]
+    gained = growth.gained(OPTIMIZER_STATE)
+    if not now or not before or states[0] == states[1] or not growth.is_most(gained):
+        return None
+    return (
+        f"the optimizer keeps {states[0]}, where it kept {states[1]}: "
+        f"{format_size(gained)} of optimizer state more"
+    )
+
+
+def _states(optimizers: Facts) -> str:
+    told = (f"{', '.join(one['state']) or 'nothing'} ({name})" for name, one in optimizers.items())
+    return " and ".join(told)
+
+
+def _optimizer_kind(growth: Growth) -> str | None:
+    now, before = (side.fact("optimizers") or {} for side in (growth.now, growth.before))
+    gained = growth.gained(TEMPORARIES)
+    for name, one in now.items():
+        was = before.get(name, one)["kind"]
+        if one["kind"] != was and growth.is_most(gained):
+            return (
+                f"{name} steps as {one['kind']}, {was} before: "
+                f"{format_size(gained)} of temporaries in its step"
+            )
+    return None
+
+
+def _copied_model(growth: Growth) -> str | None:
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    held = growth.before.categories.get(PARAMETERS, 0)
+    gained = growth.gained(PARAMETERS)
+    grown = [name for name in now if name in before and now[name] != before[name]]
+    if not before or grown or not growth.is_most(gained) or gained < MOST * held:
+        return None
+    new = [change for change in growth.changes if change.site.category == PARAMETERS]
+    made = max(new, key=lambda change: change.bytes).site if new else None
+    where = f", made at {place(made)}" if made and made.site else ""
+    return f"the parameters are there a second time: {format_size(gained)} more{where}"
+
+
+def _larger_model(growth: Growth) -> str | None:
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    for name in now:
+        if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
+            continue
+        shapes, were = now[name]["largest"], before[name]["largest"]
+        grown = [one for one in shapes if one in were and shapes[one] != were[one]]
+        if grown:
+            first = grown[0]
+            more = f" (and {len(grown) - 1} more)" if len(grown) > 1 else ""
+            shown = (
+                f"{first}{more}: {shape_text(were[first])} before, {shape_text(shapes[first])} now"
+            )
+        else:
+            shown = f"{before[name]['parameters']:,} before, {now[name]['parameters']:,} now"
+        return f"{name} has more parameters, {shown}"
+    return None
+
+
+def _sharding(growth: Growth) -> str | None:
+    now, before = (side.fact("models") or {} for side in (growth.now, growth.before))
+    for name in now:
+        units, were = (set(side.get(name, {}).get("sharded", ())) for side in (now, before))
+        lost = were - units
+        if lost and growth.is_most(growth.gained(PARAMETERS, OTHER)):
+            gathers = f"unsharded parameters of {names_text(units)} are gathered at once"
+            whole = gathers if units else f"{name} is not sharded"
+            return f"{whole}; before, {names_text(lost)} had units of their own"
+    return None
+
+
+def _unfused_attention(growth: Growth) -> str | None:
+    now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
+    if not before.get("fused") or now.get("unfused", 0) <= before.get("unfused", 0):
+        return None
+    return f"{unfused_sentence(now)}, where it ran a fused kernel before"
+
+
+def unfused_sentence(attention: Facts) -> str:
+    """Return that attention ran its unfused kernel, and why."""
+    why = ", ".join(attention.get("why", ()))
+    return f"scaled_dot_product_attention ran unfused, as {why}"
+
+
+def _written_attention(growth: Growth) -> str | None:
+    now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
+    if not before.get("fused") or now.get("fused", 0) >= before["fused"] or now.get("unfused"):
+        return None
+    formula = [
+        change
+        for change in growth.changes
+        if change.bytes > 0 and "softmax" in (change.site.operator or "")
+    ]
+    if not formula or not growth.compares_facts:
+        return None
+    first = max(formula, key=lambda change: change.bytes)
+    return (
+        f"scaled_dot_product_attention is no longer called: {place(first.site)} keeps "
+        f"{format_size(first.bytes)} of {first.site.category} that the fused kernel does not need"
+    )
+
+
+def _layout(growth: Growth) -> str | None:
+    now, before = (side.fact("layouts") or {} for side in (growth.now, growth.before))
+    lost = {
+        path for path in now if (now[path], before.get(path)) == ("contiguous", "channels_last")
+    }
+    copies = largest_gain(growth)
+    if not lost or copies is None:
+        return None
+    return (
+        f"{names_text(lost)} got contiguous images where they were channels_last: "
+        f"{place(copies.site)} takes {format_size(copies.bytes)} more"
+    )
+
+
+def _library(growth: Growth) -> str | None:
+    now, before = (side.fact("libraries") or {} for side in (growth.now, growth.before))
+    for name, release in now.items():
+        was = before.get(name, release)
+        own = [one for one in growth.changes if _package(one.site) == name]
+        gained = sum(one.bytes for one in own)
+        if was != release and growth.is_most(gained):
+            first = max(own, key=lambda one: one.bytes)
+            return (
+                f"{name} is {release} now, {was} before, and takes {format_size(gained)} more: "
+                f"{place(first.site)}"
+            )
+    return None
+
+
+def _package(site: Site) -> str:
+    return (site.site or "").rpartition(":")[0].partition("/")[0].removesuffix(".py")
+
+
+DEEDS = (
+    _compiled,
+    _grad_mode,
+    _checkpointing,
+    _retained_graph,
+    _waiting_graphs,
+    _zeroed_gradients,
+    _carried,
+    _sharding,
+    _copied_model,
+    _larger_model,
+    _optimizer_state,
+    _optimizer_kind,
+    _unfused_attention,
+    _written_attention,
+    _layout,
+    _library,
+)
+"""In the order in which they are asked."""

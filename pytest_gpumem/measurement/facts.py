@@ -1,0 +1,198 @@
+"""What a running test did that memory depends on, noted while it does it: evidence for causes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from pytest_gpumem.measurement.carried import Carried, Held
+from pytest_gpumem.simulated.common.errors import SimulationError
+
+MOST_NAMES = 20
+"""Modules that are named of each kind."""
+MOST_LARGEST = 8
+"""Parameters of a model whose shapes are kept."""
+
+_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+"""Classes of torch that a module has where its parameters are sharded."""
+
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Those that some fused kernel of attention takes: ``check_tensor_dtype`` in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+_BFLOAT16_SINCE = 8, 0
+"""Compute capability; below, the memory-efficient kernel takes the two others alone."""
+_ALIGNED_HEAD = 8
+"""Elements that a head is a multiple of, in half precision (``check_head_dim_size_*``)."""
+
+
+class Facts:
+    """The facts of one run of a test's body."""
+
+    def __init__(self, held: Held) -> None:
+        self._grad = {"on": 0, "off": 0}
+        self._graphs = self._most_graphs = 0
+        self._retained = self._kept_zeros = 0
+        self._recomputed: dict[str, None] = {}
+        self._layouts: dict[str, str] = {}
+        self._models: dict[str, dict[str, Any]] = {}
+        self._inputs: list[tuple[int, ...]] = []
+        self._optimizers: dict[str, dict[str, Any]] = {}
+        self._attention: dict[str, int] = {}
+        self._unfused: dict[str, None] = {}
+        self.failed_unfused = ""
+        """Why the kernel of attention was no fused one in which memory ran out."""
+        self._carried = Carried(held)
+
+    def forward(self, known: Callable[[], Iterable[int]]) -> None:
+        """An outermost forward begins; ``known`` are the addresses that modules and optimizers
+        hold."""
+        on = torch.is_grad_enabled()
+        self._grad["on" if on else "off"] += 1
+        self._graphs += on
+        self._most_graphs = max(self._most_graphs, self._graphs)
+        self._carried.forward(known)
+
+    def model(self, module: torch.nn.Module) -> None:
+        """A model is known: its size, its largest parameters and how it is sharded."""
+        named = [(name, one) for name, one in module.named_parameters() if _has_shape(one)]
+        named.sort(key=lambda pair: (-pair[1].numel(), pair[0]))
+        units = {
+            _general(path) or "the root" for path, part in module.named_modules() if _shards(part)
+        }
+        self._models[type(module).__name__] = {
+            "parameters": sum(one.numel() for _, one in named),
+            "largest": {_general(name): list(one.shape) for name, one in named[:MOST_LARGEST]},
+            **({"sharded": sorted(units)} if units else {}),
+        }
+
+    def given(self, tensor: torch.Tensor) -> None:
+        """A model is called with ``tensor``."""
+        shape = tuple(tensor.shape)
+        if shape not in self._inputs and len(self._inputs) < MOST_LARGEST:
+            self._inputs.append(shape)
+
+    def recomputed(self, path: str) -> None:
+        """The module ``path`` runs within backward."""
+        if len(self._recomputed) < MOST_NAMES:
+            self._recomputed[_general(path)] = None
+
+    def backward(self, retained: bool) -> None:
+        """Backward runs, and keeps its graph or not."""
+        self._graphs = 0
+        self._retained += retained
+
+    def zeroed(self, set_to_none: bool) -> None:
+        """Gradients are freed or filled with zeros."""
+        self._kept_zeros += not set_to_none
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped."""
+        kind = type(optimizer).__name__
+        if kind not in self._optimizers:
+            states: Mapping[str, Any] = next((s for s in optimizer.state.values() if s), {})
+            names = [name for name, value in states.items() if _is_large(value)]
+            self._optimizers[kind] = {"kind": _implementation(optimizer), "state": sorted(names)}
+
+    def called(self, path: str, arguments: tuple[Any, ...]) -> None:
+        """A module is called with ``arguments``; the layout of an image is of interest."""
+        image = arguments[0] if arguments else None
+        if isinstance(image, torch.Tensor) and image.dim() == 4 and image.is_cuda:
+            last = image.is_contiguous(memory_format=torch.channels_last)
+            if len(self._layouts) < MOST_NAMES or path in self._layouts:
+                self._layouts[_general(path)] = "channels_last" if last else "contiguous"
+
+    def attends(self, *params: Any) -> str:
+        """Attention runs on query, key, value, mask, dropout, causality and grouping.
+
+        Returns why no fused kernel takes that, empty where one does or torch does not say.
+        """
+        query = params[0]
+        if not isinstance(query, torch.Tensor) or not query.is_cuda:
+            return ""
+        fused = _has_fused_kernel(*params)
+        if fused is None:
+            return ""
+        word = "fused" if fused else "unfused"
+        self._attention[word] = self._attention.get(word, 0) + 1
+        why = "" if fused else _why_unfused(query)
+        if why:
+            self._unfused[why] = None
+        return why
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form: builtin types; what did not occur is left out."""
+        found: dict[str, Any] = {
+            "grad": {word: count for word, count in self._grad.items() if count},
+            "graphs": self._most_graphs if self._most_graphs > 1 else 0,
+            "retain_graph": self._retained,
+            "zeroed_gradients": self._kept_zeros,
+            "recomputed": sorted(self._recomputed),
+            "models": self._models,
+            "inputs": [list(shape) for shape in self._inputs],
+            "layouts": dict(sorted(self._layouts.items())),
+            "optimizers": self._optimizers,
+            "attention": {
+                **self._attention,
+                **({"why": list(self._unfused)} if self._unfused else {}),
+            },
+            "carried": self._carried.to_dict(),
+        }
+        return {name: value for name, value in found.items() if value}
+
+
+def _implementation(optimizer: torch.optim.Optimizer) -> str:
+    """Return ``fused``, ``foreach`` or ``for-loop``: ``_default_to_fused_or_foreach`` in
+    torch/optim/optimizer.py takes the second where neither is asked for and all is on CUDA."""
+    group: Mapping[str, Any] = optimizer.param_groups[0]
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach") is False or "foreach" not in group:
+        return "for-loop"
+    on_cuda = all(parameter.is_cuda for parameter in group["params"])
+    return "foreach" if group.get("foreach") or on_cuda else "for-loop"
+
+
+def _has_shape(parameter: torch.nn.Parameter) -> bool:
+    return not isinstance(parameter, torch.nn.UninitializedParameter)
+
+
+def _shards(module: torch.nn.Module) -> bool:
+    return any(base.__name__ in _SHARDING for base in type(module).__mro__)
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _has_fused_kernel(*params: Any) -> bool | None:
+    """Return whether a fused kernel takes such a call; ``None`` where torch does not say."""
+    cuda = torch.backends.cuda
+    try:
+        call = cuda.SDPAParams(*params)
+        return (
+            cuda.can_use_flash_attention(call)
+            or cuda.can_use_efficient_attention(call)
+            or cuda.can_use_cudnn_attention(call)
+        )
+    except (TypeError, RuntimeError, SimulationError):
+        return None
+
+
+def _why_unfused(query: torch.Tensor) -> str:
+    dtype = str(query.dtype).removeprefix("torch.")
+    if query.dtype not in _FUSED_DTYPES:
+        return f"no fused kernel takes {dtype}"
+    capability = torch.cuda.get_device_capability(query.device)
+    if query.dtype is torch.bfloat16 and capability < _BFLOAT16_SINCE:
+        major, minor = capability
+        return f"no fused kernel takes bfloat16 at compute capability {major}.{minor}"
+    if query.dim() == 4 and query.shape[-1] % _ALIGNED_HEAD:
+        return f"no fused kernel takes heads of {query.shape[-1]}, which 8 does not divide"
+    return "no fused kernel takes such a call"
+
+
+def _general(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)

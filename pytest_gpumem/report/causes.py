@@ -1,0 +1,170 @@
+"""Which failures have one cause, and how that reads: one answer for every report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pytest_gpumem.baseline.explanation import folded
+from pytest_gpumem.baseline.telling import chief
+from pytest_gpumem.baseline.verdict import Verdict
+from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.sizes import format_size
+
+CHIEFLY = 0.8
+"""The part of a change that tells its cause, where no sentence does."""
+
+UNEXPLAINED = {
+    "limit": "over a limit",
+    "leak": "memory left behind",
+    "baseline": "over a baseline",
+    "prediction": "not as predicted",
+    "nothing_measured": "nothing was measured",
+    "ran_eagerly": "compiled code ran eagerly",
+}
+OTHER = "failed for another reason than memory"
+
+_AMOUNTS = re.compile(
+    r"\d[\d.,]* (?:[KMGT]iB|B)\b|\d+ × |\(\d[\d, ]*,?\)|\b\d+(?= (?:more|forward))"
+)
+"""What differs between tests of one cause: sizes, counts and shapes."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What several failures share."""
+
+    words: tuple[str, ...]
+    """A sentence, or what changed and where."""
+    records: tuple[TestRecord, ...]
+    excesses: tuple[int, ...] = ()
+    """By how much each of them is over, in bytes; below 0 where it is under. Empty where no number
+    says that."""
+
+    @property
+    def size(self) -> str:
+        """``+32.0 MiB`` or, where tests differ, ``+32.0 MiB to +128.0 MiB``; the largest last."""
+        known = sorted(self.excesses, key=abs)
+        return " to ".join(dict.fromkeys(map(_signed, [*known[:1], *known[-1:]])))
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the one that is over by most."""
+        return max(map(abs, self.excesses), default=0)
+
+
+def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
+    """Return the causes of failures, the one that is over by most first; others than memory last.
+
+    A test that ran out of memory is over by what there was too little of.
+    """
+    failed = [record for record in records if record.outcome in ("failed", "error")]
+    groups = alike([_keys(record) for record in failed])
+    found = [_cause(tuple(failed[index] for index in group)) for group in groups]
+    found.sort(key=lambda one: (one.words == (OTHER,), -one.largest, -len(one.records), one.words))
+    return found
+
+
+def keys_of(broken: Sequence[Verdict]) -> list[object]:
+    """Return what failures of one cause have in common, one of which is enough, whatever its size.
+
+    That is what changed where, and the sentence that says why.
+    """
+    first = chief(broken)
+    compared = first.limit is None, first.reference is None, first.excess > 0
+    kind = first.kind, first.metric, first.phase, first.device, *compared
+    sentence = [(*kind, _AMOUNTS.sub("…", first.cause))] if first.cause else []
+    places = places_of(first)
+    return [*([(*kind, places)] if places or not sentence else []), *sentence]
+
+
+def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
+    """Return the positions of ``keys`` in groups, those that share one of their keys together."""
+    groups: list[list[int]] = []
+    known: dict[object, list[int]] = {}
+    for position, own in enumerate(keys):
+        group = next((known[key] for key in own if key in known), None)
+        if group is None:
+            group = []
+            groups.append(group)
+        group.append(position)
+        for key in own:
+            known.setdefault(key, group)
+    return groups
+
+
+def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, ...]]:
+    """Return what changed where; not ``every`` change, those that are most of it."""
+    lines = folded(verdict.explanation)
+    told = lines if every or verdict.reference is None else _chief(lines, verdict.excess)
+    keys = ("change", "category", "site", "operator")
+    return frozenset(tuple(line.get(key) for key in keys) for line in told)
+
+
+def _chief(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the largest of the changes to the side of ``excess``, which are :data:`CHIEFLY` it.
+
+    What the allocator rounds in one test and not in another is no other cause.
+    """
+    same = [line for line in lines if (line["bytes"] > 0) == (excess > 0)]
+    left = CHIEFLY * sum(abs(line["bytes"]) for line in same)
+    for line in same:
+        if left <= 0:
+            return
+        yield line
+        left -= abs(line["bytes"])
+
+
+def _keys(record: TestRecord) -> list[object]:
+    if _ran_out(record):
+        facts = record.out_of_memory or {}
+        return [("out of memory", facts.get("site"), facts.get("operator"))]
+    return keys_of(record.broken) if record.failed else [OTHER]
+
+
+def _ran_out(record: TestRecord) -> bool:
+    return record.out_of_memory is not None and record.outcome in ("failed", "error")
+
+
+def _cause(records: tuple[TestRecord, ...]) -> Cause:
+    first = records[0]
+    if _ran_out(first):
+        facts = first.out_of_memory or {}
+        place = filter(None, (facts.get("site"), facts.get("operator")))
+        words = ("ran out of memory, asked by", *place, *filter(None, [facts.get("cause")]))
+        return Cause(words, records, tuple(map(_missing, records)))
+    if not first.failed:
+        return Cause((OTHER,), records)
+    verdicts = [chief(record.broken) for record in records]
+    excesses = tuple(one.excess for one in verdicts if one.limit is not None or one.reference)
+    return Cause(tuple(_words(verdicts)), records, excesses)
+
+
+def _missing(record: TestRecord) -> int:
+    facts = record.out_of_memory or {}
+    return max(int(facts["requested"]) - int(facts["free"]), 0)
+
+
+def _words(verdicts: Sequence[Verdict]) -> Iterator[str]:
+    first = verdicts[0]
+    if first.cause:
+        same = len({one.cause for one in verdicts}) == 1
+        yield first.cause if same else _AMOUNTS.sub("…", first.cause)
+        return
+    if not first.explanation:
+        missing = first.kind == "baseline" and first.limit is None
+        yield "has no baseline to match" if missing else UNEXPLAINED[first.kind]
+        return
+    line = first.explanation[0]
+    if first.kind == "leak":
+        yield "left behind"
+    elif first.reference is None:
+        yield "over a limit, mostly by"
+    yield line.get("category") or "other"
+    yield from filter(None, (line.get("site"), line.get("operator") or line.get("module")))
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else '+'}{format_size(abs(size))}"

@@ -1,0 +1,63 @@
+"""A failure's first sentence is its cause: twenty-seven regressions of a small GPT project."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.causes import corpus
+from tests.causes.regressions import REGRESSIONS
+from tests.pytest_project import Project
+
+LEAST_FOUND = 25
+MOST_LINES = 25
+"""Of a failure that is not verbose: it fits on a screen."""
+
+pytestmark = pytest.mark.xdist_group("causes")
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, str]:
+    """The baselines of the project as it was, by path, once it has run."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, tuple[str, bool]]]:
+    """Each regression's first sentence, and whether it is the cause; shown at the end."""
+    found: dict[str, tuple[str, bool]] = {}
+    yield found
+    width = max(map(len, REGRESSIONS))
+    for name, (sentence, right) in found.items():
+        print(f"{'ok  ' if right else 'MISS'}  {name:<{width}}  {sentence}", file=sys.stderr)
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_the_first_sentence_is_the_cause(
+    project: Project,
+    stored: dict[str, str],
+    told: dict[str, tuple[str, bool]],
+    name: str,
+) -> None:
+    regression = REGRESSIONS[name]
+    corpus.accept(project, stored)
+    corpus.regress(project, regression)
+
+    lines = corpus.run(project, regression)
+
+    sentence = corpus.first_sentence(lines)
+    told[name] = sentence, bool(re.search(regression.sentence, sentence))
+    failure = lines[lines.index(next(line for line in lines if line.startswith("___"))) :]
+    length = next(i for i, line in enumerate(failure) if line.strip("= ") == "gpumem")
+    traceback = any(line.startswith("E  ") for line in failure)  # torch's, of memory that ran out
+    assert traceback or length <= MOST_LINES, failure[:length]
+
+
+def test_at_least_twenty_five_causes_are_found(told: dict[str, tuple[str, bool]]) -> None:
+    if len(told) < len(REGRESSIONS):
+        pytest.skip("not all of the corpus ran in this process")
+    missed = {name: sentence for name, (sentence, right) in told.items() if not right}
+    assert len(told) - len(missed) >= LEAST_FOUND, missed
