@@ -116,7 +116,10 @@ class Strays:
     def _holes(self, spans: list[Span]) -> Iterator[Mapping[str, Any]]:
         """Yield the free parts of segments in which nothing is a fixture's."""
         for segment in torch.cuda.memory_snapshot():
-            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (
+                0,
+                0,
+            ):
                 continue
             used = [block for block in segment["blocks"] if block["state"] != "inactive"]
             if not used or any(self._is_own(block["address"], spans) for block in used):

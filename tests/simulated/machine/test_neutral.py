@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from collections.abc import Callable
@@ -101,3 +102,12 @@ def test_known_integers_are_themselves() -> None:
         assert torch.arange(3, device="cuda").tolist() == [0, 1, 2]
         assert torch.arange(3, device="cuda").cpu().numpy().dtype == np.int64
         assert gpu.notes == ()
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_log_that_is_written_as_json_says_zero(indent: int | None) -> None:
+    with simulate("T4"):
+        loss = torch.randn(4, device="cuda").sum().item()
+        assert json.loads(json.dumps({"loss": loss}, indent=indent)) == {"loss": 0.0}
+        with pytest.raises(UnknownValueError):
+            bool(loss > 1)

@@ -78,7 +78,7 @@ class Values(Reading):
             self._derive(operator, args, kwargs, result)
         elif answer is not None:
             self._set_fact(result, Fact(torch.tensor(answer, device=CPU)))
-        elif operator.assumption is not None and not self.everything:
+        elif operator.assumption is not None and self.assumes:
             operator.assumption(self, args, result)
         if fact is not None:
             self._state(fact, operator, args, kwargs, result)
@@ -129,7 +129,7 @@ class Values(Reading):
             self.forget(storage_key(tensor))
         if computed is not None:
             self._keep_all(result, computed, set(), parts=True)
-        elif operator.assumption is not None and made and not self.everything:
+        elif operator.assumption is not None and made and self.assumes:
             operator.assumption(self, args, result)
         if fact is not None:
             self._state(fact, operator, args, kwargs, made)
@@ -264,7 +264,7 @@ class Values(Reading):
     def _fact(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Fact | None:
-        return None if self.everything else self.facts.of_results(operator, args, kwargs)
+        return self.facts.of_results(operator, args, kwargs) if self.assumes else None
 
     def _state(
         self,

@@ -11,9 +11,9 @@ from pytest_gpumem.simulated.common.errors import UnknownValueError
 VALUE = 0.0
 """Zero lets loss scaling and logging go on: no infinity was found, the loss is finite."""
 
-_CLAMPS = frozenset({"torch.optim._adafactor"})
-"""Modules that compare numbers only to clamp them with ``max`` (2.6 to 2.15): what they allocate
-does not depend on the outcome."""
+_HARMLESS = frozenset({"json.encoder", "torch.optim._adafactor", "yaml.representer"})
+"""Modules whose comparisons of numbers decide about no memory: encoders ask for NaN and infinities
+to write them, and torch's Adafactor clamps with ``max`` (torch 2.6 to 2.15)."""
 
 _DECODERS = (
     "tiktoken.core",
@@ -85,7 +85,7 @@ def _refusing(name: str, shown: str) -> Callable[..., Any]:
     compare = getattr(float, name)
 
     def refuse(*operands: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") in _CLAMPS:
+        if sys._getframe(1).f_globals.get("__name__") in _HARMLESS:
             return compare(*operands)
         raise _refusal(shown, "an item()")
 

@@ -99,6 +99,14 @@ class Reading(Kept):
             return operator.func(blank(args[0]), *args[1:], **kwargs)
         return self.computed(operator, args, kwargs)
 
+    @property
+    def assumes(self) -> bool:
+        """Whether unknown numbers are taken for finite.
+
+        Where everything is computed that begins with what the CPU cannot compute.
+        """
+        return not self.everything or self.uncomputed is not None
+
     def refusal(self, read: str) -> str:
         """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
         if self.uncomputed is not None:

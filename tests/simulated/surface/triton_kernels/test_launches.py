@@ -94,6 +94,16 @@ def test_a_read_of_what_a_kernel_wrote_names_the_kernel_where_values_are_compute
             out.sum().item()
 
 
+def test_what_a_kernel_wrote_is_taken_for_finite_where_values_are_computed(
+    kernel: JITFunction,
+) -> None:
+    with simulate("T4", real_values=True):
+        x, y, out = tensors()
+        kernel[(2,)](x, y, out, 256)
+        total = out.float().sum() / 2
+        assert not (torch.isnan(total) or torch.isinf(total))
+
+
 def test_an_empty_grid_launches_nothing(kernel: JITFunction) -> None:
     with simulate("T4"):
         x, y, out = (torch.arange(3, device="cuda") for _ in range(3))
