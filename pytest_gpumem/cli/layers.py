@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     (gpu,) = device.models(arguments.gpu and [arguments.gpu], [DEFAULT_GPU])
     if device.kind == DRY:
         return run_on_dry(arguments, gpu)
+    shown_gpu = "GPU" if device.kind == CUDA else f"simulated {gpu}"
     found = layers_of_target(
         arguments.target, CUDA if device.kind == CUDA else gpu, arguments.input
     )
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
     return Answer(
         _csv_lines(shown)
         if arguments.csv
-        else lines(arguments.target, shown, terminal_width(), gpu=gpu),
+        else lines(arguments.target, shown, terminal_width(), gpu=shown_gpu),
         lambda: [layer.to_dict() for layer in shown],
     )
 

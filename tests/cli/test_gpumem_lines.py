@@ -130,7 +130,7 @@ def test_on_a_gpu_nvml_says_what_the_process_holds(
 def test_a_device_that_is_not_there(gpumem: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert gpumem.refusal("net.py:train", "--gpu", "cuda") == (
-        "gpumem: --gpu cuda: torch sees no CUDA device; name a model to be simulated"
+        "gpumem: torch sees no CUDA device; name a model to be simulated"
     )
 
 
