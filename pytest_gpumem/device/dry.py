@@ -34,6 +34,8 @@ class DryDevice(CudaDevice):
     started.
     """
 
+    context = 0
+
     def __init__(self, name: str, seat: Seat | None = None, *, index: int | None = None) -> None:
         super().__init__(index)
         machine = find_machine(name)
