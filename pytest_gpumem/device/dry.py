@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 
 
 class DryDevice(CudaDevice):
-    """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``.
+    """The first of the process's dry GPUs, of the model ``name``, or of several of it, ``"H100*2"``.
 
     With a ``seat`` the process is one rank of several. As many of them share a machine as there are
-    GPUs, and the GPU of the rank is the tests' own. ``index`` is that of a rank that torchrun has
+    ``gpus``, and the GPU of the rank is the tests' own. ``index`` is that of a rank that torchrun has
     started.
     """
 
     context = 0
 
-    def __init__(self, name: str, seat: Seat | None = None, *, index: int | None = None) -> None:
+    def __init__(
+        self, name: str, seat: Seat | None = None, *, gpus: int = 1, index: int | None = None
+    ) -> None:
         super().__init__(index)
         machine = find_machine(name)
         self._name = machine.model.name
@@ -46,7 +48,7 @@ class DryDevice(CudaDevice):
             # torch.distributed takes a while to import.
             from pytest_gpumem.dry.ranks import Membership
 
-            world = world_of(seat.size, seat.rank, per_machine=gcd(machine.count, seat.size))
+            world = world_of(seat.size, seat.rank, per_machine=gcd(gpus, seat.size))
             self.index = world.local_rank
             self._membership = Membership(world)
 

@@ -76,7 +76,9 @@ class DeviceSelector:
         """
         if expectation is not None and expectation.gpu:
             return expectation.gpu
-        return self._choice.models if self._choice.kind in ("sim", "dry") else ()
+        if self._choice.kind == "dry":
+            return self._choice.models[:1]  # the others are beside it in one machine
+        return self._choice.models if self._choice.kind == "sim" else ()
 
     def select(
         self, model: str | None, *, real_values: bool = False, seat: Seat | None = None
@@ -145,8 +147,14 @@ class DeviceSelector:
             from pytest_gpumem.device.dry import DryDevice
 
             self.close()
-            self._dry_ranks[seat] = DryDevice(self._choice.models[0], seat)
+            self._dry_ranks[seat] = DryDevice(self._choice.models[0], seat, gpus=self._dry_gpus)
         return self._dry_ranks[seat]
+
+    @property
+    def _dry_gpus(self) -> int:
+        from pytest_gpumem.simulated.gpu.catalogue import find_machine
+
+        return sum(find_machine(name).count for name in self._choice.models)
 
     def close(self) -> None:
         """Leave the process groups of dry ranks."""
