@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class DryDevice(CudaDevice):
-    """The first of the process's dry GPUs, of the model ``name``, or of several of it, ``"H100*2"``.
+    """The first of the process's dry GPUs: of the model ``name``, or of several, ``"H100*2"``.
 
-    With a ``seat`` the process is one rank of several. As many of them share a machine as there are
-    ``gpus``, and the GPU of the rank is the tests' own. ``index`` is that of a rank that torchrun has
-    started.
+    With a ``seat`` the process is one rank of several. As many of them share a machine as there
+    are ``gpus``, and the GPU of the rank is the tests' own. ``index`` is that of a rank that
+    torchrun has started.
     """
 
     context = 0

@@ -21,7 +21,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(auto, "TAKES_DRY", True)
     monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
     monkeypatch.setattr(auto, "has_compiler", lambda: True)
-    monkeypatch.setattr(auto.sys, "platform", "linux")
+    monkeypatch.setattr("sys.platform", "linux")
     spec = type("Spec", (), {"origin": str(torch / "__init__.py")})
     monkeypatch.setattr(auto, "find_spec", lambda name: spec)
     return tmp_path
@@ -52,7 +52,7 @@ def test_without_a_compiler_it_is_simulated(machine: Path, monkeypatch: pytest.M
 
 
 def test_other_systems_are_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto.sys, "platform", "darwin")
+    monkeypatch.setattr("sys.platform", "darwin")
     assert chosen().kind == "auto"
 
 
