@@ -70,7 +70,7 @@ class LonelyStore(Store):
         self._known[key] = str(now).encode()
         return now
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Write ``desired`` where ``expected`` stands, or nothing; return what stands there."""
         if self._known.get(key, b"") in (b"", bytes(expected)):
             self._known[key] = bytes(desired)

@@ -142,7 +142,7 @@ class Simulations(DeviceSelector):
     def __init__(self, machine: Machine, *, dry: bool = False) -> None:
         super().__init__(DeviceChoice("auto", models=(DEFAULT_GPU,)))
         self.machine = machine
-        self._dry = dry
+        self._is_dry = dry
         self._devices: dict[tuple[Machine, bool, Seat | None], Device] = {}
 
     def real(self) -> None:
@@ -153,7 +153,7 @@ class Simulations(DeviceSelector):
     ) -> Device:
         """Return the device of the present machine."""
         key = self.machine, real_values, seat
-        if self._dry and key not in self._devices:
+        if self._is_dry and key not in self._devices:
             from pytest_gpumem.device.dry import DryDevice
 
             self._devices[key] = DryDevice(self.machine.model.name)
