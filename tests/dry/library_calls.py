@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pytest_gpumem
 
@@ -91,6 +92,16 @@ def _network() -> None:
         model(torch.randn(8, 3, 96, 96, device="cuda")).sum().backward()
 
 
+def _attention() -> None:
+    query, key, value = (
+        torch.randn(2, 8, 777, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        output = nn.functional.scaled_dot_product_attention(query, key, value)
+    output.sum().backward()
+
+
 def _without_tf32() -> None:
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -146,6 +157,7 @@ PROGRAMS: dict[str, Callable[[], object]] = {
         for dtype in (torch.float32, torch.float16)
         for memory_format in _FORMATS
     },
+    "attention, bfloat16": _attention,
     "CTC": _connectionist,
     "fft": lambda: torch.fft.fft(torch.randn(64, 1000, device="cuda")),
     "rfft": lambda: torch.fft.rfft(torch.randn(64, 1000, device="cuda")),
