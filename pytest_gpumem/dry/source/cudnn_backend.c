@@ -1,6 +1,6 @@
 /* cuDNN's backend, by which torch chooses convolutions since version 8 of the library (cudnn-frontend): descriptors
- * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the rule
- * of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
+ * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the
+ * rule of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
  * Source of the numbers: "cuDNN Backend API", cudnnBackendAttributeName_t and cudnnBackendAttributeType_t. */
 #include <stdlib.h>
 #include <string.h>
