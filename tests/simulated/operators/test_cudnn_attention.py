@@ -29,7 +29,7 @@ def gradients(on: Any, release: str, *, expanded: bool) -> list[int]:
     gradient = torch.ones((), device="cuda", dtype=torch.half).expand_as(output)
     if not expanded:
         gradient = gradient.contiguous()
-    events = gpu.of(lambda: torch.autograd.grad(output, query, gradient))
+    events: list[int] = gpu.of(lambda: torch.autograd.grad(output, query, gradient))
     return events[: events.index(-SUMS) + 1]
 
 
