@@ -1,21 +1,26 @@
 """A training step of Llama-3-70B, shapes only: how long it takes and how that grows with layers.
 
-``python benchmarks/large_model.py [--layers N ...]`` builds the model in bfloat16 on one simulated
-GPU that is large enough, and prints for each number of layers the seconds of building, forward,
-backward and AdamW's step, and the memory of the process that simulates. Wall-clock and processor
-time are both given: the first depends on what else the machine does.
+``python benchmarks/large_model.py [--layers N ...] [--device dry]`` builds the model in bfloat16 on
+one GPU that is large enough, simulated or torch's own CUDA code without kernels, and prints for
+each number of layers the seconds of building, forward, backward and AdamW's step, and the memory of
+the process. Wall-clock and processor time are both given: the first depends on what else the
+machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import resource
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from on_device import add_device, begin
 from torch import nn
 
 from pytest_gpumem import simulate
@@ -136,11 +141,23 @@ class Clock:
         return sum(self.parts.values())
 
 
-def step(layers: int, context: int) -> tuple[Clock, int]:
-    """Build the model and train one step; returns the times and the peak in bytes."""
+@contextmanager
+def gpu_of(device: str | None) -> Iterator[Callable[[], int]]:
+    """Have a GPU that is large enough inside; the value returns its peak in bytes."""
+    if device is not None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        yield torch.cuda.max_memory_allocated
+        return
     gpu_model = replace(GPUS["H100"], name="H100-2TiB", total_memory=2 * TIB)
-    clock = Clock.start()
     with simulate(gpu_model, alloc_conf="expandable_segments:True") as gpu:
+        yield lambda: gpu.peak_allocated
+
+
+def step(layers: int, context: int, device: str | None) -> tuple[Clock, int]:
+    """Build the model and train one step; returns the times and the peak in bytes."""
+    clock = Clock.start()
+    with gpu_of(device) as peak:
         with torch.device("cuda"):
             model = Llama(layers).to(torch.bfloat16)
             tokens = torch.zeros(1, context, dtype=torch.long)
@@ -153,8 +170,9 @@ def step(layers: int, context: int) -> tuple[Clock, int]:
         clock.lap("backward")
         optimizer.step()
         clock.lap("step")
+        highest = peak()
     clock.processor = time.process_time() - clock.processor
-    return clock, gpu.peak_allocated
+    return clock, highest
 
 
 def main() -> None:
@@ -162,15 +180,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--context", type=int, default=4096)
+    add_device(parser)
     settings = parser.parse_args()
-    step(1, settings.context)  # what torch imports and compiles at first use
-    print(f"Llama-3-70B, bfloat16, AdamW, 1 x {settings.context} tokens, torch {torch.__version__}")
+    if settings.device == "dry":
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    begin(settings.device, "H100", 2 * TIB)
+    step(1, settings.context, settings.device)  # what torch imports and compiles at first use
+    where = settings.device or "simulated"
+    size = f"1 x {settings.context} tokens"
+    print(f"Llama-3-70B, bfloat16, AdamW, {size}, torch {torch.__version__}, {where}")
     print(
         "layers   build  forward  backward    step   total  processor  per layer   host MiB  peak"
     )
     for layers in settings.layers:
         gc.collect()
-        clock, peak = step(layers, settings.context)
+        clock, peak = step(layers, settings.context, settings.device)
         mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         seconds = "  ".join(f"{s:7.2f}" for s in clock.parts.values())
         print(

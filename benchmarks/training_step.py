@@ -1,6 +1,6 @@
-"""A training step of GPT-2 small: simulated, and on bare ``meta`` tensors, in one run.
+"""A training step of GPT-2 small: simulated, on bare ``meta`` tensors, and on a device, in one run.
 
-``python benchmarks/training_step.py [--layers N]`` prints both times and their ratio.
+``python benchmarks/training_step.py [--layers N] [--device dry]`` prints their times and ratios.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from on_device import add_device, begin
 from torch import nn
 
 from pytest_gpumem import simulate
@@ -102,7 +103,12 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12)
-    layers = parser.parse_args().layers
+    add_device(parser)
+    arguments = parser.parse_args()
+    layers = arguments.layers
+    begin(arguments.device, "A100-80GB")
+    real = seconds(training_step("cuda", layers)) if arguments.device else None
+    torch.cuda.empty_cache()
     bare = seconds(training_step("meta", layers))
     with simulate("A100-80GB") as gpu:
         simulated = seconds(training_step("cuda", layers))
@@ -110,6 +116,9 @@ def main() -> None:
     print(f"GPT-2 training step, {size}, torch {torch.__version__}")
     print(f"  bare meta tensors {bare * 1000:8.1f} ms")
     print(f"  simulated GPU     {simulated * 1000:8.1f} ms   {simulated / bare:.2f} x bare")
+    if real is not None:
+        ratio = f"{simulated / real:.2f} x as fast as simulated"
+        print(f"  {arguments.device:<18}{real * 1000:8.1f} ms   {ratio}")
     print(f"  peak allocated    {gpu.peak_allocated:,} B, {len(gpu.trace):,} allocator events")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
 
+from pytest_gpumem.dry.auto import settled
 from pytest_gpumem.ini_names import check_names
 from pytest_gpumem.option_values import (
     DEVICE_FORMS,
@@ -249,7 +250,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     tolerance = reader.one("gpumem_tolerance", as_marker("tolerance"))
     required = reader.flag("gpumem_require_baselines")
     return Settings(
-        device=reader.one("gpumem_device", device_choice) or device_choice("auto"),
+        device=settled(reader.one("gpumem_device", device_choice) or device_choice("auto")),
         sim_scope=reader.one("gpumem_sim_scope", one_of("test", "session")) or "test",
         sim_values=reader.one("gpumem_sim_values", one_of("auto", "always", "never")) or "auto",
         sim_values_limit=reader.one("gpumem_sim_values_limit", seconds) or VALUES_LIMIT,

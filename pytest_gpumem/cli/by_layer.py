@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.cli.columns import UNLIMITED, table, terminal_width
 from pytest_gpumem.cli.command import Answer, argument
+from pytest_gpumem.cli.device import CUDA
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.report.text import wrap
@@ -45,12 +46,13 @@ def run(arguments: argparse.Namespace, gpu: str) -> Answer:
     """Run the model; raises ``ValueError`` for bad input."""
     if arguments.csv and arguments.json:
         raise ValueError("--csv and --json are two forms of the same; give one of them")
+    shown_gpu = "GPU" if gpu == CUDA else f"simulated {gpu}"
     found = layers_of_target(arguments.target, gpu, arguments.input)
     shown = [layer for layer in found if arguments.depth is None or layer.depth <= arguments.depth]
     return Answer(
         _csv_lines(shown)
         if arguments.csv
-        else lines(arguments.target, shown, terminal_width(), gpu=gpu),
+        else lines(arguments.target, shown, terminal_width(), gpu=shown_gpu),
         lambda: [layer.to_dict() for layer in shown],
     )
 

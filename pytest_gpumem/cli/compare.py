@@ -251,7 +251,11 @@ def _status(a: int | None, b: int | None, tolerance: Tolerance) -> str:
 def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
     """Return the environments to compare, as keys of ``a`` and of ``b``."""
     pairs = [(key, key) for key in sorted(a.tests.keys() & b.tests.keys())]
-    only_a, only_b = _only(a, b), _only(b, a)
+    if across:
+        pairs += _of_other_kinds(_only(a, b), _only(b, a))
+    paired_a, paired_b = {one for one, _ in pairs}, {other for _, other in pairs}
+    only_a = [key for key in _only(a, b) if key not in paired_a]
+    only_b = [key for key in _only(b, a) if key not in paired_b]
     if across and len(only_a) == len(only_b) == 1:
         return [*pairs, (only_a[0], only_b[0])]
     if across and only_a and only_b:
@@ -265,6 +269,14 @@ def _pairs(a: Side, b: Side, across: bool) -> list[tuple[str, str]]:
             "compare them all the same with --across-environments"
         )
     return pairs
+
+
+def _of_other_kinds(only_a: Iterable[str], only_b: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield environments that differ in the kind of device alone: dry, simulated or measured."""
+    others = {key.partition("-")[2]: key for key in only_b}
+    for key in only_a:
+        if (same := key.partition("-")[2]) in others:
+            yield key, others[same]
 
 
 def _only(side: Side, other: Side) -> list[str]:

@@ -71,6 +71,9 @@ def device_count() -> int:
 class CudaDevice:
     """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` means by itself."""
 
+    context = CONTEXT
+    """Bytes of a CUDA context where NVML does not tell."""
+
     def __init__(self, index: int | None) -> None:
         self._chosen = index is not None
         self.index = index or 0
@@ -204,11 +207,14 @@ class CudaDevice:
     def held(self, name: str) -> tuple[int, int]:
         """Return the bytes of the CUDA context, as NVML tells or estimated, and those reserved."""
         index, device = self._shared[name]
-        estimate = CONTEXT if index == self.index else 0
+        return self._held(index, device)
+
+    def _held(self, index: int, device: NvmlDevice | None) -> tuple[int, int]:
+        estimate = self.context if index == self.index else 0
         if not torch.cuda.is_initialized():
             return estimate, 0
         reserved: int = torch.cuda.memory_reserved(index)
-        used = device.taken().get(os.getpid())
+        used = None if device is None else device.taken().get(os.getpid())
         return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
@@ -222,7 +228,8 @@ class CudaDevice:
         def note(index: int, asked: int, free: int) -> Refusal | None:
             if index != self.index:
                 return None
-            context, reserved = self.held(str(index))
+            shared = (device for at, device in self._shared.values() if at == index)
+            context, reserved = self._held(index, next(shared, None))
             return Refusal(asked, reserved, free, self.total_memory, context)
 
         return told_to(RELAY.attach, RELAY.detach, note)

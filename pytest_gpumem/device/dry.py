@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 
 class DryDevice(CudaDevice):
-    """The first of the process's dry GPUs; ``name`` is a model or several of it, ``"H100*2"``.
+    """The first of the process's dry GPUs: of the model ``name``, or of several, ``"H100*2"``.
 
     ``computed`` says which values the CPU computes. With a ``seat`` the process is one rank of
-    several. As many of them share a machine as there are GPUs, and the GPU of the rank is the
+    several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is the
     tests' own. ``index`` is that of a rank that torchrun has started.
     """
+
+    context = 0
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class DryDevice(CudaDevice):
         computed: Computed = Computed.AT_FIRST,
         *,
         seat: Seat | None = None,
+        gpus: int = 1,
         index: int | None = None,
     ) -> None:
         super().__init__(index)
@@ -63,7 +66,7 @@ class DryDevice(CudaDevice):
             # torch.distributed takes a while to import.
             from pytest_gpumem.dry.ranks import Membership
 
-            world = world_of(seat.size, seat.rank, per_machine=gcd(machine.count, seat.size))
+            world = world_of(seat.size, seat.rank, per_machine=gcd(gpus, seat.size))
             self.index = world.local_rank
             self._membership = Membership(world)
 

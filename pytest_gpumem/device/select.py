@@ -77,7 +77,9 @@ class DeviceSelector:
         """
         if expectation is not None and expectation.gpu:
             return expectation.gpu
-        return self._choice.models if self._choice.kind in ("sim", "dry") else ()
+        if self._choice.kind == "dry":
+            return self._choice.models[:1]  # the others are beside it in one machine
+        return self._choice.models if self._choice.kind == "sim" else ()
 
     def select(
         self,
@@ -139,7 +141,7 @@ class DeviceSelector:
                 self.close()
             own = None if self.world is None else self.world.local_rank
             self._dry_devices[key] = DryDevice(
-                self._choice.models[0], computed, seat=seat, index=own
+                self._choice.models[0], computed, seat=seat, gpus=self._dry_gpus, index=own
             )
         return self._dry_devices[key]
 
@@ -159,6 +161,12 @@ class DeviceSelector:
         if self.world is not None and self._choice.index is None:
             return find_device(self.world.local_rank, required=required, of_rank=self.world.rank)
         return find_device(self._choice.index, required=required)
+
+    @property
+    def _dry_gpus(self) -> int:
+        from pytest_gpumem.simulated.gpu.catalogue import find_machine
+
+        return sum(find_machine(name).count for name in self._choice.models)
 
     def close(self) -> None:
         """Leave the process groups of dry ranks."""

@@ -102,11 +102,19 @@ def _names_by_string() -> frozenset[str]:
     return frozenset((_SOURCE / "names.txt").read_text(encoding="utf-8").split())
 
 
-def _compiler() -> str:
+def has_compiler() -> bool:
+    """Return whether this machine has a C compiler."""
+    return _known_compiler() is not None
+
+
+def _known_compiler() -> str | None:
     asked = os.environ.get("CC", "").split()[:1]
-    for name in (*asked, *_COMPILERS):
-        if shutil.which(name):
-            return name
+    return next((name for name in (*asked, *_COMPILERS) if shutil.which(name)), None)
+
+
+def _compiler() -> str:
+    if (name := _known_compiler()) is not None:
+        return name
     raise DryError(
         "the dry device is built with a C compiler, and this machine has neither cc, gcc nor "
         "clang: install the package gcc (apt-get install gcc libc6-dev), or use --gpumem-device=sim"

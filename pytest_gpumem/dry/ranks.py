@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Reducer, Store
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers "fake"
@@ -48,7 +49,7 @@ _LONG_STEP = 0.25
 """Seconds after which the watchdog has looked."""
 
 
-class LonelyStore(dist.Store):
+class LonelyStore(Store):
     """A store that never waits: what another rank would write reads as zero bytes."""
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class LonelyStore(dist.Store):
         self._known[key] = str(now).encode()
         return now
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         """Write ``desired`` where ``expected`` stands, or nothing; return what stands there."""
         if self._known.get(key, b"") in (b"", bytes(expected)):
             self._known[key] = bytes(desired)
@@ -120,7 +121,7 @@ class Membership:
                 patches.setattr(owner, "init_process_group", self._initializing())
                 patches.setattr(owner, "new_group", _regrouped(c10d.new_group))
             _split_nothing(patches)
-            patches.setattr(dist.Reducer, "_rebuild_buckets", _unhurried())
+            patches.setattr(Reducer, "_rebuild_buckets", _unhurried())
             self._groups.take_over(outer)
             try:
                 torch.cuda.set_device(self._world.local_rank)
@@ -174,7 +175,7 @@ def _unhurried() -> Any:
     NCCL's watchdog, which looks every 100 ms (kWatchdogThreadSleepMillis of ProcessGroupNCCL.cpp),
     lets go what the collectives of the first step hold: the buckets that new ones replace then.
     """
-    rebuild = dist.Reducer._rebuild_buckets
+    rebuild = Reducer._rebuild_buckets
     calls: Counter[int] = Counter()
 
     @functools.wraps(rebuild)

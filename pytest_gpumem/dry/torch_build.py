@@ -64,8 +64,8 @@ def installed_build() -> TorchBuild:
     folder = Path(spec.origin).parent
     version = (folder / "version.py").read_text(encoding="utf-8")
     release = _found(r"__version__ = '([^']+)'", version) or "unknown"
-    cuda = _found(r"^cuda\b[^=]*= '([\d.]+)'", version)
-    if cuda is None or not (folder / "lib" / "libtorch_cuda.so").exists():
+    cuda = cuda_of(folder)
+    if cuda is None:
         raise DryError(
             f"the dry device runs torch's own CUDA code, which torch {release} does not have: "
             "install a CUDA build of torch for Linux, or use --gpumem-device=sim"
@@ -80,6 +80,13 @@ def installed_build() -> TorchBuild:
         libraries=libraries,
         symbols=symbols,
     )
+
+
+def cuda_of(folder: Path) -> str | None:
+    """Return the CUDA release of the torch in ``folder``, ``None`` where it is no CUDA build."""
+    version = (folder / "version.py").read_text(encoding="utf-8")
+    is_there = (folder / "lib" / "libtorch_cuda.so").exists()
+    return _found(r"^cuda\b[^=]*= '([\d.]+)'", version) if is_there else None
 
 
 def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:

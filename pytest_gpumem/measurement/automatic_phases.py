@@ -91,11 +91,14 @@ class AutomaticPhases:
             self._close_step()
 
     def _outermost(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        # Modules inside modules come here, too, a thousand times a step.
+        is_compiling = torch.compiler.is_compiling
+
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # it would become part of the graph, or break it
+            if is_compiling():  # it would become part of the graph, or break it
                 return function(*args, **kwargs)
-            if self._busy and not self._abandoned_step():
+            if self._busy and (self._step is None or not self._abandoned_step()):
                 return function(*args, **kwargs)
             self._busy = True
             try:

@@ -121,7 +121,7 @@ class Phase:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether this end of the phase is one to look at the live blocks."""
+        """Whether this end of the phase is one to look for workspaces."""
         count = self.entered
         return count <= SNAPSHOTS_OF_EACH_ENTRY or count & (count - 1) == 0
 
@@ -342,7 +342,7 @@ class PhaseTracker:
         phase.open = False
         phase.windows.append((phase.opened, self._positions()))
         if phase.wants_snapshot:
-            phase.blocks = self._statistics.live_blocks()
+            phase.blocks = self._statistics.possible_workspaces()
 
 
 def _record(phase: Phase, device: int, stray: Bytes, workspaces: frozenset[Block]) -> PhaseRecord:

@@ -156,6 +156,8 @@ class CudaStatistics:
         if self._workspaces is not None:
             return self._workspaces()
         sizes = {device: possible_sizes(device) for device in self._devices()}
+        if not any(known is None or known for known in sizes.values()):
+            return frozenset()  # a snapshot of the allocator takes milliseconds
         return frozenset(
             block
             for block, requested in self._requested()

@@ -9,6 +9,7 @@ import torch
 
 from pytest_gpumem.simulated.gpu.workspace_settings import (
     LARGE_BYTES,
+    WorkspaceSettings,
     lt_workspace_bytes,
     workspace_bytes,
 )
@@ -17,12 +18,21 @@ from pytest_gpumem.simulated.gpu.workspace_settings import (
 def possible_sizes(device: int) -> frozenset[int] | None:
     """Return the bytes that torch asks for a workspace on ``device``; ``None``: not known.
 
+    None are known where every operation takes a workspace and returns it, as since 2.15.
     See :mod:`pytest_gpumem.simulated.gpu.workspaces`, which has the sources; not for ROCm.
     """
     if torch.version.hip is not None:
         return None
+    if _per_operation():
+        return frozenset()
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     return _sizes(config, torch.cuda.get_device_capability(device)) | _set_by_code()
+
+
+@cache
+def _per_operation() -> bool:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return WorkspaceSettings((version[0], version[1]), (0, 0), None).per_operation
 
 
 def _set_by_code() -> set[int]:

@@ -64,7 +64,7 @@ def begin_early(config: pytest.Config) -> None:
 
         begin_process(
             config,
-            settings.device.models[0],
+            ",".join(settings.device.models),
             everywhere=settings.sim_scope == "session",
             shared=default_folder() if settings.share else None,
         )

@@ -295,6 +295,22 @@ def test_different_environments_are_compared_only_on_request(
     assert gpumem("compare", "a", "b", "--across-environments")[0] == 1
 
 
+def test_dry_and_simulated_environments_of_one_gpu_belong_together(
+    gpumem: Gpumem, tmp_path: Path
+) -> None:
+    for environment, peak in ((T4, 1024), (A10, 2048)):
+        folder(tmp_path / "a", environment, test_x=peak)
+        folder(tmp_path / "b", replace(environment, simulated=False, dry=True), test_x=2048)
+    code, lines = gpumem("compare", "a", "b", "--across-environments")
+    assert code == 1
+    assert lines[0] == (
+        "environments differ: sim-A10-torch2.13, sim-T4-torch2.13 in A, dry-A10-torch2.13, "
+        "dry-T4-torch2.13 in B; compared all the same"
+    )
+    assert any("test_x [sim-T4-torch2.13]" in line and "regression" in line for line in lines)
+    assert not any("test_x [sim-A10-torch2.13]" in line for line in lines)
+
+
 def test_environments_that_cannot_be_told_apart_are_not_guessed(
     refusal: Refusal, tmp_path: Path
 ) -> None:

@@ -205,7 +205,7 @@ def test_a_model_on_the_cpu_is_said_to_be_there(gpumem: Command, tmp_path: Path)
     (tmp_path / "host.py").write_text(dedent(ON_THE_CPU))
     _, printed = gpumem("host.py:model")
     assert " ".join(printed).endswith(
-        "nothing was allocated on the A100-40GB, as of a model on the CPU: move the "
+        "nothing was allocated on the simulated A100-40GB, as of a model on the CPU: move the "
         "model and its inputs there, as .cuda() does"
     )
     assert "keeps 0 B" not in " ".join(printed)

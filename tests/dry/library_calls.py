@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pytest_gpumem
 
@@ -90,6 +92,16 @@ def _network() -> None:
         model(torch.randn(8, 3, 96, 96, device="cuda")).sum().backward()
 
 
+def _attention() -> None:
+    query, key, value = (
+        torch.randn(2, 8, 777, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        output = nn.functional.scaled_dot_product_attention(query, key, value)
+    output.sum().backward()
+
+
 def _without_tf32() -> None:
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -98,50 +110,54 @@ def _without_tf32() -> None:
         torch.backends.cudnn.allow_tf32 = True
 
 
+_FORMATS = (torch.contiguous_format, torch.channels_last)
+
 PROGRAMS: dict[str, Callable[[], object]] = {
     **{
-        f"{name}, {str(dtype)[6:]}, {'backward' if backward else 'forward'}": (
-            lambda name=name, dtype=dtype, backward=backward: _convolution(
-                name, dtype, backward=backward
-            )
+        f"{name}, {str(dtype)[6:]}, {'backward' if backward else 'forward'}": partial(
+            _convolution, name, dtype, backward=backward
         )
         for name in _CONVOLUTIONS
         for dtype in _DTYPES
         for backward in (False, True)
     },
     **{
-        f"channels last, {str(dtype)[6:]}": (
-            lambda dtype=dtype: _convolution("Conv2d", dtype, channels_last=True)
+        f"channels last, {str(dtype)[6:]}": partial(
+            _convolution, "Conv2d", dtype, channels_last=True
         )
         for dtype in (*_DTYPES, torch.float64)
     },
-    "float64": lambda: _convolution("Conv2d", torch.float64),
-    "many channels": lambda: _convolution("Conv2d", channels=(512, 512), size=14),
-    "a stride": lambda: _convolution("Conv2d", channels=(128, 256), size=28, stride=2),
-    "one pixel": lambda: _convolution("Conv2d", channels=(128, 256), size=28, kernel=1),
+    "float64": partial(_convolution, "Conv2d", torch.float64),
+    "many channels": partial(_convolution, "Conv2d", channels=(512, 512), size=14),
+    "a stride": partial(_convolution, "Conv2d", channels=(128, 256), size=28, stride=2),
+    "one pixel": partial(_convolution, "Conv2d", channels=(128, 256), size=28, kernel=1),
     "no TF32": _without_tf32,
     "a network, twice": _network,
     **{
-        f"{name}, {str(dtype)[6:]}": lambda name=name, dtype=dtype: _recurrent(name, dtype)
+        f"{name}, {str(dtype)[6:]}": partial(_recurrent, name, dtype)
         for name in ("LSTM", "GRU", "RNN")
         for dtype in (torch.float32, torch.float16)
     },
     **{
-        f"{name}, {option}": lambda name=name, option=option: _recurrent(name, **{option: True})
+        f"{name}, bidirectional": partial(_recurrent, name, bidirectional=True)
         for name in ("LSTM", "GRU", "RNN")
-        for option in ("bidirectional", "batch_first")
     },
-    "a projection": lambda: _recurrent("LSTM", num_layers=2, proj_size=64),
-    "no biases": lambda: _recurrent("LSTM", bias=False),
+    **{
+        f"{name}, batch first": partial(_recurrent, name, batch_first=True)
+        for name in ("LSTM", "GRU", "RNN")
+    },
+    "a projection": partial(_recurrent, "LSTM", num_layers=2, proj_size=64),
+    "no biases": partial(_recurrent, "LSTM", bias=False),
     "packed": _packed,
     "inference": _inference,
     **{
-        f"batch norm, {str(dtype)[6:]}, {str(memory_format)[6:]}": (
-            lambda dtype=dtype, memory_format=memory_format: _batch_norm(dtype, memory_format)
+        f"batch norm, {str(dtype)[6:]}, {str(memory_format)[6:]}": partial(
+            _batch_norm, dtype, memory_format
         )
         for dtype in (torch.float32, torch.float16)
-        for memory_format in (torch.contiguous_format, torch.channels_last)
+        for memory_format in _FORMATS
     },
+    "attention, bfloat16": _attention,
     "CTC": _connectionist,
     "fft": lambda: torch.fft.fft(torch.randn(64, 1000, device="cuda")),
     "rfft": lambda: torch.fft.rfft(torch.randn(64, 1000, device="cuda")),

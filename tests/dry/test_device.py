@@ -221,3 +221,20 @@ def test_one_rank_of_several_runs_alone_over_the_real_process_group(dry_run: Run
 @pytest.mark.parametrize("time", range(4))
 def test_a_program_may_end_as_soon_as_a_backward_pass_is_over(dry_run: Run, time: int) -> None:
     dry_run("torch.nn.Linear(8, 8).cuda()(torch.ones(8, device='cuda')).sum().backward()")
+
+
+def test_attention_runs_by_cudnn(dry_run: Run) -> None:
+    """As torch prefers on an H100: its frontend asks how much shared memory a plan takes."""
+    told = dry_run(
+        """
+from torch.nn.attention import SDPBackend, sdpa_kernel
+query = torch.ones(1, 4, 256, 64, device="cuda", dtype=torch.half, requires_grad=True)
+with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    output = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+output.sum().backward()
+told["shapes"] = [list(output.shape), list(query.grad.shape)]
+""",
+        gpu="H100",
+    )
+
+    assert told["shapes"] == [[1, 4, 256, 64]] * 2

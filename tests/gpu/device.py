@@ -31,6 +31,11 @@ def stands_in() -> str | None:
     return model if kind == "sim" else None
 
 
+def is_dry() -> bool:
+    """Return whether the device under test is the dry one, which has neither context nor time."""
+    return _asked()[0] == "dry"
+
+
 def missing() -> str | None:
     """Return why there is nothing to test; ``None`` where there is a device."""
     if stands_in() is not None or torch.cuda.is_available():

@@ -1,6 +1,6 @@
 /* cuDNN's backend, by which torch chooses convolutions since version 8 of the library (cudnn-frontend): descriptors
- * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the rule
- * of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
+ * with attributes. Asked for engines its heuristics name two: the plan of the first asks for the workspace that the
+ * rule of the simulated device gives, and that of the second, which torch tries where there is no room, for none.
  * Source of the numbers: "cuDNN Backend API", cudnnBackendAttributeName_t and cudnnBackendAttributeType_t. */
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +14,7 @@ enum attribute_name {
     FILTER_STRIDES = 103,
     HEURISTIC_GRAPH = 201,
     HEURISTIC_RESULTS = 202,
+    SHARED_MEMORY_USED = 304,
     PLAN_CONFIGURATION = 401,
     PLAN_WORKSPACE = 402,
     FORWARD_CONVOLUTION = 702,
@@ -162,12 +163,14 @@ API int cudnnBackendGetAttribute(struct descriptor *descriptor, int name, IGNORE
                                  int64_t *count, void *elements)
 {
     enum { ENGINES = 2 };
-    bool is_number = name == PLAN_WORKSPACE || name == ENGINE_COUNT;
+    bool is_number = name == PLAN_WORKSPACE || name == ENGINE_COUNT || name == SHARED_MEMORY_USED;
     int64_t results = asked > 0 && asked < ENGINES ? asked : ENGINES;
     if (count != NULL)
         *count = name == HEURISTIC_RESULTS ? results : is_number;
     if (asked == 0 || elements == NULL)
         return SUCCESS;
+    if (name == SHARED_MEMORY_USED)
+        *(int *)elements = 0; /* a configuration that takes more than the device has is not chosen */
     if (name == ENGINE_COUNT)
         *(int64_t *)elements = ENGINES;
     /* The caller made the descriptors of the results beforehand. */

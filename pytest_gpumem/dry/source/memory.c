@@ -56,7 +56,8 @@ static void *grown(void *items, size_t count, size_t *room, size_t size)
 static void reserve_areas(void)
 {
     int count = device_count();
-    size_t each = 4096 * GIB;
+    /* Expandable segments reserve more than the whole device for each stream and size. */
+    size_t each = 16 * 1024 * GIB;
     char *start = MAP_FAILED;
     areas = calloc(count ? count : 1, sizeof *areas);
     while (count && each * count > 64 * 1024 * GIB)

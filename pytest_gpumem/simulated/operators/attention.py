@@ -28,6 +28,8 @@ from pytest_gpumem.simulated.operators.attention_choice import (
 from pytest_gpumem.simulated.operators.layout import HALVES, copied
 from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of, passing
 
+_FLOAT_BYTES = 4
+
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
@@ -216,6 +218,19 @@ def _cudnn_outputs(compute_log_sumexp: bool, result: tuple[Tensor, ...]) -> Iter
     yield from (result[6], result[7], result[0])
     if compute_log_sumexp:
         yield result[1]
+
+
+def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> None:
+    """run_cudnn_SDP_bprop (MHA.cpp): a gradient laid out as the output, then the frontend's sums.
+
+    cudnn-frontend sums queries' gradients, and a number of each row, in float32
+    (scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum); seen on torch's own code.
+    """
+    scratch = Scratch(gpu)
+    if grad_out.stride() != out.stride():
+        scratch.take(out.nbytes)
+    scratch.take((query.numel() // query.shape[-1]) * (query.shape[-1] + 1) * _FLOAT_BYTES)
+    scratch.free()
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -440,5 +455,6 @@ RULES = {
         before=_before_efficient_backward, after=efficient_backward, shapes=_gradients_by_length
     ),
     "aten::_scaled_dot_product_cudnn_attention": Rule(placed=_cudnn_outputs),
+    "aten::_scaled_dot_product_cudnn_attention_backward": Rule(after=_cudnn_backward),
     "aten::_safe_softmax": Rule(after=_safe_softmax),
 }

@@ -1,0 +1,67 @@
+"""What ``auto`` stands for: a GPU, else the dry device where there can be one, else sim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.dry import auto
+from pytest_gpumem.option_values import DeviceChoice, device_choice
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without a GPU that has a CUDA build of torch and a compiler."""
+    torch = tmp_path / "torch"
+    (torch / "lib").mkdir(parents=True)
+    (torch / "lib" / "libtorch_cuda.so").touch()
+    (torch / "version.py").write_text("cuda: str | None = '13.2'\n", encoding="utf-8")
+    (torch / "__init__.py").touch()
+    monkeypatch.setattr(auto, "TAKES_DRY", True)
+    monkeypatch.setattr(auto, "DRIVERS", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(auto, "has_compiler", lambda: True)
+    monkeypatch.setattr("sys.platform", "linux")
+    spec = type("Spec", (), {"origin": str(torch / "__init__.py")})
+    monkeypatch.setattr(auto, "find_spec", lambda name: spec)
+    return tmp_path
+
+
+def chosen(text: str = "auto") -> DeviceChoice:
+    return auto.settled(device_choice(text))
+
+
+def test_it_is_the_dry_device_without_a_gpu(machine: Path) -> None:
+    assert chosen().kind == "dry"
+    assert chosen().models == device_choice("auto").models
+
+
+def test_a_driver_means_a_gpu(machine: Path) -> None:
+    (machine / "nvidiactl").touch()
+    assert chosen().kind == "auto"
+
+
+def test_a_cpu_build_is_simulated(machine: Path) -> None:
+    (machine / "torch" / "version.py").write_text("cuda: str | None = None\n", encoding="utf-8")
+    assert chosen().kind == "auto"
+
+
+def test_without_a_compiler_it_is_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "has_compiler", lambda: False)
+    assert chosen().kind == "auto"
+
+
+def test_other_systems_are_simulated(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert chosen().kind == "auto"
+
+
+def test_what_is_named_stays(machine: Path) -> None:
+    assert [chosen(text).kind for text in ("cuda", "sim:T4", "dry:H100", "off")] == [
+        *("cuda", "sim", "dry", "off")
+    ]
+
+
+def test_it_is_asked_for_by_name_for_now(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "TAKES_DRY", False)
+    assert chosen().kind == "auto"

@@ -1,0 +1,42 @@
+"""Gradients of cuDNN's attention, as torch's own code allocates on the dry device (2.6 to 2.15)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HALVES = 2 * 8 * 1024 * 64 * 2
+"""Bytes of each operand: two sequences, eight heads, 1024 rows of 64 numbers of two bytes."""
+SUMS = 2 * 8 * 1024 * (64 + 1) * 4
+"""Of each row the gradient of its query, and one number more, in float32."""
+
+
+def attended() -> tuple[Tensor, Tensor]:
+    """Return a query, which is key and value, too, and the output."""
+    query = torch.ones(2, 8, 1024, 64, device="cuda", dtype=torch.half, requires_grad=True)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return query, F.scaled_dot_product_attention(query, query, query)
+
+
+def gradients(on: Any, release: str, *, expanded: bool) -> list[int]:
+    gpu = on("H100", release)
+    query, output = attended()
+    gradient = torch.ones((), device="cuda", dtype=torch.half).expand_as(output)
+    if not expanded:
+        gradient = gradient.contiguous()
+    events: list[int] = gpu.of(lambda: torch.autograd.grad(output, query, gradient))
+    return events[: events.index(-SUMS) + 1]
+
+
+@pytest.mark.parametrize("release", ["2.6", "2.13", "2.15"])
+def test_cudnns_frontend_sums_in_float32_beside_the_gradients(on: Any, release: str) -> None:
+    assert gradients(on, release, expanded=False) == [*[HALVES] * 3, SUMS, -SUMS]
+
+
+def test_a_gradient_is_laid_out_as_the_output(on: Any) -> None:
+    assert gradients(on, "2.15", expanded=True) == [*[HALVES] * 3, HALVES, SUMS, -SUMS]
