@@ -1,4 +1,4 @@
-"""Blocks of torch's allocator on the dry device: when they make a collection due, and whose they are.
+"""Blocks of torch's allocator on the dry device: whose they are, and how many make a collection due.
 
 A test's reserved bytes must not depend on what earlier tests have left. Blocks that none of its
 fixtures holds keep their segments reserved, so the free parts of those segments are filled while
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,22 @@ _MOST_IN_SMALL = 1 << 20
 """Bytes of the largest block in a segment of small ones (``kSmallSize`` of
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
 
-_MOST_ROUNDS = 3
+_MOST_TRIES = 100
+"""Parts of fixtures' segments that may have to be taken before one of a stranger's is."""
 
 Span = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
+
+
+class _Hole(NamedTuple):
+    """A free part of a segment."""
+
+    start: int
+    size: int
+    most: int
+    """Bytes of the largest block that the allocator takes from it."""
+    device: int
+    stream: int
 
 
 class Blocks:
@@ -97,14 +109,16 @@ class Strays:
         if not torch.cuda.is_initialized():
             return
         spans = [self._spans[one] for one in fixtures if one in self._spans]
-        for _ in range(_MOST_ROUNDS):
-            holes = [hole for hole in self._holes(spans) if hole["size"] > 0]
-            if not holes:
-                break
-            for hole in holes:
-                self._fill(hole)
-        if self._filled:
-            self._kept = list(self._strangers(spans))
+        holes = list(self._holes(spans))
+        if not holes:
+            return
+        elsewhere: list[int] = []
+        for hole in holes:
+            self._fill(hole, holes, elsewhere)
+        for address in elsewhere:
+            torch.cuda.caching_allocator_delete(address)
+        torch.cuda.empty_cache()
+        self._kept = list(self._strangers(spans))
 
     def release(self) -> None:
         """Let things be as they were left."""
@@ -113,10 +127,13 @@ class Strays:
             address, _ = self._filled.popitem()
             torch.cuda.caching_allocator_delete(address)
 
-    def _holes(self, spans: list[Span]) -> Iterator[Mapping[str, Any]]:
+    def _holes(self, spans: list[Span]) -> Iterator[_Hole]:
         """Yield the free parts of segments in which nothing is a fixture's."""
         for segment in torch.cuda.memory_snapshot():
-            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (
+                0,
+                0,
+            ):
                 continue
             used = [block for block in segment["blocks"] if block["state"] != "inactive"]
             if not used or any(self._is_own(block["address"], spans) for block in used):
@@ -124,20 +141,28 @@ class Strays:
             is_small = segment["segment_type"] == "small"
             for block in segment["blocks"]:
                 if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
-                    yield {
-                        "size": block["size"],
-                        "most": _MOST_IN_SMALL if is_small else block["size"],
-                        "device": segment["device"],
-                        "stream": segment["stream"],
-                    }
+                    yield _Hole(
+                        block["address"],
+                        block["size"],
+                        _MOST_IN_SMALL if is_small else block["size"],
+                        segment["device"],
+                        segment["stream"],
+                    )
 
-    def _fill(self, hole: Mapping[str, Any]) -> None:
-        left = hole["size"]
-        while left:
-            size = min(left, hole["most"])
-            address = torch.cuda.caching_allocator_alloc(size, hole["device"], hole["stream"])
-            self._filled[address] = size
-            left -= size
+    def _fill(self, hole: _Hole, holes: Sequence[_Hole], elsewhere: list[int]) -> None:
+        """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``."""
+        left = hole.size
+        tries = 0
+        while left and tries < _MOST_TRIES:
+            size = min(left, hole.most)
+            address = torch.cuda.caching_allocator_alloc(size, hole.device, hole.stream)
+            if any(one.start <= address < one.start + one.size for one in holes):
+                self._filled[address] = size
+                left -= size
+            else:
+                # The allocator takes the smallest part that has room, a fixture's too.
+                elsewhere.append(address)
+                tries += 1
 
     def _is_own(self, address: int, spans: list[Span]) -> bool:
         number = self._blocks.number(address)
@@ -145,8 +170,8 @@ class Strays:
 
     def _strangers(self, spans: list[Span]) -> Iterator[torch.Tensor]:
         for one in gc.get_objects():
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_cuda:
-                if one.layout is torch.strided and one.numel():
-                    start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
-                    if not self._is_own(start, spans):
-                        yield one
+            is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
+            if is_plain and one.is_cuda and one.layout is torch.strided and one.numel():
+                start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
+                if not self._is_own(start, spans):
+                    yield one

@@ -173,11 +173,7 @@ class Measuring:
 
         On a simulated device the prediction would be the measurement itself.
         """
-        if (
-            expectation is None
-            or expectation.predict is None
-            or not isinstance(device, CudaDevice)
-        ):
+        if expectation is None or expectation.predict is None or not isinstance(device, CudaDevice):
             return None
         return self._predictions().of(item, device, self._wants_prediction)
 

@@ -1,7 +1,7 @@
 """A dispatch key of its own, at which operators pass on their way to the device.
 
-``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and torch
-itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what torch
+``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and
+torch itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what torch
 does: gradients are accumulated in place, and formulas write in place, only where no mode is on
 (``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_parse: Any = torch._C._dispatch_key_parse  # type: ignore[attr-defined]  # missing in the stub
+_parse: Any = torch._C._dispatch_key_parse
 KEY: Any = _parse("Fake")
 _SET = torch._C.DispatchKeySet(KEY)
 

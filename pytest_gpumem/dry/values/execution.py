@@ -39,9 +39,7 @@ _DISABLED = torch._C._disabled_torch_dispatch_impl
 class Execution:
     """Runs operators of one dry device, and follows their values."""
 
-    def __init__(
-        self, memory: Memory, storages: Storages, values: DryValues, reads: Reads
-    ) -> None:
+    def __init__(self, memory: Memory, storages: Storages, values: DryValues, reads: Reads) -> None:
         self._memory = memory
         self._storages = storages
         self._values = values
@@ -266,9 +264,7 @@ class Execution:
     def _is_lost(self, given: Any) -> bool:
         return any(map(self._storages.is_on_host, tensors_in(given)))
 
-    def _of_lost(
-        self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _of_lost(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator of CPU tensors, some of which hold values that are not known."""
         func = operator.func
         if sizes.DATA_DEPENDENT & set(func.tags):

@@ -32,9 +32,7 @@ class Follower:
             everything=everything,
         )
         self._memory = Memory(self._reads.told)
-        self._values = DryValues(
-            self._memory, self._storages, self._notes, everything=everything
-        )
+        self._values = DryValues(self._memory, self._storages, self._notes, everything=everything)
         self._execution = Execution(self._memory, self._storages, self._values, self._reads)
         self._depth = 0
 

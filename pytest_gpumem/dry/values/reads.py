@@ -52,7 +52,7 @@ class Here(threading.local):
     """Reads of unknown values so far."""
 
 
-class _Unknown(UnknownValueError):
+class _UnknownError(UnknownValueError):
     """Raised in a thread of Python's from outside, which can hand over no sentence."""
 
     sentence = ""
@@ -136,7 +136,9 @@ class Reads:
             return None
         self.made_up = True
         if size > MOST_DECIDED_BY or self._followed:
-            self._note_first("torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host")
+            self._note_first(
+                "torch's own code" if size <= MOST_DECIDED_BY else "a copy to the host"
+            )
             return None
         return self._interrupt(self.refusal(f"a read in torch's own code at {_where()}"))
 
@@ -151,7 +153,9 @@ class Reads:
         depends = f"{read} depends on a value of a CUDA tensor"
         uncomputed = self._uncomputed()
         if uncomputed is not None:
-            return f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
+            return (
+                f"{depends} that is not known, because {uncomputed} cannot be computed on the CPU"
+            )
         if self._everything:
             return f"{depends} that is not known: nothing has written it"
         return (
@@ -223,7 +227,9 @@ class Reads:
             found = _tolist(tensor)
         if self.here.unknown == before and not self._is_lost(tensor):
             return found
-        return _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
+        return (
+            _neutral(tuple(tensor.shape)) if self._has_integers(tensor) else self._none("tolist()")
+        )
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return self._none("numpy()") if self._is_lost(tensor) else _numpy(tensor, **kwargs)
@@ -250,7 +256,7 @@ class Reads:
     def _interrupt(self, sentence: str) -> type[BaseException]:
         """Return an error for this thread, to be raised as soon as it is back in Python."""
         self.decided = self.decided or sentence
-        kind = type("UnknownValueError", (_Unknown,), {"sentence": sentence})
+        kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
         self._interrupted[threading.get_ident()] = kind
         return kind
 

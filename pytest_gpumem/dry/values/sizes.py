@@ -21,9 +21,7 @@ import torch
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.operator import Operator
 
-Answers = Callable[
-    [Values, Operator, tuple[Any, ...], dict[str, Any]], "Sequence[int] | None"
-]
+Answers = Callable[[Values, Operator, tuple[Any, ...], dict[str, Any]], "Sequence[int] | None"]
 
 DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
