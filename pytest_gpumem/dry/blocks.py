@@ -1,4 +1,4 @@
-"""Blocks of torch's allocator on the dry device: whose they are, and how many make a collection due.
+"""Blocks of torch's allocator on the dry device: whose they are, and when a collection is due.
 
 A test's reserved bytes must not depend on what earlier tests have left. Blocks that none of its
 fixtures holds keep their segments reserved, so the free parts of those segments are filled while
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,6 +86,8 @@ class Strays:
         self._spans: dict[object, Span] = {}
         """By fixture: the blocks of its set-up."""
         self._kept: list[torch.Tensor] = []
+        self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """By number of a block: tensors in it, as far as anybody has looked."""
         self._filled: dict[int, int] = {}
         """Bytes by address."""
 
@@ -109,16 +112,23 @@ class Strays:
         if not torch.cuda.is_initialized():
             return
         spans = [self._spans[one] for one in fixtures if one in self._spans]
-        holes = list(self._holes(spans))
-        if not holes:
-            return
+        holes: list[_Hole] = []
+        strangers: set[int] = set()
+        for segment in torch.cuda.memory_snapshot():
+            used = [block for block in segment["blocks"] if block["state"] != "inactive"]
+            numbers = {self._blocks.number(block["address"]) for block in used}
+            others = {number for number in numbers if not _is_in(number, spans)}
+            strangers |= others
+            if others == numbers and used and not segment.get("is_expandable"):
+                holes += _holes_of(segment)
         elsewhere: list[int] = []
         for hole in holes:
             self._fill(hole, holes, elsewhere)
         for address in elsewhere:
             torch.cuda.caching_allocator_delete(address)
-        torch.cuda.empty_cache()
-        self._kept = list(self._strangers(spans))
+        if elsewhere:
+            torch.cuda.empty_cache()
+        self._kept = list(self._tensors_in(strangers))
 
     def release(self) -> None:
         """Let things be as they were left."""
@@ -126,28 +136,6 @@ class Strays:
         while self._filled:
             address, _ = self._filled.popitem()
             torch.cuda.caching_allocator_delete(address)
-
-    def _holes(self, spans: list[Span]) -> Iterator[_Hole]:
-        """Yield the free parts of segments in which nothing is a fixture's."""
-        for segment in torch.cuda.memory_snapshot():
-            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (
-                0,
-                0,
-            ):
-                continue
-            used = [block for block in segment["blocks"] if block["state"] != "inactive"]
-            if not used or any(self._is_own(block["address"], spans) for block in used):
-                continue
-            is_small = segment["segment_type"] == "small"
-            for block in segment["blocks"]:
-                if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
-                    yield _Hole(
-                        block["address"],
-                        block["size"],
-                        _MOST_IN_SMALL if is_small else block["size"],
-                        segment["device"],
-                        segment["stream"],
-                    )
 
     def _fill(self, hole: _Hole, holes: Sequence[_Hole], elsewhere: list[int]) -> None:
         """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``."""
@@ -164,14 +152,32 @@ class Strays:
                 elsewhere.append(address)
                 tries += 1
 
-    def _is_own(self, address: int, spans: list[Span]) -> bool:
-        number = self._blocks.number(address)
-        return any(first < number <= last for first, last in spans)
+    def _tensors_in(self, numbers: set[int]) -> Iterator[torch.Tensor]:
+        """Yield the tensors of Python's in the blocks of these ``numbers``."""
+        if not numbers <= self._known.keys():
+            self._known = {number: [] for number in numbers}
+            for one in gc.get_objects():
+                is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
+                if is_plain and one.is_cuda and one.layout is torch.strided and one.numel():
+                    start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
+                    self._known.get(self._blocks.number(start), []).append(weakref.ref(one))
+        for number in numbers:
+            for reference in self._known[number]:
+                if (found := reference()) is not None:
+                    yield found
 
-    def _strangers(self, spans: list[Span]) -> Iterator[torch.Tensor]:
-        for one in gc.get_objects():
-            is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
-            if is_plain and one.is_cuda and one.layout is torch.strided and one.numel():
-                start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
-                if not self._is_own(start, spans):
-                    yield one
+
+def _is_in(number: int, spans: Iterable[Span]) -> bool:
+    return any(first < number <= last for first, last in spans)
+
+
+def _holes_of(segment: Mapping[str, Any]) -> Iterator[_Hole]:
+    """Yield the free parts of ``segment``, if it is none of a graph's."""
+    if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+        return
+    is_small = segment["segment_type"] == "small"
+    for block in segment["blocks"]:
+        if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
+            most = _MOST_IN_SMALL if is_small else block["size"]
+            place = segment["device"], segment["stream"]
+            yield _Hole(block["address"], block["size"], most, *place)

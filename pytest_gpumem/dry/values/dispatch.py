@@ -1,9 +1,9 @@
 """A dispatch key of its own, at which operators pass on their way to the device.
 
 ``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and
-torch itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what torch
-does: gradients are accumulated in place, and formulas write in place, only where no mode is on
-(``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
+torch itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what
+torch does: gradients are accumulated in place, and formulas write in place, only where no mode is
+on (``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
 """
 
 from __future__ import annotations
