@@ -23,6 +23,8 @@ c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
 
 _MOST_TRIES = 100
 """Parts of fixtures' segments that may have to be taken before one of a stranger's is."""
+_MOST_ROUNDS = 10
+"""A part that another one's block was taken from is filled in the next round."""
 
 Span = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
@@ -112,23 +114,31 @@ class Strays:
         if not torch.cuda.is_initialized():
             return
         spans = [self._spans[one] for one in fixtures if one in self._spans]
-        holes: list[_Hole] = []
-        strangers: set[int] = set()
-        for segment in torch.cuda.memory_snapshot():
-            used = [block for block in segment["blocks"] if block["state"] != "inactive"]
-            numbers = {self._blocks.number(block["address"]) for block in used}
-            others = {number for number in numbers if not _is_in(number, spans)}
-            strangers |= others
-            if others == numbers and used and not segment.get("is_expandable"):
-                holes += _holes_of(segment)
         elsewhere: list[int] = []
-        for hole in holes:
-            self._fill(hole, holes, elsewhere)
+        for _ in range(_MOST_ROUNDS):
+            holes, strangers = self._holes(spans)
+            if not holes:
+                break
+            for hole in holes:
+                self._fill(hole, holes, elsewhere)
         for address in elsewhere:
             torch.cuda.caching_allocator_delete(address)
         if elsewhere:
             torch.cuda.empty_cache()
         self._kept = list(self._tensors_in(strangers))
+
+    def _holes(self, spans: list[Span]) -> tuple[Sequence[_Hole], set[int]]:
+        """Return the free parts of segments without a fixture's block, and all others' blocks."""
+        holes: list[_Hole] = []
+        strangers: set[int] = set()
+        for segment in torch.cuda.memory_snapshot():
+            used = [each["address"] for each in segment["blocks"] if each["state"] != "inactive"]
+            numbers = {self._blocks.number(one) for one in used if one not in self._filled}
+            others = {number for number in numbers if not _is_in(number, spans)}
+            strangers |= others
+            if others == numbers and used and not segment.get("is_expandable"):
+                holes += _holes_of(segment)
+        return holes, strangers
 
     def release(self) -> None:
         """Let things be as they were left."""
