@@ -8,7 +8,6 @@ from concurrent.futures.thread import _worker
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-
 _LIBRARIES = frozenset({"torch", "tqdm"})
 
 

@@ -1,4 +1,4 @@
-"""Blocks of torch's allocator on the dry device: when they make a collection due, and whose they are.
+"""Blocks of torch's allocator on the dry device: whose they are, and when a collection is due.
 
 A test's reserved bytes must not depend on what earlier tests have left. Blocks that none of its
 fixtures holds keep their segments reserved, so the free parts of those segments are filled while
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +21,24 @@ _MOST_IN_SMALL = 1 << 20
 """Bytes of the largest block in a segment of small ones (``kSmallSize`` of
 c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15)."""
 
-_MOST_ROUNDS = 3
+_MOST_TRIES = 100
+"""Parts of fixtures' segments that may have to be taken before one of a stranger's is."""
+_MOST_ROUNDS = 10
+"""A part that another one's block was taken from is filled in the next round."""
 
 Span = tuple[int, int]
 """Numbers of blocks: above the first, up to the second."""
+
+
+class _Hole(NamedTuple):
+    """A free part of a segment."""
+
+    start: int
+    size: int
+    most: int
+    """Bytes of the largest block that the allocator takes from it."""
+    device: int
+    stream: int
 
 
 class Blocks:
@@ -73,6 +88,8 @@ class Strays:
         self._spans: dict[object, Span] = {}
         """By fixture: the blocks of its set-up."""
         self._kept: list[torch.Tensor] = []
+        self._known: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        """By number of a block: tensors in it, as far as anybody has looked."""
         self._filled: dict[int, int] = {}
         """Bytes by address."""
 
@@ -97,14 +114,31 @@ class Strays:
         if not torch.cuda.is_initialized():
             return
         spans = [self._spans[one] for one in fixtures if one in self._spans]
+        elsewhere: list[int] = []
         for _ in range(_MOST_ROUNDS):
-            holes = [hole for hole in self._holes(spans) if hole["size"] > 0]
+            holes, strangers = self._holes(spans)
             if not holes:
                 break
             for hole in holes:
-                self._fill(hole)
-        if self._filled:
-            self._kept = list(self._strangers(spans))
+                self._fill(hole, holes, elsewhere)
+        for address in elsewhere:
+            torch.cuda.caching_allocator_delete(address)
+        if elsewhere:
+            torch.cuda.empty_cache()
+        self._kept = list(self._tensors_in(strangers))
+
+    def _holes(self, spans: list[Span]) -> tuple[Sequence[_Hole], set[int]]:
+        """Return the free parts of segments without a fixture's block, and all others' blocks."""
+        holes: list[_Hole] = []
+        strangers: set[int] = set()
+        for segment in torch.cuda.memory_snapshot():
+            used = [each["address"] for each in segment["blocks"] if each["state"] != "inactive"]
+            numbers = {self._blocks.number(one) for one in used if one not in self._filled}
+            others = {number for number in numbers if not _is_in(number, spans)}
+            strangers |= others
+            if others == numbers and used and not segment.get("is_expandable"):
+                holes += _holes_of(segment)
+        return holes, strangers
 
     def release(self) -> None:
         """Let things be as they were left."""
@@ -113,43 +147,47 @@ class Strays:
             address, _ = self._filled.popitem()
             torch.cuda.caching_allocator_delete(address)
 
-    def _holes(self, spans: list[Span]) -> Iterator[Mapping[str, Any]]:
-        """Yield the free parts of segments in which nothing is a fixture's."""
-        for segment in torch.cuda.memory_snapshot():
-            if segment.get("is_expandable") or tuple(segment.get("segment_pool_id", (0, 0))) != (
-                0,
-                0,
-            ):
-                continue
-            used = [block for block in segment["blocks"] if block["state"] != "inactive"]
-            if not used or any(self._is_own(block["address"], spans) for block in used):
-                continue
-            is_small = segment["segment_type"] == "small"
-            for block in segment["blocks"]:
-                if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
-                    yield {
-                        "size": block["size"],
-                        "most": _MOST_IN_SMALL if is_small else block["size"],
-                        "device": segment["device"],
-                        "stream": segment["stream"],
-                    }
+    def _fill(self, hole: _Hole, holes: Sequence[_Hole], elsewhere: list[int]) -> None:
+        """Take as much as ``hole`` has of ``holes``, and note what came from ``elsewhere``."""
+        left = hole.size
+        tries = 0
+        while left and tries < _MOST_TRIES:
+            size = min(left, hole.most)
+            address = torch.cuda.caching_allocator_alloc(size, hole.device, hole.stream)
+            if any(one.start <= address < one.start + one.size for one in holes):
+                self._filled[address] = size
+                left -= size
+            else:
+                # The allocator takes the smallest part that has room, a fixture's too.
+                elsewhere.append(address)
+                tries += 1
 
-    def _fill(self, hole: Mapping[str, Any]) -> None:
-        left = hole["size"]
-        while left:
-            size = min(left, hole["most"])
-            address = torch.cuda.caching_allocator_alloc(size, hole["device"], hole["stream"])
-            self._filled[address] = size
-            left -= size
-
-    def _is_own(self, address: int, spans: list[Span]) -> bool:
-        number = self._blocks.number(address)
-        return any(first < number <= last for first, last in spans)
-
-    def _strangers(self, spans: list[Span]) -> Iterator[torch.Tensor]:
-        for one in gc.get_objects():
-            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.is_cuda:
-                if one.layout is torch.strided and one.numel():
+    def _tensors_in(self, numbers: set[int]) -> Iterator[torch.Tensor]:
+        """Yield the tensors of Python's in the blocks of these ``numbers``."""
+        if not numbers <= self._known.keys():
+            self._known = {number: [] for number in numbers}
+            for one in gc.get_objects():
+                is_plain = type(one) in (torch.Tensor, torch.nn.Parameter)
+                if is_plain and one.is_cuda and one.layout is torch.strided and one.numel():
                     start = one.data_ptr() - one.storage_offset() * one.dtype.itemsize
-                    if not self._is_own(start, spans):
-                        yield one
+                    self._known.get(self._blocks.number(start), []).append(weakref.ref(one))
+        for number in numbers:
+            for reference in self._known[number]:
+                if (found := reference()) is not None:
+                    yield found
+
+
+def _is_in(number: int, spans: Iterable[Span]) -> bool:
+    return any(first < number <= last for first, last in spans)
+
+
+def _holes_of(segment: Mapping[str, Any]) -> Iterator[_Hole]:
+    """Yield the free parts of ``segment``, if it is none of a graph's."""
+    if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+        return
+    is_small = segment["segment_type"] == "small"
+    for block in segment["blocks"]:
+        if block["state"] == "inactive" and (is_small or block["size"] > _MOST_IN_SMALL):
+            most = _MOST_IN_SMALL if is_small else block["size"]
+            place = segment["device"], segment["stream"]
+            yield _Hole(block["address"], block["size"], most, *place)

@@ -1,13 +1,13 @@
 """A test that needs values is run a second time, where the CPU computes them.
 
-A simulated device knows shapes, and the dry one what copies bring. Where control flow, a shape or an
-assertion depends on a value that it does not have, the test is torn down and set up again on a
+A simulated device knows shapes, and the dry one what copies bring. Where control flow, a shape or
+an assertion depends on a value that it does not have, the test is torn down and set up again on a
 device of the same model that has values too, within the same phase of pytest's: other plugins see
-one run. On the dry device small values come first, and all of them in a third run. Fixtures that tests share
-are set up anew if they depend on the device, as between any two devices.
+one run. On the dry device small values come first, and all of them in a third run. Fixtures that
+tests share are set up anew if they depend on the device, as between any two devices.
 
-All values are computed for as long as ``--gpumem-sim-values-limit`` says. Where the first run, as far as it
-came, asked for more than that, it does not begin.
+All values are computed for as long as ``--gpumem-sim-values-limit`` says. Where the run before, as
+far as it came, asked for more than that, it does not begin.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct handed *table;
 static uint64_t blocks;
 static size_t room, used; /* a power of two; places that are not empty */
-static size_t live;   /* blocks */
-static size_t counted; /* of them, when the collector ran */
+static size_t grown;  /* blocks made since the collector ran less those freed, but never below zero, as CPython counts */
 static size_t growth; /* of them that asks for the collector; 0: nothing does */
 static void (*collect)(void);
 static bool asked;
@@ -68,7 +67,6 @@ static int run_collector(IGNORED void *nothing)
     asked = false;
     if (growth > 0)
         collect();
-    counted = live;
     return 0;
 }
 
@@ -81,9 +79,10 @@ static void ask_for_collector(void)
 
 static void hand_out(uintptr_t start, size_t size)
 {
-    live++;
-    if (growth > 0 && live > counted + growth && !asked)
+    if (++grown > growth && growth > 0 && !asked) {
+        grown = 0;
         ask_for_collector();
+    }
     make_room();
     struct handed *place = place_of(start);
     used += place->start == 0;
@@ -95,7 +94,7 @@ static void take_back(uintptr_t start)
     struct handed *place = room ? place_of(start) : NULL;
     if (place == NULL || place->start == 0)
         return;
-    live--;
+    grown -= grown > 0;
     if (place->watched) {
         if (dead_count == dead_room) {
             dead_room = dead_room ? 2 * dead_room : 256;
@@ -124,7 +123,7 @@ API void pytest_gpumem_dry_collect(void (*function)(void), size_t blocks_more)
     pthread_mutex_lock(&lock);
     collect = function;
     growth = blocks_more;
-    counted = live;
+    grown = 0;
     pthread_mutex_unlock(&lock);
 }
 

@@ -1,21 +1,20 @@
 """A dispatch key of its own, at which operators pass on their way to the device.
 
-``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and torch
-itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what torch
-does: gradients are accumulated in place, and formulas write in place, only where no mode is on
-(``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
+``Fake`` of c10/core/DispatchKey.h lies below autograd and autocast and above the backends, and
+torch itself has no kernel there (2.6 to 2.15). Unlike a dispatch mode it changes nothing of what
+torch does: gradients are accumulated in place, and formulas write in place, only where no mode is
+on (``isTensorSubclassLike`` of aten/src/ATen/TensorSubclassLikeUtils.h).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
 
-_parse: Any = torch._C._dispatch_key_parse  # type: ignore[attr-defined]  # missing in the stub
+_parse: Any = torch._C._dispatch_key_parse
 KEY: Any = _parse("Fake")
 _SET = torch._C.DispatchKeySet(KEY)
 
@@ -30,7 +29,12 @@ class _Followed:
     by: Follow | None = None
 
 
-_kept: list[torch.library.Library] = []
+_libraries: dict[str, torch.library.Library] = {}
+"""By namespace: what keeps the kernels at the key."""
+_registered: set[str] = set()
+
+_NAMELESS = frozenset({"prim", "prims", "profiler"})
+"""Namespaces without kernels of a device's, or closed to others."""
 
 
 @contextmanager
@@ -51,17 +55,29 @@ def unseen() -> AbstractContextManager[None]:
     return guard
 
 
-@cache
 def _register() -> None:
-    """Let operators pass, but for views: they have the memory of what they are views of."""
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(_pass, "Fake")
-    views = torch.library.Library("aten", "IMPL")
+    """Let operators pass, those too that have been loaded since.
+
+    But for views: they have the memory of what they are views of. Each has a kernel of its own:
+    under dispatch modes torch finds no fallback in Python (``python_op_registration_trampoline``
+    of torch/csrc/utils/python_dispatch.cpp).
+    """
+    if "_" not in _libraries:
+        _library("_").fallback(torch.library.fallthrough_kernel, "Fake")
     for schema in torch._C._jit_get_all_schemas():
-        if schema.name.startswith("aten::") and _is_view(schema):
-            overload = f".{schema.overload_name}" if schema.overload_name else ""
-            views.impl(f"{schema.name}{overload}", torch.library.fallthrough_kernel, "Fake")
-    _kept.extend([everything, views])
+        overload = f".{schema.overload_name}" if schema.overload_name else ""
+        name = f"{schema.name}{overload}"
+        if name not in _registered:
+            _registered.add(name)
+            namespace = schema.name.partition("::")[0]
+            if namespace not in _NAMELESS and not _is_view(schema):
+                _library(namespace).impl(name, _passing(schema), "Fake")
+
+
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "IMPL")
+    return _libraries[namespace]
 
 
 def _is_view(schema: Any) -> bool:
@@ -69,8 +85,19 @@ def _is_view(schema: Any) -> bool:
     return schema.name in _UNDECLARED or any(one and not one.is_write for one in aliases)
 
 
-def _pass(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    if _Followed.by is None:
-        with unseen():
-            return operator(*args, **kwargs)
-    return _Followed.by(operator, args, kwargs)
+def _passing(schema: Any) -> Callable[..., Any]:
+    """Return the kernel of the operator that ``schema`` describes."""
+    namespace, _, name = schema.name.partition("::")
+    overload = schema.overload_name or "default"
+    operator: Any = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal operator
+        if operator is None:
+            operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        if _Followed.by is None:
+            with unseen():
+                return operator(*args, **kwargs)
+        return _Followed.by(operator, args, kwargs)
+
+    return run

@@ -59,7 +59,7 @@ class DryValues(Values):
                 self._hold_in(tensor, seen_by_cpu((start, size), tensor.dtype))
 
     def end(self) -> None:
-        """Forget what has died since, and tensors without elements, of whose death nothing tells."""
+        """Forget what has died since, and tensors without elements, whose death nothing tells."""
         self.forget_dead()
         while self._empty:
             self._bases.pop(self._empty.pop(), None)
@@ -173,8 +173,11 @@ class DryValues(Values):
 
 def _end_of(tensor: torch.Tensor) -> int:
     """Return where ``tensor`` ends, in bytes from the beginning of its storage."""
-    steps = (max(size - 1, 0) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    last = tensor.storage_offset() + sum(steps) + 1
+    steps = (
+        max(size - 1, 0) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    last = int(tensor.storage_offset()) + sum(steps) + 1
     return last * tensor.dtype.itemsize
 
 

@@ -26,12 +26,11 @@ class Memory:
         What it returns is raised where the thread comes back to Python. Keep hold of it.
         """
         library = ctypes.CDLL(None)
-        range_of_memory = [ctypes.c_void_p, ctypes.c_size_t]
         self._knows = library.pytest_gpumem_dry_knows
         self._know = library.pytest_gpumem_dry_know
         self._forget = library.pytest_gpumem_dry_forget
         for function in (self._knows, self._know, self._forget):
-            function.argtypes = range_of_memory
+            function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self._block = library.pytest_gpumem_dry_block
         self._block.argtypes, self._block.restype = [ctypes.c_void_p], ctypes.c_size_t
         self._watch = library.pytest_gpumem_dry_watch
@@ -81,8 +80,8 @@ class Memory:
         """Return the block of the allocator's that ``tensor`` lies in; no bytes if it is none."""
         if tensor.layout is not torch.strided:
             return 0, 0
-        start = tensor.data_ptr() - tensor.storage_offset() * tensor.dtype.itemsize
-        return start, self._block(start)
+        start = tensor.data_ptr() - int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return start, int(self._block(start))
 
     def watch(self, start: int) -> int:
         """Let :meth:`dead` tell when the block at ``start`` has been given back.

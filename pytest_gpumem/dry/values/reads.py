@@ -52,7 +52,7 @@ class Here(threading.local):
     """Reads of unknown values so far."""
 
 
-class _Unknown(UnknownValueError):
+class _UnknownError(UnknownValueError):
     """Raised in a thread of Python's from outside, which can hand over no sentence."""
 
     sentence = ""
@@ -256,7 +256,7 @@ class Reads:
     def _interrupt(self, sentence: str) -> type[BaseException]:
         """Return an error for this thread, to be raised as soon as it is back in Python."""
         self.decided = self.decided or sentence
-        kind = type("UnknownValueError", (_Unknown,), {"sentence": sentence})
+        kind = type("UnknownValueError", (_UnknownError,), {"sentence": sentence})
         self._interrupted[threading.get_ident()] = kind
         return kind
 

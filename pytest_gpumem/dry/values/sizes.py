@@ -53,7 +53,8 @@ def _repeated(
     if kwargs.get("output_size") is not None:
         return []
     known = values.known(args[0])
-    return None if known is None else [int(known.sum())]
+    # Up to 2.13 it then asks whether none is negative.
+    return None if known is None else [int(known.sum()), int((known >= 0).all())]
 
 
 def _counted(values: Values, masks: Sequence[Any]) -> Sequence[int] | None:

@@ -56,7 +56,7 @@ _is_cpu: Callable[[torch.Tensor], bool] = _getter("is_cpu")
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` lies on a GPU, for which ``meta`` stands where that is simulated."""
+    """Return whether ``tensor`` lies on a GPU, for which ``meta`` stands if it is simulated."""
     return not _is_cpu(tensor)
 
 
