@@ -191,14 +191,14 @@ def _passes(case: str, dry: Json, simulated: Json) -> Iterator[Pass]:
     nothing: Json = {"events": [], "who": [], "where": [], "libraries": []}
     nothing |= {"allocated": 0, "reserved": 0}
     names = list(sides[0] | sides[1])
+    given = dry.get("given", "")
     if "error" in dry or "error" in simulated:
         names.append("the rest")
     for name in names:
         one = {**nothing, **sides[0].get(name, {"error": dry.get("error")})}
         other = {**nothing, **sides[1].get(name, {"error": simulated.get("error")})}
         outcome = _outcome(one, other)
-        given = dry.get("given", "")
-        exception = exception_of(case, name, outcome)
+        exception = exception_of(case, name, given)
         if outcome in (REORDERED, PEAK) and _is_but_for_libraries(one, other):
             exception = LIBRARY
         yield Pass(case, name, given, outcome, one, other, exception)

@@ -41,7 +41,9 @@ def _ctc_loss(overload: Any) -> Composite:
         target = targets.to(log_probs.device, torch.int64)
         losses = _aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity)[0]
         if zero_infinity:
-            losses = torch.where(losses == torch.inf, losses.new_zeros(()), losses)
+            nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
+            losses = torch.where(losses == torch.inf, nothing, losses)
+            del nothing
         if reduction == _MEAN:
             divisors = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
             return (losses / divisors.clamp_min(1)).mean()
