@@ -105,7 +105,7 @@ class Pass:
 
 def main() -> int:
     """Run what is asked for, and print or write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--corpus", default=",".join(CORPORA))
     parser.add_argument("--dtype", default=DTYPES)

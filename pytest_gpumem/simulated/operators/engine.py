@@ -162,13 +162,14 @@ def _product(args: tuple[Any, ...], node: str) -> OpOverload | None:
         return _aten.mul_.Tensor if _is_temporary(args[0]) else None
     if node != _LOGITS:
         return None
-    weight = torch._C._current_autograd_node()._saved_pos_weight  # type: ignore[union-attr]  # it runs
+    running: Any = torch._C._current_autograd_node()
+    weight = running._saved_pos_weight
     is_weight = weight is not None and _storage(weight) == _storage(args[0])
     return None if is_weight else _aten.mul_.Tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 IN_PLACE: dict[str, InPlace] = {
