@@ -25,7 +25,7 @@ _VALUES_OF_OPTIMIZERS = "LBFGS"
 
 _LIBRARY = """
     cholesky cholesky_inverse cholesky_solve geqrf linalg_.* logdet lu lu_solve lu_unpack
-    matrix_exp norm_nuc ormqr pca_lowrank pinverse svd svd_lowrank triangular_solve
+    matrix_exp norm_nuc ormqr qr pca_lowrank pinverse svd svd_lowrank triangular_solve
     fft_.* stft istft
 """
 """cuSOLVER, cuBLAS's factorizations, MAGMA and cuFFT."""
