@@ -149,7 +149,7 @@ _SELECTIONS = (
 )
 _WHOLE_SELECTIONS = "MaxBackward1 MinBackward1 MedianBackward0 NanmedianBackward0"
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
-_SINCE_2_14 = torch.torch_version.TorchVersion(torch.__version__) >= (2, 14)
+_SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 """Formulas are those of the torch that runs."""
 _CHOICES = (
     "Atan2Backward0 ClampBackward0 ClampMaxBackward1 ClampMinBackward1 MaximumBackward0 "
