@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 ROW, FLAGS = 400, 100
@@ -40,6 +41,7 @@ def test_few_others_are_compared_with_all_elements(on: Any) -> None:
     assert gpu.of(lambda: torch.isin(x, few)) == [20, 100, 20, -20, -100]
 
 
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")
 def test_what_is_searched_has_the_type_of_what_is_sorted(on: Any) -> None:
     gpu = on()
     ordered = torch.arange(100, dtype=torch.float32).cuda()
