@@ -38,8 +38,12 @@ from recordings import (
 )
 from several_ranks import bounds, rank_numbers
 from single_numbers import Number, numbers
+from truth_page import section
 
 from pytest_gpumem.simulated.gpu.replay import replay
+
+_INTRODUCTION = 4
+"""Lines of the page before its tables: the title, and what the page is."""
 
 SAMPLE = 300
 """Rows of the table of perceptrons that the page compares."""
@@ -85,9 +89,9 @@ def page() -> Iterator[str]:
         "not part of this one (`GPUMEM_GROUNDTRUTH` names their folder). *Equal* means equal to "
         "the byte."
     )
-    for section in _SECTIONS:
+    for part in _SECTIONS:
         yield ""
-        yield from section()
+        yield from part()
 
 
 def allocators() -> Iterator[str]:
@@ -455,7 +459,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     if "--write" in arguments:
         target = Path(arguments[arguments.index("--write") + 1])
-        target.write_text("\n".join(page()) + "\n", encoding="utf-8")
+        lines = list(page())
+        kept = section(target.read_text(encoding="utf-8")) if target.exists() else ""
+        if kept:
+            lines[_INTRODUCTION:_INTRODUCTION] = [kept, ""]
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
         return
     print_table([name for name in arguments if not name.startswith("-")], "-v" in arguments)
 

@@ -3,14 +3,16 @@
     python benchmarks/truth.py                        PyTorch's samples, scenarios, programs
     python benchmarks/truth.py NAME...                groups whose name matches one of these
     python benchmarks/truth.py --corpus op --dtype f32,bf16 --gpu H100
-    python benchmarks/truth.py --sample 200 --seed 7  one case each of so many groups
+    python benchmarks/truth.py --sample 200 --seed 7  one case each of so many groups, 20 programs
     python benchmarks/truth.py --stacks all -v NAME   who made the first event that differs
-    python benchmarks/truth.py --write docs/fidelity.md
+    python benchmarks/truth.py --write docs/fidelity.md    the tables of this release
+    python benchmarks/truth.py --read FOLDER --known  truth_known.txt anew, with what is there
 
 Needs a CUDA build of torch and a C compiler (docs/dry.md), and expecttest for PyTorch's own
 samples. Every case runs on both devices, a fork for each group of cases. Compared are the
 allocator's events by action, size and order, then the highest bytes allocated and reserved.
-Returns 1 where a pass differs that no exception of ``truth_exceptions.py`` names.
+Returns 1 where a pass differs that neither an exception of ``truth_exceptions.py`` names nor a line
+of ``truth_known.txt``: a group whose difference is known and not mended yet.
 """
 
 from __future__ import annotations
@@ -30,10 +32,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from truth_exceptions import LIBRARY, exception_of
+from truth_exceptions import LIBRARY, VALUES, exception_of
+from truth_page import write
 
 ROOT = Path(__file__).resolve().parent.parent
-CORPORA = ("op", "module", "optim", "scenario", "program")
+KNOWN = Path(__file__).with_name("truth_known.txt")
+CORPORA = {
+    "op": "samples of operators, forward and backward",
+    "module": "modules, in training and inference",
+    "optim": "steps of optimizers",
+    "scenario": "programs of the twin run",
+    "program": "small programs",
+}
+"""The name of each on the page."""
 DTYPES = "f32,bf16,f16,i64"
 
 Json = dict[str, Any]
@@ -61,6 +72,11 @@ class Pass:
     """Why it is not comparable."""
 
     @property
+    def group(self) -> str:
+        """What was run: ``op/add``."""
+        return "/".join(self.case.split("/")[:2])
+
+    @property
     def first(self) -> int:
         """The position of the first event that differs."""
         pairs = zip(self.dry["events"], self.simulated["events"], strict=False)
@@ -72,7 +88,7 @@ class Pass:
     @property
     def family(self) -> str:
         """What passes with the same cause have in common."""
-        what = "/".join(self.case.split("/")[:2])
+        what = self.group
         if self.outcome in (REFUSED, DRY_FAILS):
             error = (self.simulated if self.outcome == REFUSED else self.dry)["error"]
             return f"{what}: {re.sub(r'[0-9]+', 'N', error)[:110]}"
@@ -89,7 +105,7 @@ class Pass:
 
 def main() -> int:
     """Run what is asked for, and print or write what was found."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*")
     parser.add_argument("--corpus", default=",".join(CORPORA))
     parser.add_argument("--dtype", default=DTYPES)
@@ -100,6 +116,8 @@ def main() -> int:
     parser.add_argument("--stacks", choices=("python", "all"))
     parser.add_argument("--keep", type=Path, help="a folder for both sides' results")
     parser.add_argument("--read", type=Path, help="such a folder, instead of running")
+    parser.add_argument("--write", type=Path, metavar="PAGE")
+    parser.add_argument("--known", action="store_true")
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
     request = {
@@ -115,11 +133,23 @@ def main() -> int:
             folder.mkdir(parents=True, exist_ok=True)
             run(request, options.gpu, folder)
         passes = list(compared(folder))
+        of_release = release(folder)
     print(f"{options.gpu}, seed {options.seed}, {time.time() - began:.0f} s")
     print_table(passes)
     print_families(passes, options.verbose)
-    differing = [one for one in passes if one.outcome in (REORDERED, PEAK, REFUSED)]
-    return 1 if any(one.exception is None for one in differing) else 0
+    differing = {
+        one.group
+        for one in passes
+        if one.outcome in (REORDERED, PEAK, REFUSED) and one.exception is None
+    }
+    known = set(KNOWN.read_text(encoding="utf-8").split()) if KNOWN.exists() else set()
+    if options.known:
+        KNOWN.write_text("\n".join(sorted(known | differing)) + "\n", encoding="utf-8")
+    if options.write:
+        write(options.write, rows(passes, of_release, options.gpu))
+    for group in sorted(differing - known):
+        print(f"not known: {group}")
+    return 1 if differing - known else 0
 
 
 def run(request: Json, gpu: str, folder: Path) -> None:
@@ -132,6 +162,11 @@ def run(request: Json, gpu: str, folder: Path) -> None:
         command += [str(Path(__file__).with_name("truth_worker.py")), device, gpu]
         command += [json.dumps(request), str(folder / f"{device}.jsonl")]
         children.append((subprocess.Popen(command, env=variables, cwd=ROOT), command))
+    version = subprocess.check_output(
+        [sys.executable, "-c", "import importlib.metadata as m; print(m.version('torch'))"],
+        text=True,
+    )
+    (folder / "torch").write_text(version.partition("+")[0].strip(), encoding="utf-8")
     for child, command in children:
         if child.wait():
             raise subprocess.CalledProcessError(child.returncode, command[:5])
@@ -156,14 +191,14 @@ def _passes(case: str, dry: Json, simulated: Json) -> Iterator[Pass]:
     nothing: Json = {"events": [], "who": [], "where": [], "libraries": []}
     nothing |= {"allocated": 0, "reserved": 0}
     names = list(sides[0] | sides[1])
+    given = dry.get("given", "")
     if "error" in dry or "error" in simulated:
         names.append("the rest")
     for name in names:
         one = {**nothing, **sides[0].get(name, {"error": dry.get("error")})}
         other = {**nothing, **sides[1].get(name, {"error": simulated.get("error")})}
         outcome = _outcome(one, other)
-        given = dry.get("given", "")
-        exception = exception_of(case, name, outcome)
+        exception = exception_of(case, name, given)
         if outcome in (REORDERED, PEAK) and _is_but_for_libraries(one, other):
             exception = LIBRARY
         yield Pass(case, name, given, outcome, one, other, exception)
@@ -198,7 +233,7 @@ def _blocks(events: Sequence[str]) -> list[str]:
 
 def print_table(passes: Sequence[Pass]) -> None:
     """Print how many passes of each corpus have which outcome."""
-    corpora = sorted({one.case.split("/")[0] for one in passes}, key=CORPORA.index)
+    corpora = sorted({one.case.split("/")[0] for one in passes}, key=list(CORPORA).index)
     print(f"{'':10}" + "".join(f"{name:>34}" for name in corpora))
     for outcome in OUTCOMES:
         counts = [
@@ -215,6 +250,29 @@ def print_table(passes: Sequence[Pass]) -> None:
         print(
             f"{corpus:10} {_shares([one for one in passes if one.case.startswith(f'{corpus}/')])}"
         )
+
+
+def release(folder: Path) -> str:
+    """Return the torch that both sides' results are of."""
+    return (folder / "torch").read_text(encoding="utf-8")
+
+
+def rows(passes: Sequence[Pass], version: str, gpu: str) -> list[str]:
+    """Return a row of the page's table for each corpus."""
+    made = []
+    for corpus, title in CORPORA.items():
+        among = [one for one in passes if one.case.startswith(f"{corpus}/")]
+        counts = Counter(one.outcome for one in among if one.exception is None)
+        compared = sum(counts[one] for one in (EQUAL, REORDERED, PEAK, REFUSED))
+        if not compared:
+            continue
+        same = counts[EQUAL] + counts[REORDERED]
+        reasons = Counter(one.exception for one in among if one.exception is not None)
+        cells = [version, gpu, title, f"{compared:,}"]
+        cells += [f"{number:,} ({number / compared:.2%})" for number in (counts[EQUAL], same)]
+        cells += [f"{counts[REFUSED]:,}", f"{reasons[VALUES]:,}", f"{reasons[LIBRARY]:,}"]
+        made.append(f"| {' | '.join(cells)} |")
+    return made
 
 
 def _shares(passes: Sequence[Pass]) -> str:

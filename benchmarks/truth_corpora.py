@@ -172,7 +172,8 @@ def _optimizers(dtypes: Sequence[str], samples: int) -> Iterator[Group]:
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:
-        name = f"optim/{info.optim_cls.__name__}"
+        kind: Any = info.optim_cls
+        name = f"optim/{kind.__name__}"
         yield Group(name, partial(_optimizer_settings, info, name, dtypes))
 
 

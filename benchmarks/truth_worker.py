@@ -35,6 +35,9 @@ SIGNS = {"alloc": "+", "free_requested": "-"}
 OTHERS = ("segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")
 """What is compared besides: what the allocator asks of the driver."""
 
+PROGRAMS = ("scenario/", "program/")
+"""What takes longer: of a sample, one to ten others."""
+
 WORKSPACES = ("cuDNN", "cuFFT", "cuSOLVER", "cuSPARSE", "MAGMA")
 """Libraries whose workspaces only they know."""
 
@@ -70,7 +73,10 @@ def _chosen(request: Json) -> tuple[list[Group], str | None]:
     if request["sample"] is None:
         return found, None
     random.Random(request["seed"]).shuffle(found)
-    return found[: request["sample"]], request["seed"]
+    programs = [group for group in found if group.name.startswith(PROGRAMS)]
+    samples = [group for group in found if group not in programs]
+    chosen = samples[: request["sample"]] + programs[: request["sample"] // 10]
+    return chosen, request["seed"]
 
 
 def _in_fork(

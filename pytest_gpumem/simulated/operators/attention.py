@@ -51,11 +51,11 @@ def scaled_dot_product_attention(
     call = AttentionCall(gpu, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = call.kernel()
     if gpu.version >= _HEADS_ALONE_SINCE and _are_heads_alone(query, key, value, attn_mask):
-        batched = [tensor.unsqueeze(0) for tensor in (query, key, value)]
-        of_batch = AttentionCall(gpu, *batched, attn_mask, dropout_p, is_causal, enable_gqa)
+        q, k, v = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        of_batch = AttentionCall(gpu, q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
         if of_batch.kernel() in (FLASH, EFFICIENT, CUDNN):
             return scaled_dot_product_attention(
-                gpu, *batched, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                gpu, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa
             ).squeeze(0)
     mask = _as_bias(attn_mask, query)
     if kernel == FLASH:

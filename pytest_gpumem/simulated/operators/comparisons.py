@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators.layout import copied
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, passing
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -109,9 +109,12 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
 # Where numbers belong among sorted ones.
 
 
-def _number(gpu: GPU, self: Tensor | float) -> Scratch | None:
-    """A number becomes a tensor of 64 bits."""
-    return None if isinstance(self, Tensor) else Scratch(gpu, 8)
+def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
+    """A number becomes a tensor of 64 bits; the places in ``sorter`` are checked."""
+    scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
+    if sorter is not None and sorter.numel():
+        passing(gpu, 8, 8)
+    return scratch
 
 
 def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> None:
@@ -122,7 +125,8 @@ def _search(gpu: GPU, sorted: Tensor, wanted: Tensor | float, sorter: Any) -> No
     for nbytes in copied(tensor, sorted, sorter):
         scratch.take(nbytes)
     common = torch.result_type(sorted, wanted)
-    if tensor is None or tensor.dtype != common:
+    number = torch.float64 if isinstance(wanted, float) else torch.int64
+    if (number if tensor is None else tensor.dtype) != common:
         scratch.take((1 if tensor is None else tensor.numel()) * common.itemsize)
     if sorted.dtype != common:
         scratch.take(sorted.numel() * common.itemsize)

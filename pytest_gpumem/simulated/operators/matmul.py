@@ -154,8 +154,11 @@ def _bias_in_epilogue(
 
 
 def _mv(gpu: GPU, vec: Tensor, result: Tensor) -> None:
+    """addmv_out_cuda: gemv reads no vector whose elements are one number."""
     if result.numel() and vec.numel():
+        copied = Scratch(gpu, vec.nbytes if not vec.stride(0) else 0)
         gpu.workspaces.gemm(gpu.stream)
+        copied.free()
 
 
 def _dot(gpu: GPU, self: Tensor) -> None:

@@ -228,7 +228,8 @@ class _FusedGruCell(torch.autograd.Function):
         hidden_bias: Tensor | None,
     ) -> Tensor:
         workspace = hx.new_empty((hx.shape[0], hx.shape[1] * 5))
-        ctx.save_for_backward(workspace)
+        # Its gradient may be differentiated, which takes the gates (derivatives.yaml).
+        ctx.save_for_backward(hidden_gates, input_gates, workspace)
         ctx.biases = (input_bias is not None, hidden_bias is not None)
         output = torch.empty_like(hx, memory_format=torch.contiguous_format)
         gates = (input_gates, hidden_gates, hx, input_bias, hidden_bias)
@@ -238,7 +239,7 @@ class _FusedGruCell(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (workspace,) = ctx.saved_tensors
+        *_, workspace = ctx.saved_tensors
         batch, size = gradients[0].shape
         grad_input_gates = workspace.new_empty((batch, 3 * size))
         grad_hidden_gates = workspace.new_empty((batch, 3 * size))

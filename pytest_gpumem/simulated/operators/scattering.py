@@ -50,12 +50,22 @@ def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
     passing(gpu, rows * INDEX_BYTES, rows, 1)
 
 
-def _segments(gpu: GPU, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    """The other of lengths and offsets, along the last dimension."""
+def _segments(gpu: GPU, data: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    _tell_segments(gpu, lengths, offsets, of_a_row=data.dim() == 1)
+
+
+def _segments_again(gpu: GPU, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    _tell_segments(gpu, lengths, offsets, of_a_row=False)
+
+
+def _tell_segments(
+    gpu: GPU, lengths: Tensor | None, offsets: Tensor | None, *, of_a_row: bool
+) -> None:
+    """The other of lengths and offsets, along the last dimension; CUB reduces those of a row."""
     if lengths is None:
         if offsets is not None:
             rows = offsets.numel() // max(offsets.shape[-1], 1)
-            passing(gpu, (offsets.numel() - rows) * offsets.element_size())
+            passing(gpu, (offsets.numel() - rows) * offsets.element_size(), *[1] * of_a_row)
         return
     size = lengths.element_size()
     rows = lengths.numel() // max(lengths.shape[-1], 1)
@@ -65,6 +75,8 @@ def _segments(gpu: GPU, lengths: Tensor | None, offsets: Tensor | None) -> None:
     scratch.drop(first)
     if rows == 1:
         scratch.drop(scratch.take(cub.scan_bytes(lengths.numel() + 1, size, gpu.version)))
+    if of_a_row:
+        passing(gpu, 1)
     scratch.drop(ends)
 
 
@@ -82,6 +94,6 @@ RULES = {
     "aten::index_reduce": Rule(after=_mean_by_index),
     "aten::index_reduce_": Rule(after=_mean_by_index),
     "aten::segment_reduce": Rule(before=_before_segments, after=_segments),
-    "aten::_segment_reduce_backward": Rule(after=_segments),
+    "aten::_segment_reduce_backward": Rule(after=_segments_again),
     "aten::unfold_backward": Rule(after=_unfold_backward),
 }

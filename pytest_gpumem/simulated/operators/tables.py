@@ -16,6 +16,7 @@ from pytest_gpumem.simulated.operators import (
     activations,
     assertions,
     attention,
+    bilinear,
     chunks,
     comparisons,
     convolution,
@@ -110,6 +111,7 @@ COMPOSITES: dict[str, Composite] = {
 """By overload: operators that CUDA takes apart otherwise than the CPU and ``meta`` do."""
 
 IN_VIEW: dict[str, Composite] = {
+    **bilinear.IN_VIEW,
     **convolution.IN_VIEW,
     **ctc.IN_VIEW,
     **cudnn_convolution.IN_VIEW,

@@ -4,7 +4,8 @@ They have no kernel for CUDA: CompositeExplicitAutograd in native_functions.yaml
 has a kernel for the shape of the result alone. Source: aten/src/ATen/native/Distance.cpp
 (_euclidean_dist, which cdist_impl takes for more than 25 rows), AffineGridGenerator.cpp, Loss.cpp
 (binary_cross_entropy_with_logits), ReduceOps.cpp (dist), BinaryOps.cpp (ldexp), UnaryOps.cpp
-(mvlgamma), Linear.cpp (_trilinear) and TensorCompare.cpp (isinf), torch 2.6 to 2.15.
+(mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index) and
+TensorCompare.cpp (isinf), torch 2.6 to 2.15.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pytest_gpumem.simulated.operators.rules import Composite
 
 _BUILT = (
     "_euclidean_dist.default",
-    "_trilinear.default",
     "_unsafe_masked_index.default",
     "_unsafe_masked_index_put_accumulate.default",
     "affine_grid_generator.default",

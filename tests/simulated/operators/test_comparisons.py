@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 ROW, FLAGS = 400, 100
@@ -40,6 +41,7 @@ def test_few_others_are_compared_with_all_elements(on: Any) -> None:
     assert gpu.of(lambda: torch.isin(x, few)) == [20, 100, 20, -20, -100]
 
 
+@pytest.mark.filterwarnings("ignore:torch.searchsorted")
 def test_what_is_searched_has_the_type_of_what_is_sorted(on: Any) -> None:
     gpu = on()
     ordered = torch.arange(100, dtype=torch.float32).cuda()
@@ -48,6 +50,7 @@ def test_what_is_searched_has_the_type_of_what_is_sorted(on: Any) -> None:
     assert gpu.of(lambda: torch.searchsorted(ordered, x)) == [found]
     assert gpu.of(lambda: torch.searchsorted(ordered, x.t())) == [found, 3200, -3200]
     assert gpu.of(lambda: torch.searchsorted(ordered, 0.5)) == [8, 8, 4, -4, -8]
-    assert gpu.of(lambda: torch.bucketize(0.5, ordered)) == [8, 8, 4, -4, -8]
+    if not torch.__version__.startswith("2.6"):  # which reads the number on meta
+        assert gpu.of(lambda: torch.bucketize(0.5, ordered)) == [8, 8, 4, -4, -8]
     numbers = torch.arange(100).cuda()
     assert gpu.of(lambda: torch.searchsorted(numbers, 0.5)) == [8, 8, 4, 400, -400, -4, -8]

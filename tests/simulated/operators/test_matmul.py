@@ -41,3 +41,12 @@ def test_bias_of_a_strided_input_is_added_in_place(on: Any) -> None:
     weight, bias = torch.randn(32, 16, device="cuda"), torch.randn(32, device="cuda")
     result = 4 * 8 * 32 * 4
     assert gpu.of(lambda: functional.linear(x, weight, bias)) == [result, WORKSPACE]
+
+
+def test_a_vector_of_one_number_is_copied_for_the_product(on: Any) -> None:
+    gpu = on()
+    matrix = torch.randn(64, 32, device="cuda")
+    row, number = torch.randn(32, device="cuda"), torch.ones((), device="cuda").expand(32)
+    matrix.mv(row)  # takes cuBLAS's workspace
+    assert gpu.of(lambda: matrix.mv(row)) == [256]
+    assert gpu.of(lambda: matrix.mv(number)) == [256, 128, -128]

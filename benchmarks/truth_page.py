@@ -1,0 +1,54 @@
+"""The tables of ``truth.py`` on the page of fidelity, which ``fidelity.py`` keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+BEGIN, END = "<!-- truth.py writes this -->", "<!-- truth.py has written this -->"
+
+_TEXT = """
+## Against torch's own code
+
+No GPU made these numbers. `python benchmarks/truth.py --write docs/fidelity.md` runs the same
+code on the simulated device and on the [dry device](dry.md), which is torch's own CUDA code over
+a runtime whose kernels compute nothing, and compares every allocation and every free, by size and
+in order, then the highest bytes allocated and reserved. Samples are those that PyTorch tests
+itself with (`op_db`, `module_db`, `optim_db` of `torch.testing`), in float32, bfloat16, float16
+and int64. What recorded GPUs say stands below, and is right where the two differ.
+
+Not compared, and counted at the end of each row: passes whose values decide what is taken, which
+the dry device reads as zero, and workspaces that a library chooses (cuDNN, cuFFT, cuSOLVER),
+which neither device knows. *Refused* counts among those that differ.
+
+| torch | GPU | what | passes | same events | same peaks | refused | values | libraries |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def section(page: str) -> str:
+    """Return the part of ``page`` that ``truth.py`` writes, empty where there is none."""
+    _, found, rest = page.partition(BEGIN)
+    part, ended, _ = rest.partition(END)
+    return f"{BEGIN}{part}{END}" if found and ended else ""
+
+
+def write(file: Path, rows: Sequence[str]) -> None:
+    """Put ``rows`` into the page in place of those of the same release and GPU."""
+    page = file.read_text(encoding="utf-8")
+    before = section(page)
+    columns = {tuple(row.split(" | ")[:2]) for row in rows}
+    kept = [
+        line
+        for line in before.splitlines()
+        if line[:3].startswith("| 2") and tuple(line.split(" | ")[:2]) not in columns
+    ]
+    made = "\n".join(sorted([*kept, *rows], key=lambda row: row.split(" | ")[:2]))
+    new = f"{BEGIN}\n{_TEXT.strip()}\n{made}\n\n{END}"
+    if before:
+        page = page.replace(before, new)
+    else:
+        title, _, rest = page.partition("\n\n")
+        introduction, _, rest = rest.partition("\n\n")
+        page = f"{title}\n\n{introduction}\n\n{new}\n\n{rest}"
+    file.write_text(page, encoding="utf-8")
