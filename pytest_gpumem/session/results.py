@@ -400,6 +400,9 @@ class Results:
         for target in self._settings.reports:
             if target.unasked and not records:
                 continue
+            if target.path is not None and not target.unasked and not target.path.parent.exists():
+                folder = target.path.parent
+                self._notes.append(f"{folder} did not exist and was made for the report in it")
             from pytest_gpumem.report.reported_run import ReportedRun
             from pytest_gpumem.report.written import write
 
