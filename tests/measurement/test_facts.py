@@ -137,10 +137,12 @@ def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> Non
         @pytest.mark.gpumem(max_leak=0)
         def test_it():
             net = torch.nn.Linear(8, 8).cuda()
-            for step in range(4):
-                out = net(torch.ones(4, 8, device="cuda"))
+            out = net(torch.ones(4, 8, device="cuda"))
+            for step in range(3):
                 seen = weakref.ref(out)
-                del out
+                new = net(torch.ones(4, 8, device="cuda"))  # the variable is looked at
+                out = new
+                del new
                 assert seen() is None
         """
     )
