@@ -114,7 +114,7 @@ def second_run(
     if isinstance(error, UnknownValueError):
         reason = str(error)
     elif failed and current.device.made_up:
-        reason = "it failed after it read a value that shapes do not have"
+        reason = "it failed after it read a value that is not computed"
     else:
         return None
     return SecondRun(session, item, reason, expected=current.device.work.seconds)
