@@ -30,7 +30,7 @@ def growth(
     return Growth(Side(now, facts), Side(before, were), explain(now, before))
 
 
-CHANGED = {
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "grad mode": ({"grad": {"on": 3}}, {"grad": {"off": 3}}, "autograd is on in 3 forwards"),
     "checkpointing": (
         {"grad": {"on": 1}},
