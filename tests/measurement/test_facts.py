@@ -105,10 +105,7 @@ torch.nn.functional.scaled_dot_product_attention(q, q, q)
 def test_what_a_step_leaves_and_who_holds_it(
     project: Project, keep: str, holder: dict[str, str]
 ) -> None:
-    """Each step keeps input, hidden and output of its graph, each 8 × 64 floats, 2,048 bytes.
-
-    The first input was there before the first forward began.
-    """
+    """Each step keeps its output of 8 × 64 floats, 2,048 bytes, and with it its graph."""
     found = facts(
         project,
         f"""
@@ -125,7 +122,7 @@ for step in range(4):
     )["carried"]
     assert {key: found[key] for key in holder} == holder
     assert found["graph"]
-    assert found["held"] == [4096, 4096 + 6144, 4096 + 2 * 6144]
+    assert found["held"] == [2048, 4096, 6144]
 
 
 def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> None:
