@@ -21,7 +21,9 @@ sys.path.insert(0, str(REPOSITORY))
 from pytest_gpumem.attribution.history import CATEGORIES  # noqa: E402
 from pytest_gpumem.report.html import write_html, write_recording  # noqa: E402
 from pytest_gpumem.report.html.recording import Watchers  # noqa: E402
+from pytest_gpumem.report.json_report import write_report  # noqa: E402
 from pytest_gpumem.report.record import TestRecord  # noqa: E402
+from pytest_gpumem.report.thinned import thin  # noqa: E402
 from pytest_gpumem.simulated.allocator import Allocator  # noqa: E402
 from pytest_gpumem.simulated.allocator.replay import replay  # noqa: E402
 from tests.report.example_run import MIB, failing, measured, record, verdict  # noqa: E402
@@ -59,11 +61,11 @@ requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() -
 
 
 def records() -> Iterator[TestRecord]:
-    """Yield tests of which a sixth has a time line and a hundredth fails."""
+    """Yield tests that have a time line each, of which a hundredth fails."""
     draw = random.Random(0)
     for number in range(TESTS):
         peak = draw.randint(1, 4000) * MIB
-        line = _timeline(draw, peak) if number % 6 == 0 else None
+        line = _timeline(draw, peak)
         shown = replace(
             measured(peak, composition={"parameters": peak // 3, "activations": peak - peak // 3}),
             timeline=line,
@@ -131,8 +133,15 @@ def main() -> None:
 
 
 def _tests(browser: Any, folder: Path) -> None:
-    page = write_html(folder / "tests.html", list(records()))
-    print(f"\n{TESTS + 1:,} tests, a sixth with time lines: {page.stat().st_size / MIB:.1f} MiB")
+    every = list(records())
+    begin = time.perf_counter()
+    kept = thin(every)
+    page = write_html(folder / "tests.html", kept)
+    report = write_report(folder / "tests.json", kept)
+    print(
+        f"\n{TESTS + 1:,} tests with time lines: page {page.stat().st_size / MIB:.1f} MiB, JSON "
+        f"{report.stat().st_size / MIB:.1f} MiB, written in {time.perf_counter() - begin:.1f} s"
+    )
     _show("open", lambda: _opened(browser, page, "#rows tr"))
     words = iter("7 number_1 module_3 zz failed".split())
     find = "byId('find').value = %r; byId('find').dispatchEvent(new Event('input'))"

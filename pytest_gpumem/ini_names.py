@@ -26,6 +26,7 @@ def check_names(config: pytest.Config, known: Collection[str]) -> None:
             words = [word.removeprefix(PREFIX) for word in known]
             close = get_close_matches(name.removeprefix(PREFIX), words, n=1)
             meant = f"did you mean {PREFIX}{close[0]}?" if close else "see pytest --help"
+            where = config.inipath or "--override-ini"
             raise pytest.UsageError(
-                f"{config.inipath}: {quoted(name)} is no setting of pytest-gpumem; {meant}"
+                f"{where}: {quoted(name)} is no setting of pytest-gpumem; {meant}"
             )

@@ -29,6 +29,10 @@ from pytest_gpumem.attribution.history import (
 )
 from pytest_gpumem.sizes import format_size
 
+LEAST_OF_PARAMETERS = 0.1
+"""The part of a difference that parameters, with what is kept of each, have at the least where it
+is the larger model that makes it."""
+
 
 def _compiled(growth: Growth) -> str | None:
     fused = {name for site in growth.before.sites for name in _fused_operators(site)}
@@ -81,7 +85,7 @@ def _checkpointing(growth: Growth) -> str | None:
     now, before = (set(side.fact("recomputed") or ()) for side in (growth.now, growth.before))
     lost = before - now
     gained = growth.gained(ACTIVATIONS)
-    if not growth.compares_facts or not lost or gained <= 0:
+    if not growth.compares_facts or not lost or not growth.is_most(gained):
         return None
     return (
         f"activations of {names_text(lost)} are kept for backward now; before they were computed "
@@ -193,6 +197,10 @@ def _larger_model(growth: Growth) -> str | None:
     for name in now:
         if name not in before or now[name]["parameters"] <= before[name]["parameters"]:
             continue
+        # Activations grow with them, too: of those alone nothing says how much.
+        own = growth.gained(PARAMETERS, GRADIENTS, OPTIMIZER_STATE)
+        if own < LEAST_OF_PARAMETERS * growth.bytes:
+            continue
         shapes, were = now[name]["largest"], before[name]["largest"]
         grown = [one for one in shapes if one in were and shapes[one] != were[one]]
         if grown:
@@ -223,6 +231,8 @@ def _unfused_attention(growth: Growth) -> str | None:
     now, before = (side.fact("attention") or {} for side in (growth.now, growth.before))
     if not before.get("fused") or now.get("unfused", 0) <= before.get("unfused", 0):
         return None
+    if not growth.is_most(growth.gained(ACTIVATIONS, TEMPORARIES)):
+        return None
     return f"{unfused_sentence(now)}, where it ran a fused kernel before"
 
 
@@ -241,7 +251,7 @@ def _written_attention(growth: Growth) -> str | None:
         for change in growth.changes
         if change.bytes > 0 and "softmax" in (change.site.operator or "")
     ]
-    if not formula or not growth.compares_facts:
+    if not growth.compares_facts or not growth.is_most(sum(change.bytes for change in formula)):
         return None
     first = max(formula, key=lambda change: change.bytes)
     return (
@@ -256,7 +266,7 @@ def _layout(growth: Growth) -> str | None:
         path for path in now if (now[path], before.get(path)) == ("contiguous", "channels_last")
     }
     copies = largest_gain(growth)
-    if not lost or copies is None:
+    if not lost or copies is None or not growth.is_most(copies.bytes):
         return None
     return (
         f"{names_text(lost)} got contiguous images where they were channels_last: "

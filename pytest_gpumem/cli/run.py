@@ -72,7 +72,7 @@ def _failed(script: Script, result: Result) -> int:
     answer = result.told
     ended = f"ended with exit code {answer.sentence}"
     how = ended if answer.ending == endings.EXITED else f"raised {answer.sentence}"
-    made_up = "; it had read a value that shapes do not have" if answer.made_up else ""
+    made_up = "; it had read a value that is not computed" if answer.made_up else ""
     print(f"gpumem: {script.name} {printable(how)} {_when(answer)}{made_up}", file=sys.stderr)
     return FAILED
 
@@ -215,7 +215,7 @@ def _peak_lines(measured: Measurement, width: int) -> Iterator[str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of steps; write 2")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no number of steps; give 1 or more")
     return int(text)
 
 

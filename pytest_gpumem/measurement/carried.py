@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_gpumem.attribution.history import Origin
-from pytest_gpumem.measurement.leaks import blocks_reachable, graph_of
-from pytest_gpumem.measurement.statistics import Block
+from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.simulated.common.callsite import is_internal
 
 Held = Callable[[], Iterable[tuple[int, int, Origin | None]]]
@@ -101,15 +100,16 @@ def _of_forward(origin: Origin | None) -> bool:
 
 
 def _holders_of(left: Mapping[int, int]) -> dict[_Holder, int]:
-    """Return the variables that hold some of these blocks, and how many bytes of them."""
+    """Return the variables that hold some of these blocks, and how many bytes of them.
+
+    Graphs are not walked: to look at what a node has saved runs the hooks that unpack it, which
+    under checkpointing compute a module again.
+    """
     found: dict[_Holder, int] = {}
     for variable in _variables():
         tensors = list(_tensors(variable.value, DEEPEST))
         graphs = [tensor for tensor in tensors if graph_of(tensor) is not None]
         addresses = {_address(tensor) for tensor in tensors} & left.keys()
-        if graphs:
-            blocks = frozenset(Block(0, address, nbytes) for address, nbytes in left.items())
-            addresses |= {block.address for block in blocks_reachable(graphs, blocks)}
         nbytes = sum(left[address] for address in addresses)
         several = isinstance(variable.value, _CONTAINERS)
         if nbytes:

@@ -9,9 +9,9 @@ from pytest_gpumem.attribution.timeline import thinned
 from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.report.record import TestRecord
 
-MOST_WHOLE = 100
+MOST_WHOLE = 50
 """Tests with a whole time line: those that failed first, then those with the highest peaks."""
-SAMPLES = 40
+SAMPLES = 24
 """Of the other tests."""
 
 

@@ -15,7 +15,7 @@ from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script, ScriptError
 from pytest_gpumem.script.request import Answer, Request
 
-_MADE_UP = "it failed after it read a value that shapes do not have"
+_MADE_UP = "it failed after it read a value that is not computed"
 
 GRACE = 120.0
 """Seconds that a script may take to end after it has been stopped, start and answer included."""

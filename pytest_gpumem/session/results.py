@@ -394,14 +394,19 @@ class Results:
                 yield module, "tests of it were given by id"
 
     def _write_reports(self) -> Iterator[str]:
-        from pytest_gpumem.report.thinned import thin
-
-        records = thin(self.records)
+        records, thinned = self.records, False
         for target in self._settings.reports:
             if target.unasked and not records:
                 continue
+            if target.path is not None and not target.unasked and not target.path.parent.exists():
+                folder = target.path.parent
+                self._notes.append(f"{folder} did not exist and was made for the report in it")
             from pytest_gpumem.report.reported_run import ReportedRun
+            from pytest_gpumem.report.thinned import thin
             from pytest_gpumem.report.written import write
+
+            if not thinned:
+                records, thinned = thin(records), True
 
             run = ReportedRun(
                 records,

@@ -124,7 +124,7 @@ def second_run(
     elif device.decided is not None:
         reason = device.decided
     elif failed and device.made_up:
-        reason = "it failed after it read a value that shapes do not have"
+        reason = "it failed after it read a value that is not computed"
     else:
         return None
     if error is not None:

@@ -123,6 +123,10 @@ class GpumemSession(Parts):
 
     def selected(self, items: Sequence[pytest.Item]) -> None:
         """Say what the tests of this worker need, so that they come in a good order."""
+        if self.settings.device.kind == "cuda":
+            from pytest_gpumem.session.asked_device import check_device
+
+            check_device(self._config, self.selector, items)
         self._prepare_isolation(items)
         if self.launched is not None:
             self.launched.meet(items, self._expectations)

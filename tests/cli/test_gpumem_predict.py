@@ -164,7 +164,8 @@ def test_the_worst_of_each_number_of_ranks(gpumem: Command) -> None:
     assert code == 0
     assert lines[3].split()[:7] == ["H100", "rank", "1", "of", "2", "79.19", "GiB"]
     assert any(
-        line.startswith("note: rank 7 takes most of 8 ranks: 0, 3, 5, 6, 7") for line in lines
+        line.startswith("note: rank 7 has the highest peak of 8 ranks: 0, 3, 5, 6, 7")
+        for line in lines
     )
     assert "ranks" not in gpumem.json("net.py:train", "--gpu", "T4")["gpus"][0]
 

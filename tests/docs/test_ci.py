@@ -63,7 +63,7 @@ def test_a_github_workflow_has_what_github_asks_for(workflow: dict[Any, Any]) ->
 
 
 def test_the_action_is_given_inputs_that_it_has() -> None:
-    given = [step["with"] for step in _steps() if "/pytest-gpumem@" in step.get("uses", "")]
+    given = [step["with"] for step in _steps() if step.get("uses") == "./pytest-gpumem"]
     assert len(given) == 3
     assert all(one.keys() <= ACTION["inputs"].keys() for one in given)
     names = [one.get("name", "gpumem") for one in given]

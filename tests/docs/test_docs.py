@@ -35,7 +35,7 @@ NOT_RUN = {
     "python -m pip install tox && python -m tox": "installs from an index",
     "EXAMPLE_REGRESSION=1 python -m tox -e examples -- examples/transformer": "installs",
     "pip install 'pytest-gpumem[examples]'": "installs from an index",
-    "pip install pytest-gpumem": "installs from an index",
+    "pip install PATH/TO/pytest-gpumem": "installs a checkout",
     "pip install pytest-xdist": "installs from an index",
     'pip install "pytest-gpumem[plot]"': "installs from an index",
     "gpumem report report.json -o peaks.png": "needs matplotlib; has tests of its own",

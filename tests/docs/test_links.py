@@ -86,3 +86,15 @@ def test_every_page_of_the_guide_is_in_its_index() -> None:
 def test_every_page_is_looked_at() -> None:
     assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/index.md"} <= set(PAGES)
     assert "docs/reference/report.md" in PAGES
+
+
+def test_the_guide_is_short() -> None:
+    index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
+    guide = index.partition(":caption: The guide")[2].partition("```")[0].split()[2:]
+    assert guide[0] == "device"
+    assert len(guide) <= 12
+    words = {
+        page: len((REPOSITORY / f"docs/{page}.md").read_text(encoding="utf-8").split())
+        for page in guide
+    }
+    assert {page: count for page, count in words.items() if count >= 900} == {}

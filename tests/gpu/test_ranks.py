@@ -71,7 +71,7 @@ def test_the_worst_of_the_processes_is_judged(cuda: CudaProject) -> None:
     result.stdout.fnmatch_lines(
         [
             "the test peaked at 8.0 KiB (8,192 B), 2.0 KiB over its limit of 6KiB*",
-            "rank 1 takes most of 2 ranks, which all ran: 8.0 KiB, 33.3% over their mean; *",
+            "all 2 ranks ran; rank 1 has the highest peak, 8.0 KiB, 33.3% over the mean, *",
             "*rank 1 of 2: it ended by SIGKILL in the middle of the test (exit code -9)*",
             "*is for 64 ranks, each with a GPU, and this machine has *: simulate them with *",
         ],

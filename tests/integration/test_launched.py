@@ -126,8 +126,8 @@ def test_a_script_is_told_what_all_ranks_took(project: Project) -> None:
     assert run_ranks(project.path, str(script)) == [
         (
             0,
-            "[4096, 8192] rank 1 takes most of 2 ranks, which all ran: 8.0 KiB, 33.3% over their "
-            "mean; rank 0 takes least, 4.0 KiB\n",
+            "[4096, 8192] all 2 ranks ran; rank 1 has the highest peak, 8.0 KiB, 33.3% over the "
+            "mean, and rank 0 the lowest, 4.0 KiB\n",
         ),
         (0, "[8192]\n"),
     ]

@@ -33,8 +33,9 @@ def imbalance(peaks: Mapping[int, int]) -> str:
         return f"all {len(peaks)} ranks ran and take the same, {format_size(peaks[most])}"
     over = peaks[most] * len(peaks) / sum(peaks.values()) - 1
     return (
-        f"rank {most} takes most of {len(peaks)} ranks, which all ran: {format_size(peaks[most])}, "
-        f"{over:.1%} over their mean; rank {least} takes least, {format_size(peaks[least])}"
+        f"all {len(peaks)} ranks ran; rank {most} has the highest peak, "
+        f"{format_size(peaks[most])}, {over:.1%} over the mean, and rank {least} the lowest, "
+        f"{format_size(peaks[least])}"
     )
 
 
@@ -76,12 +77,12 @@ class Worst:
         ran = sorted(self._taken)
         listed = ", ".join(map(str, ran))
         if len(ran) == self.size:
-            return f"rank {self.found} takes most of {self.size} ranks, which were all run"
+            return f"rank {self.found} has the highest peak of {self.size} ranks, all of which ran"
         alike = len({self._taken[rank].events for rank in ran}) == 1
-        how = "allocate alike" if alike else "differ"
+        how = "made the same allocations" if alike else "differ"
         return (
-            f"rank {self.found} takes most of {self.size} ranks: {listed} were run, and {how}; "
-            "ranks between two that allocate alike are taken to do so, too"
+            f"rank {self.found} has the highest peak of {self.size} ranks: {listed} ran and {how}; "
+            "a rank between two that made the same allocations was not run"
             + ("" if len(ran) < MOST_RUNS else f", and no more than {MOST_RUNS} were run")
         )
 

@@ -52,7 +52,7 @@ class Notes:
         line = self.count_read("a search for infinities and NaN")
         self.granted = True
         self.note(
-            f"{line} looks for infinities or NaN in numbers that shapes do not have: they were "
+            f"{line} looks for infinities or NaN in numbers that are not computed: they were "
             f"taken for finite"
         )
 
@@ -62,7 +62,7 @@ class Notes:
         Raises :class:`UnknownValueError` where one line does so without end.
         """
         line = self.count_read(read)
-        self.note(f"{read} at {line} read integers that shapes do not have: each got 0")
+        self.note(f"{read} at {line} read integers that are not computed: each got 0")
 
     def note_number(self) -> None:
         """Say that ``item()`` yields a neutral number.
@@ -70,4 +70,4 @@ class Notes:
         Raises :class:`UnknownValueError` where one line does so without end.
         """
         line = self.count_read("item()")
-        self.note(f"item() at {line} read a value that shapes do not have: it got 0.0")
+        self.note(f"item() at {line} read a value that is not computed: it got 0.0")

@@ -123,7 +123,7 @@ def test_what_no_torchrun_sets_is_refused(wrong: dict[str, str], sentence: str) 
 def test_imbalance_is_the_largest_over_the_mean() -> None:
     mib = 1 << 20
     assert imbalance({0: mib, 1: 3 * mib, 2: 2 * mib}) == (
-        "rank 1 takes most of 3 ranks, which all ran: 3.0 MiB, 50.0% over their mean; rank 0 takes "
-        "least, 1.0 MiB"
+        "all 3 ranks ran; rank 1 has the highest peak, 3.0 MiB, 50.0% over the mean, and rank 0 "
+        "the lowest, 1.0 MiB"
     )
     assert imbalance({0: mib, 1: mib}) == "all 2 ranks ran and take the same, 1.0 MiB"

@@ -1,4 +1,4 @@
-"""Searches for infinities and NaN in numbers that shapes do not have."""
+"""Searches for infinities and NaN in numbers that are not computed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine import notes
 
 HERE = re.escape(Path(__file__).name)
 NOTE = (
-    rf".*{HERE}:\d+ looks for infinities or NaN in numbers that shapes do not have: they were "
+    rf".*{HERE}:\d+ looks for infinities or NaN in numbers that are not computed: they were "
     r"taken for finite"
 )
 

@@ -33,7 +33,7 @@ def test_integers_that_are_printed_are_noted(read: str) -> None:
             repr(copy.deepcopy(rows[0][0])) == repr(pickle.loads(pickle.dumps(rows[0][0]))) == "0"
         )
         assert re.fullmatch(
-            rf"{re.escape(read)} at .*{HERE}:\d+ read integers that shapes do not have: each got 0",
+            rf"{re.escape(read)} at .*{HERE}:\d+ read integers that are not computed: each got 0",
             gpu.notes[0],
         )
 

@@ -26,7 +26,7 @@ def test_item_of_an_unknown_float_is_zero_and_said_once_per_line() -> None:
             assert f"{loss.item():.2f} {loss.item() + 1} {float(loss)}" == "0.00 1.0 0.0"
         assert len(gpu.notes) == 1
         assert re.fullmatch(
-            rf"item\(\) at .*{HERE}:\d+ read a value that shapes do not have: it got 0\.0",
+            rf"item\(\) at .*{HERE}:\d+ read a value that is not computed: it got 0\.0",
             gpu.notes[0],
         )
 
@@ -319,9 +319,9 @@ def test_arguments_that_torch_validates_are_taken_for_valid(
         torch.distributions.MultivariateNormal(mean, torch.rand(3, 3, device="cuda"))
         nn.functional.gaussian_nll_loss(mean, mean, scale)
         assert [note for note in gpu.notes if "cuSOLVER" not in note] == [
-            "torch.distributions validated arguments whose values shapes do not have: they were "
+            "torch.distributions validated arguments whose values are not computed: they were "
             "taken for valid",
-            "gaussian_nll_loss looked for negative variances, which shapes do not have: none was "
+            "gaussian_nll_loss looked for negative variances, which are not computed: none was "
             "found",
         ]
         # What is known is validated.

@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEARCH = "looks for infinities or NaN in numbers that shapes do not have"
+SEARCH = "looks for infinities or NaN in numbers that are not computed"
 MIB = 1 << 20
 
 

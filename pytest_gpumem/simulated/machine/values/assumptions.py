@@ -37,11 +37,11 @@ Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
 """(values, arguments, result) -> what an in-place operator is taken not to have changed."""
 
 GENERATION = (
-    "transformers compared tokens that shapes do not have with special tokens: none of them was "
+    "transformers compared tokens that are not computed with special tokens: none of them was "
     "taken for one, so generation runs to its maximum length"
 )
 FINITE = (
-    "GradScaler looked for infinities in gradients that shapes do not have: none was taken for "
+    "GradScaler looked for infinities in gradients that are not computed: none was taken for "
     "one, so its steps are not skipped"
 )
 _FINITE_NORM = (
@@ -49,7 +49,7 @@ _FINITE_NORM = (
     "not have: none was found"
 )
 _VALID = (
-    "torch.distributions validated arguments whose values shapes do not have: they were taken for "
+    "torch.distributions validated arguments whose values are not computed: they were taken for "
     "valid"
 )
 _EVERY_RANK = "SyncBatchNorm took it that no rank has an empty batch"
@@ -63,7 +63,7 @@ _CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
     ),
     ("nn.functional", "gaussian_nll_loss"): (
         False,
-        "gaussian_nll_loss looked for negative variances, which shapes do not have: none was found",
+        "gaussian_nll_loss looked for negative variances, which are not computed: none was found",
     ),
     ("distributions.distribution", "__init__"): (True, _VALID),
     ("distributions.distribution", "_all_true_or_runtime_assert"): (True, _VALID),

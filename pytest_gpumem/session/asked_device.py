@@ -1,0 +1,38 @@
+"""The GPU that a run asks for by name is there, or the run ends before its first test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_gpumem.session.expected import MARKER_NAME
+
+if TYPE_CHECKING:
+    from pytest_gpumem.device.select import DeviceSelector
+
+
+def check_device(
+    config: pytest.Config,
+    selector: DeviceSelector,
+    items: Sequence[pytest.Item],
+) -> None:
+    """Raise ``pytest.UsageError`` where no GPU is there, in a run that asks for ``cuda``.
+
+    A worker of pytest-xdist cannot end a run: there the first test says it.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    marked = any(item.get_closest_marker(MARKER_NAME) for item in items)
+    if not marked or config.option.collectonly or selector.world is not None:
+        return
+    from pytest_gpumem.device.errors import DeviceError
+
+    try:
+        selector.real()
+    except DeviceError as error:
+        problem = str(error)
+    else:
+        return
+    raise pytest.UsageError(problem)

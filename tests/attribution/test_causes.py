@@ -1,0 +1,128 @@
+"""A cause is said where its evidence is most of the difference, and never guessed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.attribution.causes import (
+    Growth,
+    Side,
+    absolute_cause,
+    cause_of,
+    leak_cause,
+)
+from pytest_gpumem.attribution.composition import Site
+from pytest_gpumem.attribution.explain import explain
+
+MIB = 1 << 20
+
+WEIGHT = Site("parameters", 4 * MIB, 2, "t.py:3", "test", "Tensor.to", "head", (8, 8), "float32")
+KEPT = Site("activations", 8 * MIB, 1, "m.py:7", "forward", "torch.mul", "net", (4, 4), "float32")
+OUTSIDE = Site("other", 64 * MIB, 1, "t.py:9", "test", "torch.zeros", None, (16,), "float32")
+
+
+def growth(
+    now: list[Site], before: list[Site], facts: dict[str, Any], were: dict[str, Any]
+) -> Growth:
+    return Growth(Side(now, facts), Side(before, were), explain(now, before))
+
+
+CHANGED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "grad mode": ({"grad": {"on": 3}}, {"grad": {"off": 3}}, "autograd is on in 3 forwards"),
+    "checkpointing": (
+        {"grad": {"on": 1}},
+        {"grad": {"on": 1}, "recomputed": ["blocks.*"]},
+        "activations of blocks.* are kept for backward now",
+    ),
+    "retained graph": (
+        {"grad": {"on": 1}, "retain_graph": 3},
+        {"grad": {"on": 1}},
+        "backward(retain_graph=True) keeps the graph",
+    ),
+    "waiting graphs": (
+        {"grad": {"on": 3}, "graphs": 3},
+        {"grad": {"on": 3}},
+        "the graphs of 3 forwards wait for one backward, 1 before",
+    ),
+    "inputs": ({"inputs": [[8, 4]]}, {"inputs": [[4, 4]]}, "the inputs are larger: (4, 4) before"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_was_done_differently_is_said_where_activations_grew(name: str) -> None:
+    facts, were, sentence = CHANGED[name]
+    assert cause_of(growth([WEIGHT, KEPT], [WEIGHT], facts, were)).startswith(sentence)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_where_something_else_grew_that_is_said(name: str) -> None:
+    """8 MiB of activations beside 128 MiB of a tensor that the test itself has made."""
+    facts, were, _ = CHANGED[name]
+    outside = replace(OUTSIDE, category="gradients", bytes=128 * MIB)
+    assert cause_of(growth([WEIGHT, KEPT, outside], [WEIGHT], facts, were)) == (
+        "t.py:9 (torch.zeros) takes 128.0 MiB of gradients that were not there before "
+        "((16) float32)"
+    )
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_without_facts_of_both_runs_there_is_only_the_difference(name: str) -> None:
+    facts, _, _ = CHANGED[name]
+    assert cause_of(growth([WEIGHT, KEPT], [WEIGHT], facts, {})).startswith("m.py:7 (torch.mul)")
+
+
+def test_another_type_is_said_of_the_same_tensors_alone() -> None:
+    half = replace(KEPT, bytes=4 * MIB, dtype="bfloat16")
+    assert cause_of(growth([KEPT], [half], {}, {})) == (
+        "the same activations at m.py:7 (torch.mul): bfloat16 before, float32 now"
+    )
+    moved = replace(half, operator="torch.add")
+    assert "before, float32 now" not in cause_of(growth([KEPT], [moved], {}, {}))
+
+
+def test_nothing_is_said_of_what_did_not_grow() -> None:
+    assert cause_of(growth([WEIGHT], [WEIGHT, KEPT], {}, {})) == ""
+
+
+def left(nbytes: int, held_by: str | None) -> Site:
+    return replace(OUTSIDE, bytes=nbytes, held_by=held_by)
+
+
+@pytest.mark.parametrize(
+    ("sites", "sentence"),
+    [
+        ([left(MIB, "net.KEPT[0]")], "net.KEPT[0] keeps 1.0 MiB after the test"),
+        (
+            [left(3 * MIB, "the graph of net.LOSS"), left(512, "net.LOSS")],
+            "net.LOSS keeps 3.0 MiB after the test, most of it by the graph of what it holds",
+        ),
+        (
+            [left(MIB, f"net.KEPT[{index}]") for index in range(4)],
+            "net.KEPT keeps 4.0 MiB after the test",
+        ),
+        ([left(MIB, None), left(1024, "net.KEPT[0]")], ""),
+        ([], ""),
+    ],
+)
+def test_the_variable_that_keeps_most_of_a_leak(sites: list[Site], sentence: str) -> None:
+    assert leak_cause(sites) == sentence
+
+
+def test_over_a_limit_only_what_is_most_of_it_is_a_cause() -> None:
+    carried = {
+        "holder": "losses",
+        "where": "train()",
+        "kind": "list",
+        "graph": True,
+        "bytes": [4 * MIB, 8 * MIB],
+        "held": [4 * MIB, 8 * MIB],
+    }
+    side = Side([KEPT], {"carried": carried})
+    assert absolute_cause(side, 12 * MIB) == (
+        "each step leaves 4.0 MiB in the list losses of train(), with the graph that computed it"
+    )
+    assert absolute_cause(side, 64 * MIB) == ""
+    assert absolute_cause(Side([KEPT]), MIB) == ""

@@ -1,0 +1,146 @@
+"""What a test does that memory depends on is noted while it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.pytest_project import Project
+
+NET = """
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+            return x
+"""
+
+
+def facts(project: Project, body: str) -> dict[str, Any]:
+    project.write(net=NET)
+    indented = "\n".join(f"    {line}" for line in body.strip("\n").splitlines())
+    source = f"from net import Net\n\n@pytest.mark.gpumem\ndef test_it():\n{indented}\n"
+    (project.path / "test_it.py").write_text(f"import pytest\nimport torch\n{source}")
+    (test,) = project.report("test_it.py").values()
+    assert test["outcome"] == "passed"
+    return dict(test["measurement"]["facts"])
+
+
+def test_a_training_step(project: Project) -> None:
+    found = facts(
+        project,
+        """
+net = Net().cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(2):
+    net(torch.ones(8, 64, device="cuda", requires_grad=True)).sum().backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+""",
+    )
+    assert found["grad"] == {"on": 2}
+    assert found["recomputed"] == ["layers.*"]
+    assert found["retain_graph"] == 2
+    assert found["zeroed_gradients"] == 2
+    assert found["optimizers"] == {"AdamW": {"kind": "foreach", "state": ["exp_avg", "exp_avg_sq"]}}
+    assert found["models"]["Net"]["parameters"] == 2 * (64 * 64 + 64)
+    assert found["inputs"] == [[8, 64]]
+
+
+def test_graphs_that_wait_and_grad_mode(project: Project) -> None:
+    found = facts(
+        project,
+        """
+net = Net().cuda()
+x = torch.ones(8, 64, device="cuda")
+sum(net(x).sum() for _ in range(3)).backward()
+with torch.inference_mode():
+    net(x)
+""",
+    )
+    assert found["graphs"] == 3
+    assert found["grad"] == {"on": 3, "off": 1}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "attention"),
+    [
+        ("half", 64, {"fused": 1}),
+        ("bfloat16", 64, "no fused kernel takes bfloat16 at compute capability 7.5"),
+        ("double", 64, "no fused kernel takes float64"),
+        ("half", 63, "no fused kernel takes heads of 63, which 8 does not divide"),
+    ],
+)
+def test_which_kernel_of_attention_ran_and_why(
+    project: Project, dtype: str, head: int, attention: object
+) -> None:
+    """A T4: compute capability 7.5."""
+    found = facts(
+        project,
+        f"""
+q = torch.ones(1, 2, 16, {head}, device="cuda", dtype=torch.{dtype})
+torch.nn.functional.scaled_dot_product_attention(q, q, q)
+""",
+    )
+    expected = attention if isinstance(attention, dict) else {"unfused": 1, "why": [attention]}
+    assert found["attention"] == expected
+
+
+@pytest.mark.parametrize(
+    ("keep", "holder"),
+    [
+        ("kept.append(out)", {"holder": "kept", "where": "test_it()", "kind": "list"}),
+        ("net.seen[step] = out", {"holder": "net.seen", "where": "test_it()", "kind": "dict"}),
+        ("KEPT.add(out)", {"holder": "KEPT", "where": "test_it", "kind": "set"}),
+    ],
+)
+def test_what_a_step_leaves_and_who_holds_it(
+    project: Project, keep: str, holder: dict[str, str]
+) -> None:
+    """Each step keeps its output of 8 × 64 floats, 2,048 bytes, and with it its graph."""
+    found = facts(
+        project,
+        f"""
+global KEPT
+KEPT = set()
+kept = []
+net = Net().cuda()
+net.seen = {{}}
+for step in range(4):
+    out = net(torch.ones(8, 64, device="cuda"))
+    {keep}
+    del out
+""",
+    )["carried"]
+    assert {key: found[key] for key in holder} == holder
+    assert found["graph"]
+    assert found["held"] == [2048, 4096, 6144]
+
+
+def test_looking_for_who_holds_memory_keeps_none_itself(project: Project) -> None:
+    """Up to Python 3.12 a frame would hold on to the values that it has shown."""
+    project.write(
+        test_it="""
+        import weakref
+
+        @pytest.mark.gpumem(max_leak=0)
+        def test_it():
+            net = torch.nn.Linear(8, 8).cuda()
+            out = net(torch.ones(4, 8, device="cuda"))
+            for step in range(3):
+                seen = weakref.ref(out)
+                new = net(torch.ones(4, 8, device="cuda"))  # the variable is looked at
+                out = new
+                del new
+                assert seen() is None
+        """
+    )
+    project.run().assert_outcomes(passed=1)
