@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from time import perf_counter
 
-from pytest_gpumem.simulated.allocator import Allocator
+from pytest_gpumem.allocator import Allocator
 
 EVENTS = 300_000
 LIVE = 2_000

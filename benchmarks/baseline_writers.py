@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore
-from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.values.environment import Environment
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 FORK = multiprocessing.get_context("fork")

@@ -42,7 +42,7 @@ from torch.utils._ordered_set import OrderedSet
 from training_step import Gpt2
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MIB = 2**20
 STEPS = 3

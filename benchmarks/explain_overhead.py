@@ -17,8 +17,8 @@ from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.phases import PhaseTracker
+from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.simulated.recorder import SimulatedRecorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 REPEATS = 15

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import SimulationError
+from pytest_gpumem.values.errors import SimulationError
 
 TYPES = (
     torch.float32,

@@ -32,8 +32,8 @@ from scenarios import Scenario, scenarios
 from pytest_gpumem import simulate
 from pytest_gpumem.device.cuda import CudaDevice
 from pytest_gpumem.measurement.recorded import RecordedOrigin
-from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
+from pytest_gpumem.values.errors import SimulationError
 
 SIGNS = {"alloc": 1, "free_requested": -1}
 

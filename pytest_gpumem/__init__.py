@@ -6,22 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pytest_gpumem.allocator.recording import SnapshotError as SnapshotError
+    from pytest_gpumem.allocator.replayed import ReplayResult as ReplayResult
+    from pytest_gpumem.allocator.settings import SettingsError as SettingsError
     from pytest_gpumem.prediction.batch import fit_batch as fit_batch
     from pytest_gpumem.script.kept import run_script as run_script
     from pytest_gpumem.session.fixture import Gpumem as Gpumem
-    from pytest_gpumem.simulated.allocator.recording import SnapshotError as SnapshotError
-    from pytest_gpumem.simulated.allocator.replayed import ReplayResult as ReplayResult
-    from pytest_gpumem.simulated.allocator.settings import SettingsError as SettingsError
-    from pytest_gpumem.simulated.common.errors import SimulationError as SimulationError
-    from pytest_gpumem.simulated.common.errors import UnknownValueError as UnknownValueError
-    from pytest_gpumem.simulated.common.errors import (
-        UnsupportedOperatorError as UnsupportedOperatorError,
-    )
     from pytest_gpumem.simulated.gpu.catalogue import GpuError as GpuError
     from pytest_gpumem.simulated.gpu.replay import replay as replay
     from pytest_gpumem.simulated.operators.described import simulate_operator as simulate_operator
-    from pytest_gpumem.simulated.run import SimulatedRun as SimulatedRun
-    from pytest_gpumem.simulated.run import simulate as simulate
+    from pytest_gpumem.simulating import SimulatedRun as SimulatedRun
+    from pytest_gpumem.simulating import simulate as simulate
+    from pytest_gpumem.values.errors import SimulationError as SimulationError
+    from pytest_gpumem.values.errors import UnknownValueError as UnknownValueError
+    from pytest_gpumem.values.errors import (
+        UnsupportedOperatorError as UnsupportedOperatorError,
+    )
 
 __all__ = [
     "GpuError",
@@ -45,15 +45,15 @@ _PLACES = {
     "Gpumem": "session.fixture",
     "ReplayResult": "simulated.allocator.replayed",
     "SettingsError": "simulated.allocator.settings",
-    "SimulatedRun": "simulated.run",
-    "SimulationError": "simulated.common.errors",
+    "SimulatedRun": "simulating",
+    "SimulationError": "values.errors",
     "SnapshotError": "simulated.allocator.recording",
-    "UnknownValueError": "simulated.common.errors",
-    "UnsupportedOperatorError": "simulated.common.errors",
+    "UnknownValueError": "values.errors",
+    "UnsupportedOperatorError": "values.errors",
     "fit_batch": "prediction.batch",
     "replay": "simulated.gpu.replay",
     "run_script": "script.kept",
-    "simulate": "simulated.run",
+    "simulate": "simulating",
     "simulate_operator": "simulated.operators.described",
 }
 

@@ -12,8 +12,8 @@ import pytest
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.verdict import Verdict
-    from pytest_gpumem.device.environment import Environment
-    from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.values.environment import Environment
+    from pytest_gpumem.values.measurement import Measurement
 
 
 def pytest_gpumem_measured(item: pytest.Item, measurement: Measurement, outcome: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import pytest
 
-from pytest_gpumem.dry.auto import settled
+from pytest_gpumem.device.auto import settled
 from pytest_gpumem.ini_names import check_names
 from pytest_gpumem.option_values import (
     DEVICE_FORMS,

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.options import MARKER, add_options
-from pytest_gpumem.session.early import begin_early
-from pytest_gpumem.session.expected import MODEL_PARAMETER, RANKS_PARAMETER
-from pytest_gpumem.session.host import leave_if_refused
-from pytest_gpumem.session.reported import (
+from pytest_gpumem.report.pytest_reports import (
     ARGUMENTS,
     hide_own_frames,
     leave_the_sentence,
     skip_unsimulated,
     status_of,
 )
+from pytest_gpumem.session.early import begin_early
+from pytest_gpumem.session.expected import MODEL_PARAMETER, RANKS_PARAMETER
+from pytest_gpumem.session.host import leave_if_refused
 from pytest_gpumem.session.results import Results
 from pytest_gpumem.session.session import GpumemSession
 

@@ -1,4 +1,4 @@
-"""What may import what: the layers of ``simulated`` downward only, and nothing in a circle.
+"""The imports that rooms may have: no two of each other, and those of ``simulated`` downward only.
 
 Read from the source, so that imports inside functions and for types alone count like all others.
 """
@@ -24,7 +24,7 @@ MOST_LINES = 450
 REASON = f"More than {MOST_LINES} lines, because"
 
 LAYERS = (
-    *("allocator", "common", "gpu", "machine", "operators", "execution", "surface", "compiled"),
+    *("common", "gpu", "machine", "operators", "execution", "surface", "compiled"),
     *("stand_ins", "distributed"),
 )
 """Each may import itself and those before it; what lies beside the folders may import them all."""
@@ -95,6 +95,24 @@ def test_imports_go_downward_only() -> None:
     upward = {(one, other) for one, other in inside if height(other) > height(one)}
 
     assert upward == set()
+
+
+def room(module: str) -> str | None:
+    """Return the folder of the package that ``module`` lies in; ``None`` for one beside them."""
+    _, first, *below = f"{module}.".split(".")
+    return first if any(below) or (FOLDER / first).is_dir() else None
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    between = {(room(one), room(other)) for one, other in arrows()}
+    pairs = {(one, other) for one, other in between if one and other and one != other}
+
+    assert {pair for pair in pairs if pair[::-1] in pairs} == set()
+
+
+@pytest.mark.parametrize("folder", ["allocator", "values"])
+def test_a_room_that_could_stand_alone_imports_no_other(folder: str) -> None:
+    assert {room(other) for one, other in arrows() if room(one) == folder} - {None, folder} == set()
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
 
 
 @pytest.fixture

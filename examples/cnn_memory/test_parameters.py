@@ -15,7 +15,7 @@ from pytest_gpumem.prediction.closed_forms import (
     optimizer_state_bytes,
     parameter_bytes,
 )
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
 
 MB = 1000**2
 

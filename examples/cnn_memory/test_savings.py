@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 from examples.cnn_memory.models import blocks, bytes_of
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
 
 SHAPE = (4, 16, 64, 64)
 TENSOR = bytes_of(*SHAPE)

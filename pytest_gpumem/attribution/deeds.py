@@ -20,7 +20,6 @@ from pytest_gpumem.attribution.growth import (
 )
 from pytest_gpumem.attribution.history import (
     ACTIVATIONS,
-    FUSED,
     GRADIENTS,
     OPTIMIZER_STATE,
     OTHER,
@@ -28,6 +27,7 @@ from pytest_gpumem.attribution.history import (
     TEMPORARIES,
 )
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.operator_names import FUSED
 
 LEAST_OF_PARAMETERS = 0.1
 """The part of a difference that parameters, with what is kept of each, have at the least where it

@@ -11,8 +11,8 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.attribution.history import FUSED
 from pytest_gpumem.sizes import ALLOCATOR_BLOCK
+from pytest_gpumem.values.operator_names import FUSED
 
 MOST_SITES = 24
 """Sites that a baseline keeps of a phase; of what is smaller it keeps sums by function."""

@@ -11,9 +11,6 @@ from typing import Any, NamedTuple, Protocol
 FOREVER = 1 << 62
 """Position at which a block that is still live will be freed."""
 
-FUSED = ", fused"
-"""Ends the operator's name of a buffer that compiled code computes several operators into."""
-
 
 class Origin(Protocol):
     """Where a block comes from; everything may be unknown."""

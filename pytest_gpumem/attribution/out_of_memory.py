@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pytest_gpumem.allocator.recording import SnapshotError
 from pytest_gpumem.attribution.composition import Site
-from pytest_gpumem.simulated.allocator.recording import SnapshotError
 from pytest_gpumem.simulated.gpu.replay import replay
 from pytest_gpumem.sizes import format_size
 

@@ -17,10 +17,10 @@ from pytest_gpumem.sizes import MIB, Tolerance, format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.store import BaselineEntry
-    from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.measurement.record import Measurement
-    from pytest_gpumem.prediction.predicted import PredictedTest
+    from pytest_gpumem.values.environment import Environment
+    from pytest_gpumem.values.measurement import Measurement
+    from pytest_gpumem.values.prediction import PredictedTest
 
 UpdateMode = Literal["all", "new"]
 

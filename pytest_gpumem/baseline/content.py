@@ -12,10 +12,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pytest_gpumem.baseline.entry import BaselineEntry
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import printable, quoted_for_shell
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import DocumentError, NewerError, document, schema_problem
+from pytest_gpumem.values.environment import Environment
 
 SCHEMA_VERSION = 1
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.attribution.composition import Site
 from pytest_gpumem.attribution.explain import compact
-from pytest_gpumem.measurement.record import CALL
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
+from pytest_gpumem.values.measurement import CALL
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+    from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pytest_gpumem.attribution.history import FUSED, OPTIMIZER_STATE, PARAMETERS
+from pytest_gpumem.attribution.history import OPTIMIZER_STATE, PARAMETERS
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.operator_names import FUSED
 
 SHOWN_LINES = 10
 """Lines of an explanation that a failure prints; the JSON report holds all of them."""
@@ -185,7 +186,7 @@ def _fitted(
 
 def _last(operators: str, width: int) -> str:
     """Return ``operators``; of several that are fused the last ones, whole, that fit."""
-    from pytest_gpumem.report.text import ELLIPSIS
+    from pytest_gpumem.text import ELLIPSIS
 
     names = operators.split(_JOINED)
     if len(names) > 1 and len(operators) > width:

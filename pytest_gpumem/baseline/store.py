@@ -23,9 +23,9 @@ from pytest_gpumem.baseline.content import (
 )
 from pytest_gpumem.baseline.entry import BaselineEntry, StoredPeak
 from pytest_gpumem.baseline.locks import PATIENCE, LockError, Locks
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import quoted
 from pytest_gpumem.jsonfile import replace_file
+from pytest_gpumem.values.environment import Environment
 
 __all__ = [
     "BaselineEntry",

@@ -13,7 +13,7 @@ from pytest_gpumem.sizes import MIB
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.update import MeasuredTest
-    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.values.environment import Environment
 
 LEAST_ALIKE = 0.8
 """Part of two names that is the same from which on they are alike, where their numbers are not."""

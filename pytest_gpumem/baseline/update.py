@@ -20,8 +20,8 @@ from pytest_gpumem.sizes import format_exact, format_size
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.compare import UpdateMode
-    from pytest_gpumem.device.environment import Environment
-    from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.values.environment import Environment
+    from pytest_gpumem.values.measurement import Measurement
 
 
 @dataclass(frozen=True)

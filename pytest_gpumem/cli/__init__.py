@@ -16,7 +16,7 @@ from pytest_gpumem.cli.columns import say
 from pytest_gpumem.cli.command import Answer, Command, Commands, ExamplesBelow
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.progress import progress
-from pytest_gpumem.simulated.common.errors import how_to_paste
+from pytest_gpumem.values.errors import how_to_paste
 
 GROUPS: dict[str, dict[str, str]] = {
     "what does code take, and does it fit?": {

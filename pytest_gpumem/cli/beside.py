@@ -10,9 +10,9 @@ from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.cli.columns import UNLIMITED, table
 from pytest_gpumem.cli.fit import CONTEXT, fit_table, heading, phases_of
 from pytest_gpumem.prediction.compiled import Beside, changes_by_line
-from pytest_gpumem.prediction.predicted import Prediction
-from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import wrap
+from pytest_gpumem.values.prediction import Prediction
 
 BY_ITSELF = "compiled is what it gives to torch.compile itself"
 MODULES = (

@@ -24,7 +24,7 @@ from pytest_gpumem.report.json_report import ReportError, read_report
 from pytest_gpumem.sizes import SizeError, Tolerance, format_exact, format_size, parse_tolerance
 
 if TYPE_CHECKING:
-    from pytest_gpumem.measurement.record import Measurement
+    from pytest_gpumem.values.measurement import Measurement
 
 FOUND = 1
 

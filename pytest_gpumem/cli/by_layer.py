@@ -13,8 +13,8 @@ from pytest_gpumem.cli.command import Answer, argument
 from pytest_gpumem.cli.device import CUDA
 from pytest_gpumem.cli.target import FunctionTarget, TargetError, find_target
 from pytest_gpumem.echo import quoted
-from pytest_gpumem.report.text import wrap
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import wrap
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.layers import Layer
@@ -68,7 +68,7 @@ def _csv_lines(layers: Sequence[Layer]) -> list[str]:
 def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()) -> list[Layer]:
     """Return the layers of what the target ``text`` calls."""
     from pytest_gpumem.prediction.layers import layers_of, on_device
-    from pytest_gpumem.simulated.common.errors import SimulationError
+    from pytest_gpumem.values.errors import SimulationError
 
     with on_device(gpu):  # what the module looks at while it is imported is a GPU
         target = find_target(text)

@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace, gpu: str) -> Answer:
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
     """Return the lines of what the target ``text`` runs."""
     from pytest_gpumem.prediction.lines import MEASURED, lines_of
-    from pytest_gpumem.simulated.common.errors import SimulationError
-    from pytest_gpumem.simulated.run import simulate
+    from pytest_gpumem.simulating import simulate
+    from pytest_gpumem.values.errors import SimulationError
 
     # What the module looks at while it is imported is a GPU.
     with nullcontext() if gpu == MEASURED else simulate(gpu):

@@ -21,7 +21,7 @@ from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.sizes import SizeError, Tolerance, format_size, parse_tolerance
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.values.environment import Environment
 
 REGRESSION = 1
 STATUSES = ("regression", "improvement", "same", "new", "gone", "failed")

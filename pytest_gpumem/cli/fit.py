@@ -10,7 +10,7 @@ from pytest_gpumem.cli.columns import UNLIMITED, table
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.prediction.predicted import Prediction
+    from pytest_gpumem.values.prediction import Prediction
 
 SHOWN_PHASES = 6
 CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU."

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.cli.columns import table
 from pytest_gpumem.measurement.nvml import NvmlAbsent, NvmlReading, read_all
-from pytest_gpumem.report.text import shorten
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
     from pytest_gpumem.sharing.ledger import Lease, Ledger, State

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.baseline.verdict import format_percent
 from pytest_gpumem.echo import printable
 from pytest_gpumem.report.past import Past
-from pytest_gpumem.report.text import shorten
 from pytest_gpumem.report.trend import Step, Trend
 from pytest_gpumem.sizes import Tolerance, format_apart, format_size
+from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from pytest_gpumem.cli.command import Answer
 from pytest_gpumem.echo import printable
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.values.environment import Environment
 
 
 def move(arguments: argparse.Namespace) -> Answer:

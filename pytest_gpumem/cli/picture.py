@@ -13,17 +13,17 @@ from pytest_gpumem.cli.history import past_in_git, past_of
 from pytest_gpumem.cli.history_figure import draw_history
 from pytest_gpumem.echo import printable, quoted
 from pytest_gpumem.report.json_report import read_report
-from pytest_gpumem.report.text import shorten
 from pytest_gpumem.report.trend import SMALL
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.report.record import TestRecord
+    from pytest_gpumem.values.measurement import Measurement
 
 MOST_BARS = 30
 """Tests of one picture, those with the highest peaks."""

@@ -28,7 +28,7 @@ from pytest_gpumem.progress import NOTHING_SHOWN, Progress
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode
-    from pytest_gpumem.prediction.predicted import Prediction
+    from pytest_gpumem.values.prediction import Prediction
 
 DOES_NOT_FIT = 1
 LINE, LAYER = "line", "layer"
@@ -72,7 +72,7 @@ def _answer(target: str, predictions: Sequence[Prediction], whose: str = RULES) 
 
 def _measured(arguments: argparse.Namespace, kind: str, gpus: Sequence[str]) -> Answer:
     """Run the function on this process's CUDA device, or in processes with a dry one each."""
-    from pytest_gpumem.prediction.predicted import Prediction
+    from pytest_gpumem.values.prediction import Prediction
 
     if arguments.ranks or arguments.compile:
         raise ValueError(
@@ -144,8 +144,8 @@ def predictions_of(
     from pytest_gpumem.prediction.process import PredictionError
     from pytest_gpumem.prediction.simulated import predict
     from pytest_gpumem.prediction.tested import predict_test
-    from pytest_gpumem.simulated.common.errors import SimulationError
-    from pytest_gpumem.simulated.run import simulate
+    from pytest_gpumem.simulating import simulate
+    from pytest_gpumem.values.errors import SimulationError
 
     with simulate(gpus[0]):  # what the module looks at while it is imported is a GPU
         target = find_target(text)

@@ -14,13 +14,13 @@ from pytest_gpumem.echo import MOST, printable, quoted
 from pytest_gpumem.sizes import SizeError, format_size, parse_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.report.html.recording import Watchers
-    from pytest_gpumem.simulated.allocator.replayed import (
+    from pytest_gpumem.allocator.replayed import (
         DeviceReplay,
         ReplayResult,
         Shortage,
         Usage,
     )
+    from pytest_gpumem.report.html.recording import Watchers
 
 DISAGREEMENT = 1
 UNKNOWN = "?"

@@ -15,11 +15,8 @@ from pytest_gpumem.cli.command import Answer, Command, argument
 from pytest_gpumem.cli.device import CUDA, DRY, DeviceOption, device_argument
 from pytest_gpumem.cli.fit import CONTEXT, fit_table
 from pytest_gpumem.echo import printable, quoted
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.option_values import DEFAULT_GPU
-from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.report.rows import parents_first
-from pytest_gpumem.report.text import wrap
 from pytest_gpumem.script import request as endings
 from pytest_gpumem.script.entry import Script
 from pytest_gpumem.script.iterations import iteration_of
@@ -27,6 +24,9 @@ from pytest_gpumem.script.kept import kept_test
 from pytest_gpumem.script.process import Result, Settings, run_on
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import wrap
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+from pytest_gpumem.values.prediction import Prediction
 
 FAILED = 1
 """It does not fit one of the GPUs, or it raised."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from pytest_gpumem.report.text import shorten
+from pytest_gpumem.text import shorten
 
 # ECMA-48 and xterm's private modes, which tmux and screen know too.
 _ENTER = "\x1b[?1049h\x1b[?25l"

@@ -13,8 +13,8 @@ from pytest_gpumem.report.json_report import read_report
 from pytest_gpumem.sizes import Tolerance, parse_tolerance
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.report.record import TestRecord
+    from pytest_gpumem.values.environment import Environment
 
 Figures = Mapping[str, int]
 """Peaks in bytes by phase, the whole test's under the empty name; empty for a failed test."""

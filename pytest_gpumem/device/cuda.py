@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.device.collector import collect_young
-from pytest_gpumem.device.environment import Environment, alloc_conf_of_process
+from pytest_gpumem.collector import collect_young
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.device.fault import fault_of
 from pytest_gpumem.device.imports import imports_watched
@@ -22,11 +21,12 @@ from pytest_gpumem.device.quota import limited
 from pytest_gpumem.device.refusals import RELAY, told_to
 from pytest_gpumem.dry import scope
 from pytest_gpumem.measurement.nvml import NvmlReading, read_device
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.sharing.host import CONTEXT, NvmlDevice
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.simulated.gpu.catalogue import GPUS, GpuModel, Machine
+from pytest_gpumem.values.environment import Environment, alloc_conf_of_process
+from pytest_gpumem.values.measurement import Measurement
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.measurement.phases import Bytes
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.gate import HostDevice
 from pytest_gpumem.sharing.refusal import Refusal
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
 """(fixture, by device: what its set-up holds, and how far it went above its start)."""

@@ -13,18 +13,18 @@ from functools import cached_property
 from math import gcd
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.device.collector import GROWTH, Collector
+from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.dry import scope, workspaces
 from pytest_gpumem.dry.blocks import Blocks, Strays
 from pytest_gpumem.dry.load import begin_placing_anew
 from pytest_gpumem.dry.values.follower import Follower
-from pytest_gpumem.measurement.record import Measurement
-from pytest_gpumem.simulated.distributed.world import Seat, world_of
 from pytest_gpumem.simulated.gpu.catalogue import find_machine
 from pytest_gpumem.simulated.machine.values.work import Work
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.world import Seat, world_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pytest_gpumem.device.environment import alloc_conf_variable
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.environment import alloc_conf_variable
 
 SEGMENT = 2 * 2**20
 """Bytes of the smallest segment that the allocator asks the driver for."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.dry import DryDevice
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.option_values import DeviceChoice
-    from pytest_gpumem.simulated.distributed.world import Seat, World
+    from pytest_gpumem.values.world import Seat, World
 
 
 class DeviceSelector:
@@ -41,7 +41,7 @@ class DeviceSelector:
         """The rank that torchrun has started this process as, ``None`` where it is no such."""
         if self.world is None:
             return None
-        from pytest_gpumem.simulated.distributed.world import Seat
+        from pytest_gpumem.values.world import Seat
 
         return Seat(self.world.size, self.world.rank, per_machine=self.world.local_size)
 
@@ -176,10 +176,10 @@ class DeviceSelector:
     def _simulate(self, model: str, real_values: bool, seat: Seat | None) -> Device:
         key = model, real_values, seat
         if key not in self._simulated:
+            from pytest_gpumem.allocator import AllocatorError
             from pytest_gpumem.device.errors import DeviceError
             from pytest_gpumem.device.simulated import SimulatedDevice
-            from pytest_gpumem.simulated.allocator import AllocatorError
-            from pytest_gpumem.simulated.distributed.world import WorldError
+            from pytest_gpumem.values.world import WorldError
 
             try:
                 self._simulated[key] = SimulatedDevice(

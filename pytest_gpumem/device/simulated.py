@@ -9,28 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.device.collector import Collector
+from pytest_gpumem.collector import Collector
 from pytest_gpumem.device.computed import Computed
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.device.imports import imports_watched
 from pytest_gpumem.device.left_threads import is_set_up, is_shared
 from pytest_gpumem.device.quota import inherited
 from pytest_gpumem.device.refusals import told_to
 from pytest_gpumem.measurement.phases import Bytes
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.sharing.placement import Spot, take_place
 from pytest_gpumem.sharing.refusal import Refusal
 from pytest_gpumem.sharing.simulated_memory import SharedSimulatedDevice
 from pytest_gpumem.simulated.common.callsite import running
-from pytest_gpumem.simulated.distributed.world import Seat, world_of
 from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 from pytest_gpumem.simulated.machine.machine import SetupLog
 from pytest_gpumem.simulated.machine.values.work import Work
-from pytest_gpumem.simulated.recorder import SimulatedRecorder
-from pytest_gpumem.simulated.run import hash_of_events, workspaces_of
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.simulating import hash_of_events, workspaces_of
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
+from pytest_gpumem.values.world import Seat, world_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Renewed

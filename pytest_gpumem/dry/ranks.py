@@ -36,7 +36,7 @@ from pytest_gpumem.simulated.distributed.process_groups import (
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.values.world import World
 
 _ID_BYTES = 128
 """Of ncclUniqueId, which a rank other than the first one reads from the store."""

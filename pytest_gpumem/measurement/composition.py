@@ -30,10 +30,10 @@ from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.holders import holders_of
 from pytest_gpumem.measurement.libraries import releases_of
 from pytest_gpumem.measurement.phases import PhaseTracker, Positions, position_on
-from pytest_gpumem.measurement.record import CALL, Measurement, PhaseRecord
 from pytest_gpumem.measurement.recorder import Recorder, Segments
 from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.measurement.witness import Witness
+from pytest_gpumem.values.measurement import CALL, Measurement, PhaseRecord
 
 HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
 

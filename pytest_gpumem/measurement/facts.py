@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.measurement.carried import Carried, Held
-from pytest_gpumem.simulated.common.errors import SimulationError
+from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
 """Modules that are named of each kind."""

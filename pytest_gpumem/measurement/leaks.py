@@ -13,7 +13,7 @@ import torch
 
 from pytest_gpumem.measurement.referrers import holds_memory
 from pytest_gpumem.measurement.statistics import Block
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_OBJECTS = 1_000_000
 """A walk ends here: what a fixture reaches through a larger heap is not its own any more."""

@@ -12,7 +12,7 @@ import torch
 from pytest_gpumem.attribution.composition import compositions
 from pytest_gpumem.attribution.out_of_memory import OutOfMemory
 from pytest_gpumem.attribution.timeline import timeline_of
-from pytest_gpumem.device.collector import collect_garbage, garbage_kept
+from pytest_gpumem.collector import collect_garbage, garbage_kept
 from pytest_gpumem.measurement.automatic_phases import AutomaticPhases
 from pytest_gpumem.measurement.compiling import Compiling
 from pytest_gpumem.measurement.composition import Account, composed, leaks
@@ -26,9 +26,9 @@ from pytest_gpumem.measurement.phases import (
     Positions,
     bytes_on,
 )
-from pytest_gpumem.measurement.record import CALL, SETUP, Measurement, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Statistics, clear_workspaces
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseRecord
 
 
 class Meter:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import RLock, get_ident
 
-from pytest_gpumem.measurement.record import CALL, SETUP, PhaseRecord
 from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Statistics
+from pytest_gpumem.values.measurement import CALL, SETUP, PhaseRecord
 
 Positions = Sequence[int]
 """By device: how many events its allocator has seen."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from pytest_gpumem.allocator.rounding import round_size
 from pytest_gpumem.attribution.history import Event, Origin
 from pytest_gpumem.measurement.history import recording
-from pytest_gpumem.simulated.allocator.rounding import round_size
 from pytest_gpumem.simulated.common.callsite import shown_operator
 
 _TORCH = str(Path(torch.__file__).parent)

@@ -108,7 +108,7 @@ def fit_batch(
     with ExitStack() as around:
         around.enter_context(unmeasured())
         if gpu is not None:
-            from pytest_gpumem.simulated.run import simulate
+            from pytest_gpumem.simulating import simulate
 
             around.enter_context(simulate(gpu))
         around.enter_context(unfilled())

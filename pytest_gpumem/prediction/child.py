@@ -22,12 +22,12 @@ import pytest
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.option_values import DEFAULT_GPU, DeviceChoice
-from pytest_gpumem.session.reported import ATTRIBUTE, SNIPPET
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE, SNIPPET
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.simulated.distributed.world import Seat
+    from pytest_gpumem.values.world import Seat
 
 REQUEST = "PYTEST_GPUMEM_REQUEST"
 """The environment variable with the path of a :class:`Request`."""

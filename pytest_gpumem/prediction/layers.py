@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pytest_gpumem.prediction.lines import MEASURED
 from pytest_gpumem.prediction.operations import operations_of
-from pytest_gpumem.simulated.run import simulate
+from pytest_gpumem.simulating import simulate
 
 
 class NoModelError(ValueError):

@@ -28,8 +28,8 @@ from pytest_gpumem.measurement.nvml import NvmlAbsent, read_device
 from pytest_gpumem.measurement.phases import PhaseTracker, position_on
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.recorder import Recorder
+from pytest_gpumem.measurement.simulated_recorder import SimulatedRecorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.simulated.recorder import SimulatedRecorder
 from pytest_gpumem.simulated.simulation import SimulatedGPU
 
 MEASURED = "cuda"

@@ -13,9 +13,9 @@ from pytest_gpumem.device.cuda import CudaDevice, find_device
 from pytest_gpumem.dry.load import MODELS, is_loaded
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
-from pytest_gpumem.measurement.record import CALL, SETUP
 from pytest_gpumem.measurement.statistics import CudaStatistics
-from pytest_gpumem.prediction.predicted import Prediction
+from pytest_gpumem.values.measurement import CALL, SETUP
+from pytest_gpumem.values.prediction import Prediction
 
 
 def device_here() -> CudaDevice:

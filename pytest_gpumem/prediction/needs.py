@@ -15,8 +15,8 @@ from pytest_gpumem.sharing.weights import OF_PYTEST_SPLIT, read_weights
 from pytest_gpumem.sizes import format_size
 
 if TYPE_CHECKING:
-    from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.prediction.process import Answer
+    from pytest_gpumem.values.environment import Environment
 
 CACHE = Path(".pytest_cache", "d", "gpumem")
 """Where pytest's cache lies by default, below the folder of the ini file."""

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from pytest_gpumem.attribution.composition import Composition
-from pytest_gpumem.measurement.record import CALL
 from pytest_gpumem.prediction.child import UNBOUNDED
 from pytest_gpumem.prediction.compiled import Mode
-from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.simulated.compiled.entry import AUTO
-from pytest_gpumem.simulated.distributed.world import World, world_of
 from pytest_gpumem.simulated.distributed.worst import Taken, Worst
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, find_gpu
-from pytest_gpumem.simulated.run import SimulatedRun, simulate
+from pytest_gpumem.simulating import SimulatedRun, simulate
+from pytest_gpumem.values.measurement import CALL
+from pytest_gpumem.values.prediction import Prediction
+from pytest_gpumem.values.world import World, world_of
 
 
 def predict(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.measurement.record import CALL, SETUP
-from pytest_gpumem.prediction.predicted import Prediction
 from pytest_gpumem.prediction.process import Answer, PredictionError, run_tests
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_gpu
+from pytest_gpumem.values.measurement import CALL, SETUP
+from pytest_gpumem.values.prediction import Prediction
 
 if TYPE_CHECKING:
     from pytest_gpumem.prediction.compiled import Mode

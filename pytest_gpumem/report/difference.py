@@ -11,7 +11,6 @@ from pytest_gpumem.baseline.compare import default_tolerance_for
 from pytest_gpumem.baseline.renamed import successors
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Verdict
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.report.markdown import (
     MOST_EXPLAINED,
     MOST_ROWS,
@@ -23,6 +22,7 @@ from pytest_gpumem.report.markdown import (
 )
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import Tolerance, format_size, parse_tolerance
+from pytest_gpumem.values.measurement import Measurement
 
 Key = tuple[str, str, str]
 """Environment, module and test."""

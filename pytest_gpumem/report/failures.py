@@ -18,8 +18,8 @@ from pytest_gpumem.baseline.verdict import Verdict
 from pytest_gpumem.report.causes import alike, keys_of, places_of
 from pytest_gpumem.report.commands import Command
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.text import Line, Writer, shorten, wrap, write_lines
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import Line, Writer, shorten, wrap, write_lines
 
 LEAST_ALIKE = 3
 """Failures of one cause that are told as one."""
@@ -222,6 +222,6 @@ def _summary_lines(groups: Iterable[Sequence[Failure]], width: int) -> Iterator[
 
 
 def _nodeid(report: Any) -> str:
-    from pytest_gpumem.session.reported import without_group
+    from pytest_gpumem.report.pytest_reports import without_group
 
     return without_group(report.nodeid)

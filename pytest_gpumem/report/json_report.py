@@ -9,11 +9,11 @@ from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.garbage import paused
 from pytest_gpumem.jsonfile import NewerError, document, replace_file, schema_problem
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.values.environment import Environment
 
 SCHEMA_VERSION = 1
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from pytest_gpumem.baseline.telling import chief
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.values.measurement import Measurement
 
 PREFIX = "gpumem_"
 

@@ -13,11 +13,11 @@ from typing import Any
 from pytest_gpumem.baseline.failure import statement_lines
 from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Improvement, format_percent, update_command
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import printable, shortened
 from pytest_gpumem.report.causes import causes_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
 """Hidden in the first line, so that a comment can be found and updated."""

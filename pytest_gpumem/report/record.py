@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 
 @dataclass(frozen=True)

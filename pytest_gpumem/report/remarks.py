@@ -11,8 +11,8 @@ from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.echo import quoted_for_shell
 from pytest_gpumem.report.commands import PRUNE, Command
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.report.text import Line, Span, wrap
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import Line, Span, wrap
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.unused import Unused

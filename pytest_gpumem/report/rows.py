@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.baseline.telling import chief
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_apart, format_size
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 GAP = "  "
 STATUS_STYLE = {

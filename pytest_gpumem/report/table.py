@@ -9,7 +9,7 @@ from pytest_gpumem.baseline.store import split_nodeid
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import COLUMNS, GAP, STATUS_STYLE, Column, Row, rows_of
 from pytest_gpumem.report.selection import ROWS, Sort, hidden_text, shown_tests
-from pytest_gpumem.report.text import Line, Span, cells, pack, pad, shorten
+from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten
 
 LEAST_WEIGHT = 5
 """Of the columns that no table goes without as long as anything fits."""

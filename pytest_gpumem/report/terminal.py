@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.baseline.explanation import explanation_lines
 from pytest_gpumem.baseline.telling import told
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.echo import MOST, printable
 from pytest_gpumem.report.commands import PLAIN, UPDATE, Command
 from pytest_gpumem.report.record import TestRecord
@@ -18,10 +17,11 @@ from pytest_gpumem.report.remarks import Missing, missing_lines
 from pytest_gpumem.report.rows import STATUS_STYLE, test_status
 from pytest_gpumem.report.selection import Sort
 from pytest_gpumem.report.table import table
-from pytest_gpumem.report.text import Line, Span, Writer, pack, shorten, wrap, write_lines
 from pytest_gpumem.simulated.common.compiled_notes import ran_eagerly
-from pytest_gpumem.simulated.common.errors import how_to_paste
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.text import Line, Span, Writer, pack, shorten, wrap, write_lines
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.errors import how_to_paste
 
 if TYPE_CHECKING:
     from pytest_gpumem.baseline.update import Change, UpdateReport

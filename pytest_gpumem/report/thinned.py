@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pytest_gpumem.attribution.timeline import thinned
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.values.measurement import Measurement
 
 MOST_WHOLE = 50
 """Tests with a whole time line: those that failed first, then those with the highest peaks."""

@@ -20,12 +20,12 @@ from pytest_gpumem.script.entry import ScriptError, chain, show_traceback
 from pytest_gpumem.script.measured import Run, is_out_of_memory, run_measured
 from pytest_gpumem.script.request import Answer, Request
 from pytest_gpumem.script.stopping import StopError
-from pytest_gpumem.simulated.common.errors import (
+from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
+from pytest_gpumem.values.errors import (
     SimulationError,
     UndescribedKernelError,
     UnknownValueError,
 )
-from pytest_gpumem.simulated.gpu.catalogue import Machine, find_machine
 
 
 def main(path: str) -> None:

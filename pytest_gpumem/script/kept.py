@@ -7,9 +7,9 @@ import math
 import re
 from pathlib import Path
 
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.script.entry import Script, chain, process_as_it_was
 from pytest_gpumem.sizes import MIB, format_size
+from pytest_gpumem.values.measurement import Measurement
 
 _TEST = """\
 # test_{stem}.py

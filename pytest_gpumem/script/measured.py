@@ -15,7 +15,6 @@ from pytest_gpumem.device.simulated import SimulatedDevice
 from pytest_gpumem.measurement.composition import Account
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.measurement.recorded import RecordedHistory
 from pytest_gpumem.measurement.recorder import Recorder
 from pytest_gpumem.measurement.statistics import CudaStatistics
@@ -23,6 +22,7 @@ from pytest_gpumem.script.entry import Script, chain
 from pytest_gpumem.script.files import checkpoints_kept
 from pytest_gpumem.script.phases import Iterations, shown_phases
 from pytest_gpumem.script.stopping import Alarm, Steps
+from pytest_gpumem.values.measurement import Measurement
 
 STACKS = "all"
 """What is recorded of a real device's allocations: Python's stacks, and C++'s."""

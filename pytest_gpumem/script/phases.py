@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from pytest_gpumem.measurement.automatic_phases import BACKWARD, FORWARD, STEP
 from pytest_gpumem.measurement.phases import Phase, PhaseTracker
-from pytest_gpumem.measurement.record import CALL, SETUP, PhaseRecord
 from pytest_gpumem.script.iterations import ITERATION, LOAD, numbered
+from pytest_gpumem.values.measurement import CALL, SETUP, PhaseRecord
 
 PARTS = (FORWARD, BACKWARD, STEP)
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.script.entry import Script
+from pytest_gpumem.values.measurement import Measurement
 
 MEASURED = "cuda"
 """In the place of a model to be simulated: the CUDA device that there is."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.values.world import World
 
 _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
 """How variables begin that a device reads when it is made."""
@@ -112,7 +112,7 @@ def world_of_run(config: pytest.Config) -> World | None:
     """
     if "WORLD_SIZE" not in os.environ or SELECTOR in config.stash:
         return None
-    from pytest_gpumem.simulated.distributed.world import WorldError, world_of_process
+    from pytest_gpumem.values.world import WorldError, world_of_process
 
     try:
         return world_of_process(os.environ)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.ranks import WorstOfTest
-    from pytest_gpumem.simulated.distributed.world import Seat
+    from pytest_gpumem.values.world import Seat
 
 MARKER_NAME = "gpumem"
 FIXTURE_NAME = "gpumem"
@@ -83,7 +83,7 @@ class Expectations:
         if expectation is None or size is None or self._selector().world is not None:
             return self._selector().seat
         from pytest_gpumem.marker import WORST
-        from pytest_gpumem.simulated.distributed.world import Seat
+        from pytest_gpumem.values.world import Seat
 
         if expectation.rank == WORST:
             return Seat(size, rank, is_worst=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_gpumem.session.reported import LOST, RESCHEDULED
+from pytest_gpumem.report.pytest_reports import LOST, RESCHEDULED
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device

@@ -13,9 +13,9 @@ from pytest_gpumem.echo import printable, quoted
 if TYPE_CHECKING:
     import torch
 
-    from pytest_gpumem.measurement.record import PhaseRecord
     from pytest_gpumem.prediction.batch import BatchFit
     from pytest_gpumem.session.item import MeasuredItem
+    from pytest_gpumem.values.measurement import PhaseRecord
 
 
 class Gpumem:

@@ -22,7 +22,7 @@ from pytest_gpumem.sharing.usage import Usage, usages
 if TYPE_CHECKING:
     import pytest
 
-    from pytest_gpumem.device.environment import Environment
+    from pytest_gpumem.values.environment import Environment
 
 LINE = "gpumem_line"
 """Key of a pytest-xdist worker's input: its channel to :class:`Hosts`."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.simulated.distributed.world import World
+from pytest_gpumem.values.world import World
 
 PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.ahead")
 

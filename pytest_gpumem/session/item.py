@@ -24,26 +24,26 @@ from pytest_gpumem.measurement.statistics import CudaStatistics
 from pytest_gpumem.measurement.unmeasured import pausable
 from pytest_gpumem.prediction.expected import Expected
 from pytest_gpumem.report.junit import set_user_properties
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
 from pytest_gpumem.session import used_fixtures
 from pytest_gpumem.session.kept import process_kept
-from pytest_gpumem.session.reported import ATTRIBUTE, BROKEN_PLUGINS, SENTENCE, with_outcome
 from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sharing.refusal import sentence as sentence_of
-from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.errors import SimulationError
 
 if TYPE_CHECKING:
     from _pytest.fixtures import FixtureDef
 
     from pytest_gpumem.attribution.out_of_memory import OutOfMemory
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.measurement.record import Measurement, PhaseRecord
     from pytest_gpumem.measurement.recorder import Recorder
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.judge import Judge
+    from pytest_gpumem.values.measurement import Measurement, PhaseRecord
+    from pytest_gpumem.values.prediction import PredictedTest
 
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from pytest_gpumem.device.device import Device
-    from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.prediction.predicted import PredictedTest
+    from pytest_gpumem.values.environment import Environment
+    from pytest_gpumem.values.measurement import Measurement
+    from pytest_gpumem.values.prediction import PredictedTest
 
 CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the measurement itself"
 

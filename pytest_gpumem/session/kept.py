@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from pytest_gpumem.device.collector import settings_kept
+from pytest_gpumem.collector import settings_kept
 
 _MEASURES_WITH = (
     *("current_device", "device_count", "empty_cache", "get_device_properties", "is_available"),

@@ -26,10 +26,10 @@ from _pytest.config import create_terminal_writer
 
 from pytest_gpumem.device.errors import DeviceError
 from pytest_gpumem.dry import scope
-from pytest_gpumem.session.reported import HARMLESS
+from pytest_gpumem.report.pytest_reports import HARMLESS
 from pytest_gpumem.session.rerun import collected_error
-from pytest_gpumem.simulated.distributed.world import address_of_process
 from pytest_gpumem.simulated.distributed.worst import imbalance, worst_of
+from pytest_gpumem.values.world import address_of_process
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.rerun import Measured
     from pytest_gpumem.session.results import Results
     from pytest_gpumem.simulated.distributed.meeting import Meeting
-    from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.values.world import World
 
 _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
 """How a run ends that has not come to its end: others may be anywhere."""
@@ -187,7 +187,7 @@ class Launched:
         if current is None:
             return
         # Imported by the test that was measured.
-        from pytest_gpumem.measurement.record import Measurement
+        from pytest_gpumem.values.measurement import Measurement
 
         measured = {
             rank: Measurement.from_dict(one["measurement"])
@@ -317,7 +317,7 @@ def _text(item: pytest.Item, error: BaseException | None) -> str | None:
 
 
 def _skipping() -> tuple[type[BaseException], ...]:
-    from pytest_gpumem.simulated.common.errors import SimulationError
+    from pytest_gpumem.values.errors import SimulationError
 
     return (pytest.skip.Exception, SimulationError)
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.select import DeviceSelector
     from pytest_gpumem.marker import Expectation
     from pytest_gpumem.options import Settings
-    from pytest_gpumem.prediction.predicted import PredictedTest
     from pytest_gpumem.session.expected import Expectations
     from pytest_gpumem.session.hooks import Hooks
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.session.ranks import WorstOfTest
     from pytest_gpumem.session.sharing import Sharing
-    from pytest_gpumem.simulated.distributed.world import Seat
+    from pytest_gpumem.values.prediction import PredictedTest
+    from pytest_gpumem.values.world import Seat
 
 
 class Measuring:

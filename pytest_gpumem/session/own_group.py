@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from pytest_gpumem.simulated.distributed.world import World
+from pytest_gpumem.values.world import World
 
 
 class OwnGroup:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_gpumem.prediction.predicted import PredictedTest
-from pytest_gpumem.session.reported import ARGUMENTS, without_group
+from pytest_gpumem.report.pytest_reports import ARGUMENTS, without_group
+from pytest_gpumem.values.prediction import PredictedTest
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.cuda import CudaDevice

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.paths import relative
-from pytest_gpumem.session.reported import (
+from pytest_gpumem.report.pytest_reports import (
     ATTRIBUTE,
     BROKEN_PLUGINS,
     LOST,
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.baseline.collected import Collected
     from pytest_gpumem.baseline.update import MeasuredTest, UpdateReport
-    from pytest_gpumem.device.environment import Environment
     from pytest_gpumem.options import Settings
     from pytest_gpumem.report.record import TestRecord
     from pytest_gpumem.report.remarks import Missing
     from pytest_gpumem.session.faults import Crashes
     from pytest_gpumem.sharing.learned import Learned
     from pytest_gpumem.sharing.usage import Usage
+    from pytest_gpumem.values.environment import Environment
 
 OUTPUT = "gpumem"
 """Key of a pytest-xdist worker's output."""

@@ -22,7 +22,7 @@ import pytest
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.session.progress import progress_line
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again, collected_error
-from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError, WorkLimitError
+from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError, WorkLimitError
 
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device

@@ -15,10 +15,10 @@ from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
 from pytest_gpumem.paths import relative
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE, HARMLESS, SKIPPED_AT_IMPORT
 from pytest_gpumem.session.early import AMBIENT, Ambient, begin
 from pytest_gpumem.session.expected import MARKER_NAME
 from pytest_gpumem.session.parts import Parts, runs_tests
-from pytest_gpumem.session.reported import ATTRIBUTE, HARMLESS, SKIPPED_AT_IMPORT
 from pytest_gpumem.session.used_fixtures import taken_back
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, read_folder
+from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.learning import WEIGHTS, learned_of_whole_runs
-from pytest_gpumem.session.reported import without_group
 from pytest_gpumem.session.results import Results
 from pytest_gpumem.sharing.shards import Weight, fingerprint, split
 from pytest_gpumem.sharing.weights import (

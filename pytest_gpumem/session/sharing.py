@@ -13,10 +13,10 @@ import pytest
 
 from pytest_gpumem.baseline.store import BaselineError, BaselineStore, split_nodeid
 from pytest_gpumem.marker import GUARANTEED
+from pytest_gpumem.report.pytest_reports import without_group
 from pytest_gpumem.session.hosts import Line
 from pytest_gpumem.session.learning import learned_before
 from pytest_gpumem.session.passage import NextRun, Passage
-from pytest_gpumem.session.reported import without_group
 from pytest_gpumem.session.rerun import Measured, Rerun, can_run_again
 from pytest_gpumem.session.waiting import Waiting
 from pytest_gpumem.session.yielding import interruptible
@@ -31,10 +31,10 @@ from pytest_gpumem.sharing.refusal import Refusal
 if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
     from pytest_gpumem.marker import Expectation
-    from pytest_gpumem.measurement.record import Measurement
     from pytest_gpumem.options import Settings
     from pytest_gpumem.session.predictions import Predictions
     from pytest_gpumem.sharing.usage import Usage
+    from pytest_gpumem.values.measurement import Measurement
 
 MARGIN = 1.1
 """Of what a limit or a baseline says is allocated, for what is reserved beside it."""

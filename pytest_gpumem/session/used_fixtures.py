@@ -108,7 +108,7 @@ def taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iter
     try:
         yield
     except BaseException as error:
-        from pytest_gpumem.simulated.common.errors import SimulationError
+        from pytest_gpumem.values.errors import SimulationError
 
         if isinstance(error, SimulationError):
             fixture.cached_result = (None, fixture.cache_key(request), None)  # type: ignore[arg-type]  # a SubRequest

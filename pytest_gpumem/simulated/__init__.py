@@ -1,7 +1,6 @@
 """The simulated CUDA device, in layers; each may use those above it in this list.
 
 ========== =====================================================================================
-allocator  PyTorch's caching allocator, event by event
 common     errors, what tensors really are, where in the code something happens
 gpu        one device: catalogue, memory, workspaces, estimates
 machine    what a machine knows: devices, storages, values, streams, graphs, pools
@@ -13,5 +12,5 @@ stand_ins  flash-attn where it is not installed, by the allocations of its funct
 distributed  one rank of several: process groups and collectives without the other ranks
 ========== =====================================================================================
 
-``simulation`` puts them together, ``run`` and ``recorder`` are what the rest of the package sees.
+``simulation`` puts them together. All of them may use the rooms ``allocator`` and ``values``.
 """

@@ -14,13 +14,12 @@ import torch
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pytest_gpumem.simulated.allocator.timeline import Timeline
+from pytest_gpumem.allocator.timeline import Timeline
 from pytest_gpumem.simulated.common.late_imports import LateImports
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.entry import AUTO, Compilation
 from pytest_gpumem.simulated.distributed import plan as distributed
 from pytest_gpumem.simulated.distributed.nccl import Communicator
-from pytest_gpumem.simulated.distributed.world import World
 from pytest_gpumem.simulated.execution.mode import ShapeExecution
 from pytest_gpumem.simulated.gpu.catalogue import GpuModel, Machine, find_machine
 from pytest_gpumem.simulated.machine import forks
@@ -38,6 +37,7 @@ from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
 from pytest_gpumem.simulated.surface.sequences import be_no_sequences
 from pytest_gpumem.simulated.surface.threads import Threads
 from pytest_gpumem.simulated.surface.triton import driver, launches
+from pytest_gpumem.values.world import World
 
 _stack: list[Simulation] = []
 """Active simulations, innermost last: what is patched is the process, so the stack is its."""

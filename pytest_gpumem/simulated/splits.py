@@ -6,7 +6,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pytest_gpumem.simulated.allocator.trace import FREE, RawEntry
+from pytest_gpumem.allocator.trace import FREE, RawEntry
 
 
 class Splits:

@@ -9,10 +9,10 @@ import pytest
 from pytest_gpumem.baseline.compare import Judgement, default_tolerance_for, judge, missing_text
 from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.verdict import Improvement
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.marker import Expectation
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.sizes import Tolerance
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 MIB = 1024**2
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")

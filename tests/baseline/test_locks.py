@@ -17,8 +17,8 @@ import pytest
 from pytest_gpumem.baseline.locks import FOLDER
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineError, BaselineStore
 from pytest_gpumem.baseline.update import MeasuredTest, update_baselines
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 MODULE = "tests/test_a.py"
@@ -27,7 +27,7 @@ PRELUDE = """
 import sys
 from pathlib import Path
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
-from pytest_gpumem.device.environment import Environment
+from pytest_gpumem.values.environment import Environment
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 store = BaselineStore(Path(sys.argv[1]))
 """

@@ -20,8 +20,8 @@ from pytest_gpumem.baseline.store import (
     read_folder,
     split_nodeid,
 )
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 A10 = replace(T4, gpu="A10", compute_capability="8.6")

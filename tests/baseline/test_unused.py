@@ -10,8 +10,8 @@ from pytest_gpumem.baseline.collected import Collected, Gone
 from pytest_gpumem.baseline.store import BaselineEntry, BaselineStore
 from pytest_gpumem.baseline.unused import unused_baselines
 from pytest_gpumem.baseline.update import MeasuredTest
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 L4 = Environment(simulated=True, gpu="L4", compute_capability="8.9", torch="2.13")

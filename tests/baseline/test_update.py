@@ -14,8 +14,8 @@ from pytest_gpumem.baseline.update import (
     UpdateReport,
     update_baselines,
 )
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 MIB = 1024**2
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")

@@ -15,8 +15,8 @@ from pytest_gpumem.cli.bisect import (
     commits_between,
     work_tree,
 )
-from pytest_gpumem.measurement.record import Measurement
 from pytest_gpumem.sizes import parse_tolerance
+from pytest_gpumem.values.measurement import Measurement
 from tests.cli.test_gpumem_compare import Gpumem, Refusal, gpumem, refusal  # noqa: F401
 from tests.cli.test_gpumem_history import Commits, commits  # noqa: F401
 

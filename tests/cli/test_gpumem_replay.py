@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import pytest
 
+from pytest_gpumem.allocator import Allocator, OutOfMemory
 from pytest_gpumem.cli import main, replay
-from pytest_gpumem.simulated.allocator import Allocator, OutOfMemory
 from tests.report.html.parsed import Page
 
 GIB = 1 << 30

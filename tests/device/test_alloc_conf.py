@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_gpumem.device.environment import alloc_conf_of_process
+from pytest_gpumem.values.environment import alloc_conf_of_process
 
 CUDA, HIP, ANY = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 

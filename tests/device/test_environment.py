@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.jsonfile import schema_problem
 from pytest_gpumem.measurement.nvml import NvmlReading, read_visible
 from pytest_gpumem.report.json_report import report_of
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.terminal import describe
+from pytest_gpumem.values.environment import Environment
 from tests.fake_nvml import MACHINES
 
 PLAIN = Environment(False, "NVIDIA A100-SXM4-40GB", "8.0", "2.13", cuda="13.0", driver="580.65")

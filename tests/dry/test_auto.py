@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.dry import auto
+from pytest_gpumem.device import auto
 from pytest_gpumem.option_values import DeviceChoice, device_choice
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_gpumem.session.reported import ATTRIBUTE
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from tests.gpu.device import device_under_test, missing
 from tests.pytest_project import Project
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
-from pytest_gpumem.simulated.allocator.constants import MIN_BLOCK
+from pytest_gpumem.allocator.constants import MIN_BLOCK
 from pytest_gpumem.simulated.gpu.device import parse_version
 from pytest_gpumem.simulated.gpu.workspaces import Workspaces
-from pytest_gpumem.simulated.run import simulate
+from pytest_gpumem.simulating import simulate
 
 VARIABLE = "GPUMEM_TEST_DEVICE"
 STAND_IN = "A100-40GB"

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pytest_gpumem.simulated.run import simulate
+from pytest_gpumem.simulating import simulate
 from tests.forked import quick
 from tests.gpu.conftest import CudaProject
 from tests.gpu.device import stands_in
 
 STAND_IN = """
     import os
-    from pytest_gpumem.simulated.run import simulate
+    from pytest_gpumem.simulating import simulate
 
     SIZE = int(os.environ.get("WORLD_SIZE", "1"))
     STANDING_IN = simulate("MODEL", world_size=SIZE, rank=int(os.environ.get("RANK", "0")))

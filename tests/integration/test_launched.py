@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from pytest_gpumem.simulated.distributed.world import World
+from pytest_gpumem.values.world import World
 from tests.forked import quick
 from tests.pytest_project import PYTEST, Project, _arguments
 

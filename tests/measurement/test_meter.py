@@ -12,7 +12,7 @@ import pytest
 from pytest_gpumem.measurement import meter as meter_module
 from pytest_gpumem.measurement.fixtures import FixtureLedger
 from pytest_gpumem.measurement.meter import Meter
-from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.values.measurement import Measurement
 from tests.fake_statistics import FakeStatistics
 
 

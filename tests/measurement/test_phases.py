@@ -12,7 +12,7 @@ from pytest_gpumem.measurement.phases import (
     NestingError,
     PhaseTracker,
 )
-from pytest_gpumem.measurement.record import CALL, PhaseRecord
+from pytest_gpumem.values.measurement import CALL, PhaseRecord
 from tests.fake_statistics import FakeStatistics
 
 NOBODY = Bytes()

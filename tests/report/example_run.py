@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pytest_gpumem.baseline.verdict import Improvement, Verdict
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement, PhaseRecord
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement, PhaseRecord
 
 MIB = 1024**2
 SIMULATED = Environment(True, "A100-40GB", "8.0", "2.13")

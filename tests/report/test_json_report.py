@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.report.json_report import (
     ReportError,
     read_report,
@@ -14,6 +13,7 @@ from pytest_gpumem.report.json_report import (
     write_report,
 )
 from pytest_gpumem.report.record import TestRecord
+from pytest_gpumem.values.environment import Environment
 from tests.report.example_run import MIB, SIMULATED, failing, improved, measured, passing, unknown
 
 T4 = Environment(True, "T4", "7.5", "2.13")

@@ -5,7 +5,7 @@ import pytest
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import test_status as status
 from pytest_gpumem.report.table import table
-from pytest_gpumem.report.text import Line, Span, cells
+from pytest_gpumem.text import Line, Span, cells
 from tests.report.example_run import (
     MIB,
     failing,

@@ -6,11 +6,11 @@ from _pytest._io import TerminalWriter
 
 from pytest_gpumem.baseline.store import BaselineEntry
 from pytest_gpumem.baseline.update import Change, UpdateReport
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.remarks import Missing
 from pytest_gpumem.report.terminal import describe, section, write_section
-from pytest_gpumem.report.text import cells
+from pytest_gpumem.text import cells
+from pytest_gpumem.values.environment import Environment
 from tests.report.example_run import (
     MIB,
     REAL,

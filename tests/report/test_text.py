@@ -3,7 +3,7 @@ import io
 import pytest
 from _pytest._io import TerminalWriter
 
-from pytest_gpumem.report.text import Line, Span, cells, pack, pad, shorten, wrap, write_lines
+from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten, wrap, write_lines
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pytest_gpumem.device.environment import Environment
 from pytest_gpumem.session.hosts import Hosts, differing
 from pytest_gpumem.sharing.learned import Learned, Lesson
 from pytest_gpumem.sharing.need import Need
 from pytest_gpumem.sharing.place import NOWHERE
+from pytest_gpumem.values.environment import Environment
 
 T4 = Environment(True, "T4", "7.5", "2.13")
 H100 = Environment(False, "NVIDIA H100", "9.0", "2.13", cuda="12.8", driver="570")

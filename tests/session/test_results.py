@@ -7,11 +7,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.measurement.record import Measurement
+from pytest_gpumem.report.pytest_reports import ATTRIBUTE
 from pytest_gpumem.report.record import TestRecord
-from pytest_gpumem.session.reported import ATTRIBUTE
 from pytest_gpumem.session.results import Results
+from pytest_gpumem.values.environment import Environment
+from pytest_gpumem.values.measurement import Measurement
 
 T4 = Environment(simulated=True, gpu="T4", compute_capability="7.5", torch="2.13")
 

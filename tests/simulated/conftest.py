@@ -6,8 +6,8 @@ from collections.abc import Generator
 
 import pytest
 
-from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.values.errors import SimulationError
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate, simulate_operator
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.surface.kernels import Extensions
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 KIB = 1024
 

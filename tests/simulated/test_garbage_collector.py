@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.allocator import allocator as allocator_module
-from pytest_gpumem.simulated.allocator import snapshot
-from pytest_gpumem.simulated.allocator.blocks import Block
+from pytest_gpumem.allocator import allocator as allocator_module
+from pytest_gpumem.allocator import snapshot
+from pytest_gpumem.allocator.blocks import Block
 
 BLOCK = 512
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import replay, simulate
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
 
 
 def training(width: int = 1500, steps: int = 3) -> None:

@@ -16,14 +16,14 @@ import torch
 from torch.utils import cpp_extension
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import (
+from pytest_gpumem.simulated.operators.bound import Bound, bound_in
+from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
+from pytest_gpumem.simulated.surface.kernels import Extensions
+from pytest_gpumem.values.errors import (
     UndescribedKernelError,
     UnknownValueError,
     UnsupportedOperatorError,
 )
-from pytest_gpumem.simulated.operators.bound import Bound, bound_in
-from pytest_gpumem.simulated.operators.described import DESCRIPTIONS
-from pytest_gpumem.simulated.surface.kernels import Extensions
 from tests.forked import quick
 
 CHECK = "  # check: shape, dtype, what else it takes"
@@ -428,7 +428,7 @@ def test_a_test_that_imports_the_loader_is_refused_too() -> None:
     code = (
         "import sys\n"
         "from pytest_gpumem import simulate\n"
-        "from pytest_gpumem.simulated.common.errors import UndescribedKernelError\n"
+        "from pytest_gpumem.values.errors import UndescribedKernelError\n"
         "with simulate('T4'):\n"
         "    assert 'torch.utils.cpp_extension' not in sys.modules\n"
         "    from torch.utils import cpp_extension\n"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.common.raw import base
 from pytest_gpumem.simulated.machine.notes import Notes
@@ -29,6 +28,7 @@ from pytest_gpumem.simulated.machine.values.assumptions import (
     taken_for_granted,
 )
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, NeutralInt
+from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
 """Bytes of a copy to the host that somebody may decide by; what is longer is data on its way."""

@@ -11,9 +11,9 @@ from pytest_gpumem.report.json_report import write_file
 from pytest_gpumem.report.record import TestRecord
 
 if TYPE_CHECKING:
+    from pytest_gpumem.allocator.replayed import ReplayResult
     from pytest_gpumem.report.html.recording import Watchers
     from pytest_gpumem.report.past import Past
-    from pytest_gpumem.simulated.allocator.replayed import ReplayResult
 
 
 def write_html(

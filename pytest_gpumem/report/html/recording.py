@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
+from pytest_gpumem.allocator.readings import Readings
+from pytest_gpumem.allocator.replayed import START, DeviceReplay, ReplayResult, Usage
 from pytest_gpumem.attribution.composition import shown_path
 from pytest_gpumem.attribution.frames import (
     EARLIER,
@@ -24,8 +26,6 @@ from pytest_gpumem.attribution.frames import (
 )
 from pytest_gpumem.attribution.history import CATEGORIES, FOREVER
 from pytest_gpumem.report.html.columns import Columns
-from pytest_gpumem.simulated.allocator.readings import Readings
-from pytest_gpumem.simulated.allocator.replayed import START, DeviceReplay, ReplayResult, Usage
 
 Json = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
-from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
+from pytest_gpumem.allocator.trace import Contexts, Recording
 
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _sequence: Callable[[], int] = torch._C._autograd._get_sequence_nr

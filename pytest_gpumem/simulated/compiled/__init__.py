@@ -1,6 +1,6 @@
 """``torch.compile``: Inductor's own wrapper of a graph, run for what it allocates.
 
-May use: ``allocator``, ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
+May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
 ``surface``. Dynamo, AOTAutograd and Inductor are torch's own and see torch as it is, but for the
 tensors (``fakes``), the GPU they ask about and Triton (``tracing``). What they make is a module of
 Python that allocates, launches and frees; ``wrapper`` is what it finds there: kernels that do

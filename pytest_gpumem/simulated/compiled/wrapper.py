@@ -21,7 +21,6 @@ from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 from torch._ops import HigherOrderOperator, OpOverload
 
-from pytest_gpumem.attribution.history import FUSED
 from pytest_gpumem.simulated.common.callsite import (
     COMPUTED,
     Place,
@@ -33,6 +32,7 @@ from pytest_gpumem.simulated.common.callsite import (
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.compiled.launched import launched
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+from pytest_gpumem.values.operator_names import FUSED
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pytest_gpumem.sharing.processes import Process, is_alive, this_process
-from pytest_gpumem.simulated.distributed.world import Address, World
+from pytest_gpumem.values.world import Address, World
 
 JOINING = timedelta(minutes=5)
 """How long a rank may take to start."""

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pytest_gpumem.simulated.distributed.world import MOST_LOCAL
 from pytest_gpumem.sizes import format_size
+from pytest_gpumem.values.world import MOST_LOCAL
 
 _STEPS = 8
 _SIMPLE = 1 << 22

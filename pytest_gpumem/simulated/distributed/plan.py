@@ -13,9 +13,9 @@ from pytest_gpumem.simulated.distributed.alone import Alone
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
     from pytest_gpumem.simulated.distributed.nccl import Communicator
-    from pytest_gpumem.simulated.distributed.world import World
     from pytest_gpumem.simulated.execution.mode import ShapeExecution
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+    from pytest_gpumem.values.world import World
 
 Communicators = MutableMapping[str, "Communicator"]
 """Those that NCCL would have made, by name of their group."""

@@ -29,11 +29,11 @@ from torch._C._distributed_c10d import (
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from pytest_gpumem.simulated.distributed.world import NCCL_TIMEOUT
+from pytest_gpumem.values.world import NCCL_TIMEOUT
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.values.world import World
 
 _LOST = timedelta(seconds=1)
 """How long a read of a key waits that no other rank will write."""

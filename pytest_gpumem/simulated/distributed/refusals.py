@@ -12,8 +12,8 @@ import torch.distributed
 from torch import nn
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.distributed.world import NCCL_TIMEOUT
+from pytest_gpumem.values.errors import UnsupportedOperatorError
+from pytest_gpumem.values.world import NCCL_TIMEOUT
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches

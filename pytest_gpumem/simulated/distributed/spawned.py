@@ -17,12 +17,12 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.distributed.process_groups import Membership
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches
-    from pytest_gpumem.simulated.distributed.world import World
+    from pytest_gpumem.values.world import World
 
 
 def plan(world: World, patches: Patches) -> None:

@@ -1,4 +1,4 @@
 """The dispatch mode: every operator runs on ``meta``, and each new storage gets a block.
 
-May use: ``allocator``, ``common``, ``gpu``, ``machine``, ``operators``.
+May use: ``common``, ``gpu``, ``machine``, ``operators``.
 """

@@ -9,7 +9,6 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.execution import computing
 from pytest_gpumem.simulated.execution.runner import CUDA, Runner
 from pytest_gpumem.simulated.machine.checks.dtypes import checks_of
@@ -17,6 +16,7 @@ from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import tables
 from pytest_gpumem.simulated.operators.rules import on_machine
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -14,7 +14,6 @@ from torch._library.custom_ops import OPDEFS
 from torch._library.utils import has_tensor_arg
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.execution.composites import of_parts, whole
 from pytest_gpumem.simulated.execution.factories import is_factory
@@ -25,6 +24,7 @@ from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.operators import vision
 from pytest_gpumem.simulated.operators.described import DESCRIPTIONS, checked_outputs, on_gpu
 from pytest_gpumem.simulated.operators.rules import on_machine
+from pytest_gpumem.values.errors import UnknownValueError
 
 
 def is_custom(func: Any) -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import FROM_HOST, running, user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.runner import HOST, Runner
 from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
@@ -20,6 +19,7 @@ from pytest_gpumem.simulated.machine.placement import source_of_node
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import sparse, tables, transfers
 from pytest_gpumem.simulated.operators.rules import Call
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _IN_CPP = frozenset(
     f"aten::{name}"

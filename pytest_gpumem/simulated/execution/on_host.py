@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import META
 from pytest_gpumem.simulated.machine.storages import poison
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.machine.values.views import covers
+from pytest_gpumem.values.errors import UnknownValueError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.storages import Storages

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.execution.runner import Runner
 from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import comparisons
+from pytest_gpumem.values.errors import UnknownValueError
 
 _NEUTRAL = frozenset({torch.ops.aten._local_scalar_dense.default})
 

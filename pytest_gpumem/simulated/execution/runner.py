@@ -10,11 +10,6 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, user_line
-from pytest_gpumem.simulated.common.errors import (
-    UndescribedKernelError,
-    UnknownValueError,
-    UnsupportedOperatorError,
-)
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.common.raw import CPU, META
 from pytest_gpumem.simulated.execution.on_host import OnHost
@@ -30,6 +25,11 @@ from pytest_gpumem.simulated.machine.values import finite
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import suggested
 from pytest_gpumem.simulated.operators.described import how_to_describe
+from pytest_gpumem.values.errors import (
+    UndescribedKernelError,
+    UnknownValueError,
+    UnsupportedOperatorError,
+)
 
 CUDA = "cuda"
 HOST = "cpu"

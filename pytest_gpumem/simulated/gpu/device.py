@@ -7,21 +7,21 @@ import re
 
 import torch
 
-from pytest_gpumem.device.collector import Collector
-from pytest_gpumem.device.environment import alloc_conf_of_process, alloc_conf_variable
-from pytest_gpumem.echo import quoted
-from pytest_gpumem.simulated.allocator import AllocatorError, AllocatorSettings
-from pytest_gpumem.simulated.allocator.addresses import (
+from pytest_gpumem.allocator import AllocatorError, AllocatorSettings
+from pytest_gpumem.allocator.addresses import (
     DEVICE_ADDRESSES,
     FIRST_ADDRESS,
     DriverAddresses,
 )
-from pytest_gpumem.simulated.allocator.device_memory import SharedDevice
-from pytest_gpumem.simulated.allocator.timeline import Timeline
+from pytest_gpumem.allocator.device_memory import SharedDevice
+from pytest_gpumem.allocator.timeline import Timeline
+from pytest_gpumem.collector import Collector
+from pytest_gpumem.echo import quoted
 from pytest_gpumem.simulated.gpu.catalogue import GpuError, GpuModel, find_machine
 from pytest_gpumem.simulated.gpu.estimates import Estimates
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.gpu.workspaces import Version, Workspaces
+from pytest_gpumem.values.environment import alloc_conf_of_process, alloc_conf_variable
 
 OLDEST: Version = (2, 6)
 

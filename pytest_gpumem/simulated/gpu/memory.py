@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.device.collector import GROWTH, Collector
-from pytest_gpumem.simulated.allocator import Allocator, OutOfMemory
-from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
-from pytest_gpumem.simulated.allocator.messages import OutOfMemoryFields
-from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
+from pytest_gpumem.allocator import Allocator, OutOfMemory
+from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.allocator.messages import OutOfMemoryFields
+from pytest_gpumem.allocator.trace import Contexts, Recording
+from pytest_gpumem.collector import GROWTH, Collector
 from pytest_gpumem.simulated.common.callsite import RELEASED, Provenance, provenance
 
 

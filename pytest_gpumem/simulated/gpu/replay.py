@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pytest_gpumem.simulated.allocator import ReplayResult
-from pytest_gpumem.simulated.allocator.replay import Observed
-from pytest_gpumem.simulated.allocator.replay import replay as replayed
-from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.allocator import ReplayResult
+from pytest_gpumem.allocator.replay import Observed
+from pytest_gpumem.allocator.replay import replay as replayed
+from pytest_gpumem.allocator.settings import Version
 from pytest_gpumem.simulated.gpu.catalogue import find_gpu
 
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from pytest_gpumem.simulated.allocator.blocks import PoolId
-from pytest_gpumem.simulated.allocator.timeline import StreamKey
+from pytest_gpumem.allocator.blocks import PoolId
+from pytest_gpumem.allocator.timeline import StreamKey
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.machine.pool_contents import EveryPoolContents

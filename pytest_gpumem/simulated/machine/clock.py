@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from pytest_gpumem.simulated.allocator.timeline import StreamKey
+from pytest_gpumem.allocator.timeline import StreamKey
 
 CYCLES_PER_SECOND = 1e9
 """Of the GPU's clock, which is not simulated: a round number near those of the catalogue's GPUs."""

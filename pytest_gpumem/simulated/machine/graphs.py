@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pytest_gpumem.simulated.allocator import AllocatorError
-from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.allocator import AllocatorError
+from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.gpu.device import Device
 from pytest_gpumem.simulated.gpu.memory import Memory
 from pytest_gpumem.simulated.machine.captures import Capture
@@ -28,6 +27,7 @@ from pytest_gpumem.simulated.machine.random_state import (
 )
 from pytest_gpumem.simulated.machine.replayed_values import Recording
 from pytest_gpumem.simulated.machine.streams import cuda_error
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine

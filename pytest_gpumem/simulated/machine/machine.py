@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.device.environment import Environment
-from pytest_gpumem.simulated.allocator.trace import TraceEntry
+from pytest_gpumem.allocator.trace import TraceEntry
 from pytest_gpumem.simulated.common.nesting import tensors_in
 from pytest_gpumem.simulated.gpu.catalogue import Machine
 from pytest_gpumem.simulated.gpu.device import Device
@@ -30,6 +29,7 @@ from pytest_gpumem.simulated.machine.streams import Streams
 from pytest_gpumem.simulated.machine.values.assumptions import drawn_seed
 from pytest_gpumem.simulated.machine.values.known import Values
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat
+from pytest_gpumem.values.environment import Environment
 
 
 class GPU(Device):

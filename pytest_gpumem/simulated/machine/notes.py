@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_NOTES = 20
 MOST_READS = 10_000

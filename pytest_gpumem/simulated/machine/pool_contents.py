@@ -15,7 +15,7 @@ import torch
 from pytest_gpumem.simulated.machine.storages import storage_key
 
 if TYPE_CHECKING:
-    from pytest_gpumem.simulated.allocator.blocks import PoolId
+    from pytest_gpumem.allocator.blocks import PoolId
     from pytest_gpumem.simulated.gpu.device import Device
     from pytest_gpumem.simulated.gpu.memory import Memory
     from pytest_gpumem.simulated.machine.values.known import Values

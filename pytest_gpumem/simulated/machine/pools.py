@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from pytest_gpumem.simulated.allocator.blocks import PoolId
+from pytest_gpumem.allocator.blocks import PoolId
 
 
 class PoolIds:

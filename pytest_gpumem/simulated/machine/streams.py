@@ -3,7 +3,7 @@
 Work is done when it is issued, as far as anybody can see: queries say yes, but for the time that
 ``torch.cuda._sleep`` takes. What the *host* knows to be finished decides when memory that another
 stream used may be used again; the
-:class:`~pytest_gpumem.simulated.allocator.timeline.Timeline` keeps that.
+:class:`~pytest_gpumem.allocator.timeline.Timeline` keeps that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from pytest_gpumem.simulated.allocator.timeline import Marks, StreamKey, Timeline
+from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
 from pytest_gpumem.simulated.machine.clock import Clock
 from pytest_gpumem.simulated.machine.leaves import NO_SEQUENCE, Leaves
 

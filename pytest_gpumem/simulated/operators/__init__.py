@@ -1,5 +1,5 @@
 """What CUDA operators allocate, by family; ``tables`` puts the families together.
 
-May use: ``allocator``, ``common``, ``gpu``, ``machine``. A rule is handed the device it is
+May use: ``common``, ``gpu``, ``machine``. A rule is handed the device it is
 about, and looks for none. ``described`` imports no torch.
 """

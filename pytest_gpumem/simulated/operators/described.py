@@ -168,7 +168,7 @@ def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
         def call(*args: Any, **options: Any) -> Any:
             if not on_gpu(args, options):
                 from pytest_gpumem.simulated.common.callsite import callers_line
-                from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+                from pytest_gpumem.values.errors import UnsupportedOperatorError
 
                 raise UnsupportedOperatorError(
                     f"{name} at {callers_line()} is given tensors of the CPU, and is described "

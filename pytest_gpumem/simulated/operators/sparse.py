@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.machine.storages import storage_key
 from pytest_gpumem.simulated.machine.values.operator import Operator
 from pytest_gpumem.simulated.operators import cub
 from pytest_gpumem.simulated.operators.rules import Composite, Scratch
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU

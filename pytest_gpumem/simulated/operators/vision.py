@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.operators.rules import Composite
+from pytest_gpumem.values.errors import UnknownValueError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU

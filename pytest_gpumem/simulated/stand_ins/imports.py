@@ -21,9 +21,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.stand_ins.libraries import FLASH_ATTN
 from pytest_gpumem.simulated.stand_ins.usage import telling
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _modules: dict[str, ModuleType] = {}
 """Every module that was made so far: code that keeps one finds the same one later."""

@@ -1,5 +1,5 @@
 """What user code sees of CUDA: names of torch's that are replaced while a simulation is active.
 
-May use: ``allocator``, ``common``, ``gpu``, ``machine``, ``operators``, ``execution``. Each
+May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``. Each
 replacement is a thin translation to the machine; ``plan`` lists them.
 """

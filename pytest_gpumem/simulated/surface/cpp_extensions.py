@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 import torch
 
 from pytest_gpumem.simulated.common.callsite import callers_line
-from pytest_gpumem.simulated.common.errors import (
-    UndescribedKernelError,
-    UnsupportedOperatorError,
-)
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.operators.bound import bound_in, of_module
 from pytest_gpumem.simulated.surface.kernels import EXTENSIONS
+from pytest_gpumem.values.errors import (
+    UndescribedKernelError,
+    UnsupportedOperatorError,
+)
 
 _MODULE = "torch.utils.cpp_extension"
 _LOADERS = ("load", "load_inline")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pytest_gpumem.simulated.allocator.blocks import PoolId
+from pytest_gpumem.allocator.blocks import PoolId
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.graphs import Graph
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine

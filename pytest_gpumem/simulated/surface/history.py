@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.simulated.allocator.snapshot import frames_of
-from pytest_gpumem.simulated.allocator.trace import Contexts, Recording
+from pytest_gpumem.allocator.snapshot import frames_of
+from pytest_gpumem.allocator.trace import Contexts, Recording
 from pytest_gpumem.simulated.surface.functions import plan_functions
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from pytest_gpumem.simulated.common.callsite import callers_line
-from pytest_gpumem.simulated.common.errors import UndescribedKernelError
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.operators.described import tensors_in
 from pytest_gpumem.simulated.operators.suggested import of_function
+from pytest_gpumem.values.errors import UndescribedKernelError
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
 """How pybind11 spells a tensor argument in the signature that begins a function's docstring

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pytest_gpumem.simulated.allocator import AllocatorError
-from pytest_gpumem.simulated.allocator.blocks import PoolId
-from pytest_gpumem.simulated.allocator.checkpoints import PoolState
+from pytest_gpumem.allocator import AllocatorError
+from pytest_gpumem.allocator.blocks import PoolId
+from pytest_gpumem.allocator.checkpoints import PoolState
 from pytest_gpumem.simulated.machine.storages import NOBODYS, storage_key
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from pytest_gpumem.simulated.allocator import AllocatorError, SettingsError
-from pytest_gpumem.simulated.allocator.blocks import SHARED_POOL, PoolId
-from pytest_gpumem.simulated.allocator.snapshot import snapshot
+from pytest_gpumem.allocator import AllocatorError, SettingsError
+from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.allocator.snapshot import snapshot
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.surface.functions import plan_functions
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pytest_gpumem.simulated.allocator.timeline import StreamKey
+from pytest_gpumem.allocator.timeline import StreamKey
 from pytest_gpumem.simulated.common.patching import Patches
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.streams import HIGHEST_PRIORITY, priority_of

@@ -10,10 +10,10 @@ import torch
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import callers_line, is_own, user_line
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.storages import SimulatedStorage
 from pytest_gpumem.simulated.surface.wrappers import place_of
+from pytest_gpumem.values.errors import UnknownValueError
 
 _get_device = raw.base("get_device")
 _data_ptr = raw.base("data_ptr")

@@ -11,7 +11,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from pytest_gpumem.simulated.common import raw
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.machine.checks.devices import NO_DATA
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.placement import return_gradient
@@ -20,6 +19,7 @@ from pytest_gpumem.simulated.surface import in_place
 from pytest_gpumem.simulated.surface.legacy import DTYPE_NAMES
 from pytest_gpumem.simulated.surface.tensor_facts import TensorFacts
 from pytest_gpumem.simulated.surface.wrappers import is_wrapper
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _to: Callable[..., torch.Tensor] = raw.base("to")
 _type = raw.base("type")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.machine.values.assumptions import taken_for_granted
 from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, NeutralInt
@@ -17,6 +16,7 @@ from pytest_gpumem.simulated.operators import transfers
 from pytest_gpumem.simulated.surface.factories import asked_for_meta
 from pytest_gpumem.simulated.surface.several import brought
 from pytest_gpumem.simulated.surface.tensor_facts import TensorFacts
+from pytest_gpumem.values.errors import UnknownValueError
 
 _bool = raw.base("__bool__")
 _tolist = raw.base("tolist")

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.simulated.machine.strangers import keep_apart
 from pytest_gpumem.simulated.surface import compilers
 from pytest_gpumem.simulated.surface.standstill import Standstill
+from pytest_gpumem.values.errors import SimulationError
 
 if TYPE_CHECKING:
     from pytest_gpumem.simulated.common.patching import Patches

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.allocator import Allocator
 from pytest_gpumem.report.html.page import render_recording
 from pytest_gpumem.report.html.recording import Watchers, recording_of
-from pytest_gpumem.simulated.allocator import Allocator
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html.parsed import Page
 from tests.report.html.test_columns import read

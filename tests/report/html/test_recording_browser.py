@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pytest_gpumem.allocator import Allocator
 from pytest_gpumem.report.html import write_recording
 from pytest_gpumem.report.html.recording import Watchers
-from pytest_gpumem.simulated.allocator import Allocator
 from pytest_gpumem.simulated.gpu.replay import replay
 from tests.report.html import chromium
 from tests.report.html.test_recording import FORWARD, LOADING, MIB, recorded

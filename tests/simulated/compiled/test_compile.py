@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 from tests.pytest_project import Project
 
 MIB = 1024 * 1024

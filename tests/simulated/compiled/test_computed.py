@@ -12,9 +12,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.values.errors import UnknownValueError
 from tests.pytest_project import Project
 
 pytestmark = [

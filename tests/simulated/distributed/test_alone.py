@@ -14,7 +14,7 @@ from torch.distributed import init_process_group as imported_before
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is deprecated:FutureWarning", "ignore:barrier.*using the device:UserWarning"

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import (
 )
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 MIB = 1 << 20
 LAYERS, WEIGHT, RANKS = 2, 4 * MIB, 8

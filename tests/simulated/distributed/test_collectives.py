@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
+from pytest_gpumem.values.errors import UnknownValueError
 
 MIB = 1 << 20
 RANKS = 8

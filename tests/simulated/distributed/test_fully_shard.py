@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from pytest_gpumem import simulate
 from pytest_gpumem.prediction.unfilled import unfilled
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
 
 MIB = 1 << 20
 LAYERS, WEIGHT, RANKS = 6, 16 * MIB, 8

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from pytest_gpumem.sharing.processes import Process
 from pytest_gpumem.simulated.distributed import meeting
 from pytest_gpumem.simulated.distributed.meeting import Meeting, MeetingError
-from pytest_gpumem.simulated.distributed.world import (
+from pytest_gpumem.simulated.distributed.worst import imbalance
+from pytest_gpumem.values.world import (
     Address,
     World,
     WorldError,
@@ -22,7 +23,6 @@ from pytest_gpumem.simulated.distributed.world import (
     world_of,
     world_of_process,
 )
-from pytest_gpumem.simulated.distributed.worst import imbalance
 
 STARTED = {
     "RANK": "3",

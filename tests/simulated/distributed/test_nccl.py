@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from pytest_gpumem.prediction.simulated import predict
 from pytest_gpumem.simulated.distributed.nccl import Communicator, connection, estimate
-from pytest_gpumem.simulated.run import simulate
+from pytest_gpumem.simulating import simulate
 
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 MIB = 1 << 20
 WORKSPACES = 2 * 32 * MIB

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ful
 from torch.nn.parallel import DistributedDataParallel
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.distributed.world import WorldError, world_of
+from pytest_gpumem.values.errors import UnsupportedOperatorError
+from pytest_gpumem.values.world import WorldError, world_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 KIB = 1024
 Define = Callable[..., Any]

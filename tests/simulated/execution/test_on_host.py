@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
-from pytest_gpumem.simulated.run import SimulatedRun
+from pytest_gpumem.simulating import SimulatedRun
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 FLOATS = 5000
 """More than are computed beside their shapes."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
 from pytest_gpumem.simulated.machine import notes
+from pytest_gpumem.values.errors import UnknownValueError
 
 HERE = re.escape(Path(__file__).name)
 NOTE = (

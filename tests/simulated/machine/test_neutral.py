@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 HERE = re.escape(Path(__file__).name)
 

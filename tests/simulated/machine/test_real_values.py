@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import HostMemoryError, UnknownValueError
 from pytest_gpumem.simulated.machine.values import reading as values
 from pytest_gpumem.simulated.simulation import active_simulation
+from pytest_gpumem.values.errors import HostMemoryError, UnknownValueError
 
 Program = Callable[[str], Any]
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import comm
 from torch.utils.checkpoint import checkpoint
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
-from pytest_gpumem.simulated.run import SimulatedRun
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.simulating import SimulatedRun
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 WORKSPACE = 8_519_680
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 
 def in_thread(function: Callable[[], None]) -> None:

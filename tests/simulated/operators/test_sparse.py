@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 BOXES = [[0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 11.0, 11.0], [20.0, 20.0, 30.0, 30.0]]
 """The first two overlap by 81 of 119."""

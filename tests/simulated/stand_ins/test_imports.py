@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 SENTENCE = "flash-attn is not installed: a stand-in allocated what flash-attn 2.8.3 does"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 
 def test_known_tensors_are_saved_with_their_device(tmp_path: Path) -> None:

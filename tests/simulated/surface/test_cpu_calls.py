@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import SimulationError
 from pytest_gpumem.simulated.simulation import SimulatedGPU
+from pytest_gpumem.values.errors import SimulationError
 
 Call = Callable[[], Any]
 untyped: Any = torch

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 aten = torch.ops.aten
 

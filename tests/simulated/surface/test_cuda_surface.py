@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MIB = 1024 * 1024
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds a library as Linux does")
 

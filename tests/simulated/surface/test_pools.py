@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._pytree import tree_map
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 def test_storages_say_where_they_are() -> None:

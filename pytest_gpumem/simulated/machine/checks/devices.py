@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.allocator.settings import Version
 from pytest_gpumem.simulated.common.nesting import tensors_in
 
 NO_DATA = "Cannot copy out of meta tensor; no data!"

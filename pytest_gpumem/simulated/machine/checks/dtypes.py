@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.allocator.settings import Version
 from pytest_gpumem.simulated.machine.checks.given import Check, Given
 from pytest_gpumem.simulated.machine.checks.kernels import DISPATCHES
 from pytest_gpumem.simulated.machine.checks.requirements import REQUIREMENTS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.allocator.settings import Version
 
 Check = Callable[["Given"], "Exception | None"]
 """What torch raises on these arguments, if anything."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from pytest_gpumem.simulated.allocator.settings import Version
+from pytest_gpumem.allocator.settings import Version
 from pytest_gpumem.simulated.machine.checks import products
 from pytest_gpumem.simulated.machine.checks.given import Check, Given
 from pytest_gpumem.simulated.machine.checks.kernels import (

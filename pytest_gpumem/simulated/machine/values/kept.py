@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common import raw
-from pytest_gpumem.simulated.common.errors import HostMemoryError
 from pytest_gpumem.simulated.common.raw import CPU
 from pytest_gpumem.simulated.machine.real.differentiated import UNREAD
 from pytest_gpumem.simulated.machine.storages import Storages, storage_key
 from pytest_gpumem.simulated.machine.values.facts import Fact
 from pytest_gpumem.simulated.machine.values.ranges import Ranges
 from pytest_gpumem.simulated.machine.values.views import covers, elements, view_of
+from pytest_gpumem.values.errors import HostMemoryError
 
 MOST_INTEGERS = 65_536
 """Elements of an integer or boolean tensor whose values are kept."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from pytest_gpumem.simulated.common.errors import UnknownValueError
+from pytest_gpumem.values.errors import UnknownValueError
 
 VALUE = 0.0
 """Zero lets loss scaling and logging go on: no infinity was found, the loss is finite."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pytest_gpumem.simulated.common.callsite import user_line
-from pytest_gpumem.simulated.common.errors import WorkLimitError
+from pytest_gpumem.values.errors import WorkLimitError
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 

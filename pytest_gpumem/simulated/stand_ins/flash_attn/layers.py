@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from pytest_gpumem.simulated.common.errors import UnsupportedOperatorError
 from pytest_gpumem.simulated.operators.described import simulate_operator
 from pytest_gpumem.simulated.stand_ins.usage import used
+from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 def launch(*tensors: Tensor | None) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pytest_gpumem import simulate
-from pytest_gpumem.simulated.common.errors import UnknownValueError, UnsupportedOperatorError
 from pytest_gpumem.simulated.surface.triton.stores import Stores
+from pytest_gpumem.values.errors import UnknownValueError, UnsupportedOperatorError
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 if os.environ.get("TRITON_INTERPRET", "0") != "0":

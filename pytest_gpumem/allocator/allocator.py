@@ -1,0 +1,389 @@
+"""An event-exact model of PyTorch's CUDACachingAllocator for one device.
+
+The algorithm is that of ``DeviceCachingAllocator`` in c10/cuda/CUDACachingAllocator.cpp; every
+step that is visible from outside (addresses, the order of events, statistics) is the same.
+:meth:`Allocator.malloc` and :meth:`Allocator.free` are long because they are the hot path: a
+simulated training step calls them hundreds of thousands of times.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pytest_gpumem.allocator import checkpoints
+from pytest_gpumem.allocator import snapshot as snapshots
+from pytest_gpumem.allocator.blocks import (
+    SHARED_POOL,
+    SIZE_SHIFT,
+    Block,
+    FreeList,
+    PoolId,
+)
+from pytest_gpumem.allocator.checkpoints import PoolState
+from pytest_gpumem.allocator.constants import SMALL_SIZE, TOO_LARGE
+from pytest_gpumem.allocator.freeing import complete_free, request_free
+from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
+from pytest_gpumem.allocator.pool_scopes import PoolScopes
+from pytest_gpumem.allocator.readings import Readings
+from pytest_gpumem.allocator.restoring import restore
+from pytest_gpumem.allocator.rounding import round_size
+from pytest_gpumem.allocator.trace import FREE
+
+
+class Allocator(Readings, PoolScopes):
+    """The caching allocator of one simulated device. All sizes are bytes.
+
+    Args:
+        total_memory: what the device has.
+        settings: the configuration; torch's defaults when None.
+        version: the torch release, (major, minor), whose rules hold.
+        device: index, for messages and snapshots.
+        used_elsewhere: device memory outside this allocator: the CUDA context, other processes.
+            The attribute may be changed at any time.
+        place_segment: given the size of a new segment, the address where the driver puts it. By
+            default addresses increase from a base of the device and are never used again.
+        record: whether to keep the events in :attr:`trace`.
+        timeline: what the host knows of the progress of streams; one of its own when None.
+
+    Raises:
+        AllocatorError: the settings ask for something that is not simulated.
+    """
+
+    __slots__ = ()
+
+    def malloc(self, size: int, stream: int = 0, context: Any = None) -> int:
+        """Allocate ``size`` bytes and return their address; 0 for no bytes, as torch does.
+
+        ``context`` is kept with the block and its events; if it has an attribute ``frames`` (a list
+        of dicts with filename, line and name), snapshots show these.
+
+        Raises:
+            OutOfMemory: neither the cache nor the device has room.
+        """
+        if 0 < size < self._plain_below:
+            rounded = (size + 511) & -512
+            if rounded <= SMALL_SIZE:
+                free_list = self._small_lists.get(stream) or self._small.free_list(stream)
+            else:
+                free_list = self._large_lists.get(stream) or self._large.free_list(stream)
+        elif size == 0 or not self.caching:
+            return self._allocate_uncached(size)
+        else:
+            rounded, free_list = self._choose(size, stream)
+
+        keys = free_list.keys
+        blocks = free_list.blocks
+        index = bisect_left(keys, rounded << SIZE_SHIFT) if self._only_best_fit else len(keys)
+        if index < len(keys):
+            block = blocks.pop(keys.pop(index))
+        else:
+            block = self._supply.find_or_obtain(free_list, rounded, size, context)
+            # A block of an expandable segment, or of a pool that lends, is in another list.
+            free_list = block.free_list
+            keys = free_list.keys
+            blocks = free_list.blocks
+
+        tally = free_list.tally
+        every = free_list.every
+        address = block.address
+        remaining = block.size - rounded
+        previous = block.previous
+        was_split = previous is not None or block.next is not None
+        if remaining > free_list.split_above and rounded < self._split_below:
+            tail = block
+            block = Block()
+            block.address = address
+            block.size = rounded
+            block.free_list = free_list
+            block.shift = shift = tail.shift
+            block.previous = previous
+            block.next = tail
+            if previous is not None:
+                previous.next = block
+            tail.previous = block
+            tail.address = tail_address = address + rounded
+            tail.size = remaining
+            tail.key = key = (remaining << SIZE_SHIFT) + tail_address + shift
+            insort(keys, key)
+            blocks[key] = tail
+            if was_split:
+                tally.split_bytes_out += rounded
+                tally.split_bytes -= rounded
+                every.split_bytes -= rounded
+            else:
+                free_list.note_split(remaining)
+        else:
+            rounded = block.size
+            if was_split:
+                tally.splits_out += 1
+                tally.splits -= 1
+                every.splits -= 1
+                tally.split_bytes_out += rounded
+                tally.split_bytes -= rounded
+                every.split_bytes -= rounded
+        block.key = 0
+        block.requested = size
+        block.context = context
+        self._live[address] = block
+        self._note(("alloc", address, size, free_list.stream, context))
+
+        tally.blocks = current = tally.blocks + 1
+        if current > tally.blocks_peak:
+            tally.blocks_peak = current
+        every.blocks = current = every.blocks + 1
+        if current > every.blocks_peak:
+            every.blocks_peak = current
+        tally.bytes = current = tally.bytes + rounded
+        if current > tally.bytes_peak:
+            tally.bytes_peak = current
+        every.bytes = current = every.bytes + rounded
+        if current > every.bytes_peak:
+            every.bytes_peak = current
+        tally.requested = current = tally.requested + size
+        if current > tally.requested_peak:
+            tally.requested_peak = current
+        every.requested = current = every.requested + size
+        if current > every.requested_peak:
+            every.requested_peak = current
+        if rounded >= self._max_split:
+            self._counters.oversize_allocations.increase(1)
+        return address
+
+    def free(self, address: int, context: Any = None) -> None:
+        """Give a block back; address 0 is ignored, as torch does.
+
+        Raises:
+            AllocatorError: no live block starts at ``address``.
+        """
+        block = self._live.pop(address, None)
+        if block is None:
+            return self._free_uncommon(address, context)
+        free_list = block.free_list
+        tally = free_list.tally
+        every = free_list.every
+        size = block.size
+        requested = block.requested
+        self._note((FREE, address, requested, free_list.stream, context or block.context))
+        tally.blocks_out += 1
+        tally.blocks -= 1
+        every.blocks -= 1
+        tally.bytes_out += size
+        tally.bytes -= size
+        every.bytes -= size
+        tally.requested_out += requested
+        tally.requested -= requested
+        every.requested -= requested
+        if size >= self._max_split:
+            self._counters.oversize_allocations.decrease(1)
+
+        block.context = None
+        merged_size = size
+        absorbed = 0
+        keys = free_list.keys
+        blocks = free_list.blocks
+        previous = block.previous
+        if previous is not None:
+            key = previous.key
+            if key:
+                del keys[bisect_left(keys, key)]
+                del blocks[key]
+                absorbed = 1
+                merged_size += previous.size
+                block.address = address = previous.address
+                block.previous = previous = previous.previous
+                if previous is not None:
+                    previous.next = block
+        following = block.next
+        if following is not None:
+            key = following.key
+            if key:
+                del keys[bisect_left(keys, key)]
+                del blocks[key]
+                absorbed += 1
+                merged_size += following.size
+                block.next = following = following.next
+                if following is not None:
+                    following.previous = block
+        block.size = merged_size
+        block.key = key = (merged_size << SIZE_SHIFT) + address + block.shift
+        insort(keys, key)
+        blocks[key] = block
+
+        if previous is None and following is None:
+            tally.splits_out += absorbed
+            tally.splits -= absorbed
+            every.splits -= absorbed
+            tally.split_bytes_out += merged_size - size
+            tally.split_bytes -= merged_size - size
+            every.split_bytes -= merged_size - size
+            return None
+        tally.split_bytes = current = tally.split_bytes + size
+        if current > tally.split_bytes_peak:
+            tally.split_bytes_peak = current
+        every.split_bytes = current = every.split_bytes + size
+        if current > every.split_bytes_peak:
+            every.split_bytes_peak = current
+        if absorbed == 0:
+            tally.splits = current = tally.splits + 1
+            if current > tally.splits_peak:
+                tally.splits_peak = current
+            every.splits = current = every.splits + 1
+            if current > every.splits_peak:
+                every.splits_peak = current
+        elif absorbed == 2:
+            tally.splits_out += 1
+            tally.splits -= 1
+            every.splits -= 1
+        return None
+
+    def empty_cache(self, pool: PoolId = SHARED_POOL, context: Any = None) -> None:
+        """Return every segment without a live block to the device (``emptyCache``).
+
+        Private pools only where nothing refers to them any more; with the id of such a ``pool``,
+        that one alone. During a capture the shared pool keeps what it has. ``context`` is kept with
+        the events of the segments that go.
+        """
+        with self._memory.releasing(context):
+            self._supply.empty_cache(pool)
+        self._route()
+
+    def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
+        """Another stream uses a live block: once freed, it stays active until that is over.
+
+        ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
+        needs no care and is ignored, as in torch.
+
+        Raises:
+            AllocatorError: no live block starts at ``address``.
+        """
+        if address in self._memory.uncached:
+            return
+        block = self._live.get(address) or self._uses.live.get(address)
+        if block is None:
+            raise self._not_live(address)
+        key = (self.device if device is None else device, stream)
+        if key != (self.device, block.free_list.stream):
+            self._live.pop(address, None)
+            self._uses.add(block, key)
+
+    def request_free(self, address: int, context: Any = None) -> None:
+        """Free a block and keep it active until :meth:`complete_free`, as a recording has it.
+
+        Raises:
+            AllocatorError: no live block starts at ``address``.
+        """
+        block = self._live.pop(address, None) or self._uses.take(address)
+        if block is None:
+            raise self._not_live(address)
+        request_free(block, self._memory, context)
+        self._uses.hold(block)
+
+    def complete_free(self, address: int, context: Any = None) -> None:
+        """End what :meth:`request_free` began.
+
+        Raises:
+            AllocatorError: no block at ``address`` waits for this.
+        """
+        block = self._uses.release_held(address)
+        if block is None:
+            raise self._not_live(address)
+        complete_free(block, self._memory, context)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What ``torch.cuda.memory._snapshot()`` returns in this torch version."""
+        return snapshots.snapshot([self])
+
+    def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
+        """The segments and their blocks, by address: ``snapshot()["segments"]``.
+
+        With the id of a private ``pool`` only its own. Looking up the lines of ``frames`` takes
+        most of the time.
+        """
+        return snapshots.segments(self, pool, frames=frames)
+
+    def restore(self, segments: Iterable[Mapping[str, Any]]) -> None:
+        """Put an empty allocator into a given state: ``segments`` as a snapshot has them.
+
+        Statistics count what is held, with no history before it.
+
+        Raises:
+            AllocatorError: the allocator is in use, or has no expandable segments and needs them.
+        """
+        if self._every.reserved:
+            raise AllocatorError("Only an allocator without segments can be restored to a state.")
+        restore(segments, self._pools, self._memory, self._supply.expandable, self._live)
+        self.reset_peak_stats()
+        self.reset_accumulated_stats()
+
+    def pool_state(self, pool: PoolId) -> PoolState:
+        """How the segments of a private pool are divided now (``getCheckpointState``).
+
+        Raises:
+            AllocatorError: there is no such pool.
+        """
+        return checkpoints.state_of(self._pools.get(pool).identity, self.every_block())
+
+    def set_pool_state(self, state: PoolState) -> tuple[set[int], set[int]]:
+        """Divide a private pool as it was (``setCheckpointPoolState``); all that lives is freed.
+
+        Returns the addresses that were freed, and those that are live now.
+
+        Raises:
+            AllocatorError: there is no such pool, or it lacks a segment that it had.
+        """
+        freed = self.pool_addresses(state.pool)
+        for address in freed:
+            Allocator.free(self, address)
+        live = set()
+        for segment in state.segments:
+            private = self._pools.get(state.pool)
+            free = {
+                block.address: block
+                for pool in (private.small, private.large)
+                for free_list in pool.free_lists.values()
+                for block in free_list.blocks.values()
+            }
+            for block in checkpoints.divide(segment, free, self._note):
+                self._live[block.address] = block
+            for each in segment:
+                if each.is_live:
+                    live.add(each.address)
+                else:
+                    Allocator.free(self, each.address)
+        return freed, live
+
+    def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:
+        """The rounded size of a request, and the free list that serves it."""
+        if size < 0:
+            raise AllocatorError(f"Cannot allocate {size} bytes: a size is 0 or more.")
+        if size >= TOO_LARGE:
+            message = "CUDA out of memory. Tried to allocate more than 1EB memory."
+            raise OutOfMemory(message, self._supply.memory_fields(size, size))
+        self._uses.before_malloc(stream, reuse=self.settings.graph_capture_record_stream_reuse)
+        rounded = round_size(size, self._divisions)
+        pool = self._pools.route(stream, small=rounded <= SMALL_SIZE)
+        self._route()
+        return rounded, pool.free_list(stream)
+
+    def _allocate_uncached(self, size: int) -> int:
+        if size == 0:
+            return 0
+        address = self._memory.allocate_uncached(size)
+        if address is None:
+            fields = self._supply.memory_fields(size, size)
+            raise OutOfMemory("CUDA error: out of memory", fields)
+        return address
+
+    def _free_uncommon(self, address: int, context: Any) -> None:
+        """Free what is no ordinary live block."""
+        if address in self._memory.uncached:
+            self._memory.free_uncached(address)
+        elif address in self._uses.live:
+            block = self._uses.live[address]
+            request_free(block, self._memory, context)
+            self._uses.free(block)
+            self._route()
+        elif address:
+            raise self._not_live(address)

@@ -1,0 +1,246 @@
+"""Blocks, and the ordered sets of free ones."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import Any
+
+from pytest_gpumem.allocator.constants import SMALL_SIZE
+from pytest_gpumem.allocator.statistics import (
+    DeviceTally,
+    PoolTally,
+    UnsplitDeviceTally,
+    UnsplitPoolTally,
+)
+
+PoolId = tuple[int, int]
+"""What torch calls a MempoolId_t; (0, 0) is the pool that everybody shares."""
+
+SHARED_POOL: PoolId = (0, 0)
+
+SIZE_SHIFT = 48
+"""A free block's key is ``(size << SIZE_SHIFT) + address + shift``.
+
+It sorts by size, then by ``address + shift``: sizes are multiples of 512 (9 zero bits), which
+leaves 57 bits for these. One int compares several times faster than a tuple.
+"""
+
+FIRST_OF_AGE = 1 << 50
+"""Where ``address + shift`` of segments begins that sort by age: above every address."""
+
+
+class Block:
+    """A contiguous piece of a segment, live or free."""
+
+    __slots__ = (
+        "address",
+        "context",
+        "free_list",
+        "key",
+        "next",
+        "previous",
+        "requested",
+        "shift",
+        "size",
+    )
+
+    address: int
+    size: int
+    requested: int
+    """Bytes asked for; of a free block, those of its last use, as in torch's snapshots."""
+    free_list: FreeList
+    """Where the block goes when it is free: the list of its pool and stream."""
+    previous: Block | None
+    next: Block | None
+    shift: int
+    """What is added to addresses of its segment where free blocks of one size are compared.
+
+    0 to prefer the lowest address, as torch does up to 2.12; afterwards such that older segments
+    come first.
+    """
+    key: int
+    """Key in ``free_list`` while the block is free and mapped, else 0."""
+    context: Any
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the block is only a part of its segment."""
+        return self.previous is not None or self.next is not None
+
+    @property
+    def is_mapped(self) -> bool:
+        """False for the addresses of an expandable segment that have no memory."""
+        return self.address not in self.free_list.unmapped
+
+
+def new_block(free_list: FreeList, address: int, size: int, shift: int) -> Block:
+    """A block without neighbours that is in no list."""
+    block = Block()
+    block.address = address
+    block.size = size
+    block.shift = shift
+    block.requested = block.key = 0
+    block.free_list = free_list
+    block.previous = block.next = block.context = None
+    return block
+
+
+class PoolStream(int):
+    """A stream's handle in a trace, where the memory is that of a private pool."""
+
+    pool_id: PoolId
+
+    def __new__(cls, stream: int, pool_id: PoolId) -> PoolStream:
+        """The handle ``stream``, with the pool."""
+        handle = super().__new__(cls, stream)
+        handle.pool_id = pool_id
+        return handle
+
+
+class FreeList:
+    """The free blocks of one pool and one stream, by size, then address."""
+
+    __slots__ = (
+        "blocks",
+        "every",
+        "expandable",
+        "keys",
+        "plain",
+        "pool",
+        "split_above",
+        "stream",
+        "tally",
+        "unmapped",
+    )
+
+    def __init__(self, pool: Pool, stream: int, plain: FreeList | None = None) -> None:
+        self.pool = pool
+        self.stream = stream if pool.identity == SHARED_POOL else PoolStream(stream, pool.identity)
+        self.split_above = pool.split_above
+        self.plain = self if plain is None else plain
+        """The list itself, or the one that this one is the expandable side of."""
+        self.expandable: FreeList | None = None
+        self.unmapped: dict[int, Block] = {}
+        if plain is None:
+            self.tally = pool.tally
+            self.every = pool.every
+            self.keys: list[int] = []
+            self.blocks = {} if pool.make_blocks is None else pool.make_blocks(pool)
+        else:
+            self.tally = UnsplitPoolTally(pool.tally)
+            self.every = UnsplitDeviceTally(pool.every)
+            self.keys = plain.keys
+            self.blocks = plain.blocks
+
+    def expandable_side(self) -> FreeList:
+        """What blocks of expandable segments belong to: the same list, counted otherwise.
+
+        torch leaves them out of ``inactive_split``, because their pages can be given back.
+        """
+        if self.expandable is None:
+            self.expandable = FreeList(self.pool, int(self.stream), self)
+        return self.expandable
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether its blocks are parts of expandable segments."""
+        return self.plain is not self
+
+    def add(self, block: Block) -> None:
+        """Put a free block in."""
+        block.key = key = (block.size << SIZE_SHIFT) + block.address + block.shift
+        insort(self.keys, key)
+        self.blocks[key] = block
+
+    def remove(self, block: Block) -> None:
+        """Take a free block out."""
+        del self.keys[bisect_left(self.keys, block.key)]
+        del self.blocks[block.key]
+        block.key = 0
+
+    def note_split(self, size: int) -> None:
+        """A whole segment was split: its free part of ``size`` bytes counts as inactive split."""
+        for tally in (self.tally, self.every):
+            tally.splits += 1
+            tally.splits_peak = max(tally.splits_peak, tally.splits)
+            tally.split_bytes += size
+            tally.split_bytes_peak = max(tally.split_bytes_peak, tally.split_bytes)
+
+
+class Pool:
+    """A small or a large pool: its free lists by stream and its statistics."""
+
+    __slots__ = (
+        "clock",
+        "every",
+        "free_lists",
+        "identity",
+        "make_blocks",
+        "small",
+        "split_above",
+        "tally",
+    )
+
+    def __init__(
+        self,
+        *,
+        small: bool,
+        split_above: int,
+        tally: PoolTally,
+        every: DeviceTally,
+        identity: PoolId = SHARED_POOL,
+    ) -> None:
+        self.small = small
+        self.identity = identity
+        self.split_above = split_above
+        """A block is split when what remains is larger than this many bytes."""
+        self.tally = tally
+        self.every = every
+        self.clock = 0
+        """Counts the searches for a free block, while garbage collection is on."""
+        self.make_blocks: Callable[[Pool], dict[int, Block]] | None = None
+        """Makes the dict of a free list, where a plain one is not enough."""
+        self.free_lists: dict[int, FreeList] = {}
+
+    def free_list(self, stream: int) -> FreeList:
+        """The free blocks of ``stream``."""
+        found = self.free_lists.get(stream)
+        if found is None:
+            found = self.free_lists[stream] = FreeList(self, stream)
+        return found
+
+    def free_blocks(self) -> list[Block]:
+        """Every free block that has memory, in torch's order: stream, size, address."""
+        return [
+            free_list.blocks[key]
+            for _, free_list in sorted(self.free_lists.items())
+            for key in free_list.keys
+        ]
+
+    def split_when_above(self, remaining: int) -> None:
+        """Change :attr:`split_above`, also for the lists that exist."""
+        self.split_above = remaining
+        for plain in self.free_lists.values():
+            plain.split_above = remaining
+            if plain.expandable is not None:
+                plain.expandable.split_above = remaining
+
+    def replace_blocks(self, make: Callable[[Pool], dict[int, Block]]) -> None:
+        """Keep free blocks in dicts of another kind from now on."""
+        self.make_blocks = make
+        for plain in self.free_lists.values():
+            blocks = make(self)
+            for key, block in plain.blocks.items():
+                blocks[key] = block
+            plain.blocks = blocks
+            if plain.expandable is not None:
+                plain.expandable.blocks = blocks
+
+
+def split_threshold(*, small: bool, split_freely: bool) -> int:
+    """Bytes that may remain of a block without it being split (``should_split``).
+
+    The small pool, and every pool while expandable segments are on, splits off any remainder.
+    """
+    return 0 if small or split_freely else SMALL_SIZE

@@ -1,0 +1,220 @@
+"""What an allocator holds from its device, and what the device has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from pytest_gpumem.allocator.blocks import FIRST_OF_AGE, Block, FreeList, new_block
+from pytest_gpumem.allocator.constants import MIN_BLOCK, UNLIMITED
+from pytest_gpumem.allocator.private_pools import Pools
+from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.statistics import Counters, DeviceTally
+from pytest_gpumem.allocator.trace import RawEntry
+
+
+class SharedDevice(Protocol):
+    """A device whose memory several processes take from: this one's account with its driver."""
+
+    def take(self, size: int) -> bool:
+        """Take ``size`` bytes; False, and nothing is taken, if the device has no room for them."""
+
+    def give(self, size: int) -> None:
+        """Give ``size`` bytes back."""
+
+    def give_all(self) -> None:
+        """Give back whatever this process has taken."""
+
+    def others(self) -> Mapping[int, int]:
+        """Return the bytes that each other process has taken, by its number."""
+
+
+class DeviceMemory:
+    """The segments of one device: asked for, counted, noted and given back.
+
+    Args:
+        total: bytes of the device.
+        used_elsewhere: bytes in use outside the allocator; may be changed.
+        place_segment: given the size of a new segment, the address where the driver puts it.
+        version: the torch release whose rules hold.
+        pools: where the bytes of private pools are counted.
+        every: what is counted over all pools.
+        counters: what is counted without pools.
+        note: called for every event.
+    """
+
+    __slots__ = (
+        "_place_segment",
+        "_pools",
+        "_releaser",
+        "_unused_order",
+        "_version",
+        "contexts",
+        "counters",
+        "every",
+        "limit",
+        "note",
+        "oversize",
+        "shared",
+        "total",
+        "uncached",
+        "used_elsewhere",
+    )
+
+    def __init__(
+        self,
+        total: int,
+        used_elsewhere: int,
+        place_segment: Callable[[int], int],
+        version: Version,
+        pools: Pools,
+        every: DeviceTally,
+        counters: Counters,
+        note: Callable[[RawEntry], None],
+    ) -> None:
+        self.total = total
+        self.used_elsewhere = used_elsewhere
+        self.every = every
+        self.counters = counters
+        self.note = note
+        self.limit: int | None = None
+        """The most bytes that may be reserved, where a memory fraction is set."""
+        self.shared: SharedDevice | None = None
+        """Where other processes take from the same device; ``None`` for a device of its own."""
+        self.oversize = UNLIMITED
+        """Segments of so many bytes count as oversize (``max_split_size_mb``)."""
+        self.contexts: dict[int, Any] = {}
+        """By address: the context of the allocation that needed the segment."""
+        self.uncached: dict[int, int] = {}
+        """Address and size of what was allocated while caching was off."""
+        self._releaser: Any = None
+        self._place_segment = place_segment
+        self._version = version
+        self._pools = pools
+        self._unused_order = FIRST_OF_AGE
+
+    @property
+    def free(self) -> int:
+        """Bytes free on the device, as ``mem_get_info`` says."""
+        held = self.every.reserved + sum(self.uncached.values())
+        return max(0, self.total - self.used_elsewhere - held - sum(self.others.values()))
+
+    @property
+    def others(self) -> Mapping[int, int]:
+        """Bytes that other processes hold of the device, by the process's number."""
+        return {} if self.shared is None else self.shared.others()
+
+    def _take(self, size: int) -> bool:
+        if self.shared is None:
+            return size <= self.free
+        return self.shared.take(size)
+
+    def _give(self, size: int) -> None:
+        if self.shared is not None:
+            self.shared.give(size)
+
+    @contextmanager
+    def releasing(self, context: Any) -> Iterator[None]:
+        """Segments that go back inside go because of ``context``; ``None`` says nothing."""
+        self._releaser = context
+        try:
+            yield
+        finally:
+            self._releaser = None
+
+    def allocate_uncached(self, size: int) -> int | None:
+        """An address for ``size`` bytes that are not cached; None if the device has no room."""
+        if not self._take(size):
+            return None
+        address = self._place_segment(-(-size // MIN_BLOCK) * MIN_BLOCK)
+        self.uncached[address] = size
+        return address
+
+    def free_uncached(self, address: int) -> None:
+        """Give back what :meth:`allocate_uncached` took."""
+        self._give(self.uncached.pop(address))
+
+    def place(self, size: int) -> tuple[int, int]:
+        """Address and shift of a new segment: since 2.13 older ones are used first.
+
+        BlockComparatorSizeCounterAddress; before, it was the address that decided.
+        """
+        address = self._place_segment(size)
+        if self._version < (2, 13):
+            return address, 0
+        order, self._unused_order = self._unused_order, self._unused_order + size
+        return address, order - address
+
+    def new_segment(self, free_list: FreeList, size: int, context: Any) -> Block | None:
+        """Ask the device for a segment; None if it has no room."""
+        if not self._take(size):
+            return None
+        address, shift = self.place(size)
+        block = new_block(free_list, address, size, shift)
+        self.add_segment(block)
+        self.counters.num_device_alloc += 1
+        if context is not None:
+            self.contexts[address] = context
+        self.note(("segment_alloc", address, size, free_list.stream, context))
+        return block
+
+    def add_segment(self, block: Block) -> None:
+        """Count a segment, which ``block`` fills."""
+        self._reserve(block.free_list, block.size)
+        for tally in (block.free_list.tally, self.every):
+            tally.segments += 1
+            tally.segments_peak = max(tally.segments_peak, tally.segments)
+        if block.size >= self.oversize:
+            self.counters.oversize_segments.increase(1)
+
+    def release_segment(self, block: Block) -> None:
+        """Return a free block that is a whole segment to the device."""
+        free_list = block.free_list
+        free_list.remove(block)
+        context = self.contexts.pop(block.address, None)
+        self.counters.num_device_free += 1
+        shown = self._releaser or context
+        self.note(("segment_free", block.address, block.size, free_list.stream, shown))
+        free_list.tally.segments_out += 1
+        free_list.tally.segments -= 1
+        self.every.segments -= 1
+        self._unreserve(free_list, block.size)
+        if block.size >= self.oversize:
+            self.counters.oversize_segments.decrease(1)
+
+    def add_pages(self, free_list: FreeList, size: int) -> None:
+        """Count pages that an expandable segment has."""
+        self._reserve(free_list, size)
+
+    def map_pages(self, free_list: FreeList, address: int, size: int, context: Any) -> bool:
+        """Ask the device for pages of an expandable segment; False if it has no room."""
+        if not self._take(size):
+            return False
+        self._reserve(free_list, size)
+        self.counters.num_device_alloc += 1
+        if context is not None:
+            self.contexts.setdefault(address, context)
+        self.note(("segment_map", address, size, free_list.stream, context))
+        return True
+
+    def unmap_pages(self, free_list: FreeList, address: int, size: int) -> None:
+        """Return pages of an expandable segment to the device."""
+        context = self.contexts.pop(address, None)
+        self.counters.num_device_free += 1
+        self._unreserve(free_list, size)
+        shown = self._releaser or context
+        self.note(("segment_unmap", address, size, free_list.stream, shown))
+
+    def _reserve(self, free_list: FreeList, size: int) -> None:
+        for tally in (free_list.tally, self.every):
+            tally.reserved += size
+            tally.reserved_peak = max(tally.reserved_peak, tally.reserved)
+        self._pools.count_reserved(free_list.pool, size)
+
+    def _unreserve(self, free_list: FreeList, size: int) -> None:
+        free_list.tally.reserved_out += size
+        free_list.tally.reserved -= size
+        self.every.reserved -= size
+        self._pools.count_reserved(free_list.pool, -size)
+        self._give(size)

@@ -1,0 +1,262 @@
+"""Expandable segments: address ranges that grow in place, page by page.
+
+A segment reserves addresses for more than the whole device; physical pages are mapped as blocks
+need them and unmapped when the cache is emptied. Follows ``find_expandable_block``, ``map_block``
+and ``unmap_block`` of c10/cuda/CUDACachingAllocator.cpp.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pytest_gpumem.allocator.blocks import SIZE_SHIFT, Block, FreeList, Pool, new_block
+from pytest_gpumem.allocator.constants import SMALL_SEGMENT
+
+MapPages = Callable[[FreeList, int, int, Any], bool]
+UnmapPages = Callable[[FreeList, int, int], None]
+
+
+class ExpandableSegments:
+    """All expandable segments of one device.
+
+    Args:
+        address_space: bytes of addresses that a new segment reserves; may be changed.
+        large_page: bytes that the large pool maps at a time in new segments; may be changed. The
+            small pool maps 2 MiB.
+        reserve: given a size, the address and shift of a new range.
+        map_pages: asks the device for memory at an address; False if it has none left.
+        unmap_pages: gives memory back.
+    """
+
+    def __init__(
+        self,
+        address_space: int,
+        large_page: int,
+        reserve: Callable[[int], tuple[int, int]],
+        map_pages: MapPages,
+        unmap_pages: UnmapPages,
+    ) -> None:
+        self.address_space = address_space
+        self.large_page = large_page
+        self._reserve = reserve
+        self._map_pages = map_pages
+        self._unmap_pages = unmap_pages
+        self._bases: list[int] = []
+        self._pages: dict[int, int] = {}
+        """Bytes of a page, by the segment's base."""
+
+    def best_fit(self, free_list: FreeList, rounded: int) -> Block | None:
+        """The cached block for a request; it stays in its list.
+
+        A block followed by unmapped addresses counts with these: another one that fits and can grow
+        less is preferred.
+        """
+        keys = free_list.keys
+        index = bisect_left(keys, rounded << SIZE_SHIFT)
+        if index == len(keys):
+            return None
+        block = free_list.blocks[keys[index]]
+        size = _expandable_size(block)
+        while block.free_list.is_expandable and (index := index + 1) < len(keys):
+            following = free_list.blocks[keys[index]]
+            following_size = _expandable_size(following)
+            if following_size >= size:
+                break
+            block, size = following, following_size
+        return block
+
+    def obtain(self, free_list: FreeList, rounded: int, context: Any) -> Block | None:
+        """Map pages for a block of ``rounded`` bytes.
+
+        None if the device has none left, or no segment has the addresses.
+        """
+        free_list = free_list.expandable_side()
+        block = self._find(free_list, rounded)
+        if block is None:
+            return None
+        if not block.is_mapped and not self._map(block, min(block.size, rounded), context):
+            return None
+        while block.size < rounded:
+            following = block.next
+            assert following is not None
+            if not self._map(following, min(rounded - block.size, following.size), context):
+                return None
+            block = following
+        free_list.remove(block)
+        return block
+
+    def restore(self, free_list: FreeList, base: int, mapped: Sequence[Block]) -> None:
+        """Make a segment whose addresses begin at ``base``, with these blocks of mapped memory.
+
+        Addresses between them are unmapped, and so is what comes after the last.
+        """
+        page = self._page_of(free_list)
+        end = max(base + self._reserved_bytes(page), mapped[-1].address + mapped[-1].size)
+        insort(self._bases, base)
+        self._pages[base] = page
+        previous, position = None, base
+        for block in (*mapped, None):
+            until = end if block is None else block.address
+            if until > position:
+                gap = new_block(free_list, position, until - position, 0)
+                free_list.unmapped[position] = gap
+                previous = _link(previous, gap)
+            if block is not None:
+                previous = _link(previous, block)
+                position = block.address + block.size
+
+    def release(self, pool: Pool) -> None:
+        """Unmap every page that lies wholly in a free block."""
+        for block in pool.free_blocks():
+            if not block.free_list.is_expandable:
+                continue
+            self._unmap(block)
+            if not block.is_split and not block.is_mapped:
+                del block.free_list.unmapped[block.address]
+                self._bases.remove(block.address)
+                del self._pages[block.address]
+
+    def _find(self, free_list: FreeList, rounded: int) -> Block | None:
+        """The lowest block, free or unmapped, from which on ``rounded`` bytes are not in use."""
+        for _, block in sorted(free_list.unmapped.items()):
+            start = block.previous if block.previous is not None and block.previous.key else block
+            if _unused_from(start, rounded) >= rounded:
+                return start
+        return self._new_segment(free_list, rounded)
+
+    def _new_segment(self, free_list: FreeList, rounded: int) -> Block | None:
+        page = self._page_of(free_list)
+        size = self._reserved_bytes(page)
+        if size < rounded:
+            return None
+        address, shift = self._reserve(size)
+        block = new_block(free_list, address, size, shift)
+        insort(self._bases, block.address)
+        self._pages[block.address] = page
+        free_list.unmapped[block.address] = block
+        return block
+
+    def _page_of(self, free_list: FreeList) -> int:
+        return SMALL_SEGMENT if free_list.pool.small else self.large_page
+
+    def _reserved_bytes(self, page: int) -> int:
+        return -(-self.address_space // page) * page
+
+    def _map(self, block: Block, size: int, context: Any) -> bool:
+        """Map the pages that hold the first ``size`` bytes of an unmapped block.
+
+        They merge with free neighbours into ``block``; what is left stays unmapped behind it.
+        """
+        free_list = block.free_list
+        address = block.address
+        base, page = self._base_and_page(address)
+        end = base + -(-(address + size - base) // page) * page
+        mapped = end - address
+        if not self._map_pages(free_list, address, mapped, context):
+            return False
+        del free_list.unmapped[address]
+        if mapped < block.size:
+            rest = new_block(free_list, end, block.size - mapped, block.shift)
+            _insert_after(block, rest)
+            free_list.unmapped[end] = rest
+            block.size = mapped
+        absorb(block, block.previous, mapped=True)
+        absorb(block, block.next, mapped=True)
+        free_list.add(block)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Unmap the whole pages of a free block; what is left of it stays free."""
+        free_list = block.free_list
+        address, end = block.address, block.address + block.size
+        base, page = self._base_and_page(address)
+        first = base + -(-(address - base) // page) * page
+        last = base + (end - base) // page * page
+        if first >= last:
+            return
+        free_list.remove(block)
+        if first > address:
+            before = new_block(free_list, address, first - address, block.shift)
+            _insert_before(block, before)
+            free_list.add(before)
+        if last < end:
+            after = new_block(free_list, last, end - last, block.shift)
+            _insert_after(block, after)
+            free_list.add(after)
+        block.address, block.size = first, last - first
+        absorb(block, block.previous, mapped=False)
+        absorb(block, block.next, mapped=False)
+        free_list.unmapped[block.address] = block
+        self._unmap_pages(free_list, first, last - first)
+
+    def _base_and_page(self, address: int) -> tuple[int, int]:
+        """Where the segment begins that ``address`` lies in, and the bytes of its pages."""
+        base = self._bases[bisect_right(self._bases, address) - 1]
+        return base, self._pages[base]
+
+
+def _expandable_size(block: Block) -> int:
+    """What the block can grow to: its size, and that of unmapped addresses right behind it."""
+    following = block.next
+    grows = following is not None and not following.is_mapped
+    return block.size + (following.size if following is not None and grows else 0)
+
+
+def _unused_from(block: Block | None, enough: int) -> int:
+    """Bytes in a row that are free or unmapped; counted until there are ``enough``."""
+    found = 0
+    while block is not None and found < enough and (block.key or not block.is_mapped):
+        found += block.size
+        block = block.next
+    return found
+
+
+def _link(previous: Block | None, block: Block) -> Block:
+    """Make ``block`` the neighbour behind ``previous``."""
+    block.previous = previous
+    if previous is not None:
+        previous.next = block
+    return block
+
+
+def _insert_after(block: Block, added: Block) -> None:
+    added.previous, added.next = block, block.next
+    if block.next is not None:
+        block.next.previous = added
+    block.next = added
+
+
+def _insert_before(block: Block, added: Block) -> None:
+    added.previous, added.next = block.previous, block
+    if block.previous is not None:
+        block.previous.next = added
+    block.previous = added
+
+
+def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
+    """Merge a neighbour that is not in use, and mapped or not as asked, into ``block``.
+
+    Returns the bytes that ``block`` gained.
+    """
+    if neighbour is None:
+        return 0
+    free_list = block.free_list
+    if mapped and neighbour.key:
+        free_list.remove(neighbour)
+    elif not mapped and not neighbour.is_mapped:
+        del free_list.unmapped[neighbour.address]
+    else:
+        return 0
+    block.size += neighbour.size
+    if neighbour is block.previous:
+        block.address = neighbour.address
+        block.previous = neighbour.previous
+        if block.previous is not None:
+            block.previous.next = block
+    else:
+        block.next = neighbour.next
+        if block.next is not None:
+            block.next.previous = block
+    return neighbour.size

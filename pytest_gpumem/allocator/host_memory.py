@@ -1,0 +1,106 @@
+"""Page-locked host memory: a model of torch's CachingHostAllocator, for its statistics.
+
+Source: aten/src/ATen/core/CachingHostAllocator.h. A block is a power of two, is never split, and is
+kept for the next request of its size until the cache is emptied. Blocks that a stream still copies
+from are given back at once here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytest_gpumem.allocator.statistics import Stat
+
+
+def block_size(size: int) -> int:
+    """Bytes of the block for a request of ``size`` bytes: the next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+class HostAllocator:
+    """The pinned memory of one process; sizes are bytes."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, int] = {}
+        """How many blocks of each size are cached."""
+        self._blocks = Stat()
+        self._bytes = Stat()
+        self._active: dict[int, tuple[Stat, Stat]] = {}
+        """By size: blocks in use and their bytes."""
+
+    def allocate(self, size: int) -> int:
+        """Take a block for ``size`` bytes and return its own size; 0 for no bytes."""
+        if size == 0:
+            return 0
+        rounded = block_size(size)
+        if self._free.get(rounded):
+            self._free[rounded] -= 1
+        else:
+            self._blocks.increase(1)
+            self._bytes.increase(rounded)
+        count, held = self._active.setdefault(rounded, (Stat(), Stat()))
+        count.increase(1)
+        held.increase(rounded)
+        return rounded
+
+    def free(self, rounded: int) -> None:
+        """Give back a block of ``rounded`` bytes, which :meth:`allocate` returned."""
+        if rounded:
+            self._free[rounded] = self._free.get(rounded, 0) + 1
+            count, held = self._active[rounded]
+            count.decrease(1)
+            held.decrease(rounded)
+
+    def empty_cache(self) -> None:
+        """Return what is not in use to the driver."""
+        for size, blocks in self._free.items():
+            self._blocks.decrease(blocks)
+            self._bytes.decrease(size * blocks)
+        self._free.clear()
+
+    def reset_peak_stats(self) -> None:
+        """Set every peak to its current value."""
+        for stat in self._all():
+            stat.peak = stat.current
+
+    def reset_accumulated_stats(self) -> None:
+        """Start what was allocated and freed again at 0."""
+        for stat in self._all():
+            stat.allocated = stat.freed = 0
+
+    def stats(self, *, by_blocks: bool) -> dict[str, Any]:
+        """What ``torch.cuda.host_memory_stats_as_nested_dict()`` returns.
+
+        torch has renamed the quantities: ``by_blocks`` are the names that say what is in use
+        (``active_*``) and not what is requested. Peaks of what is in use are the sum of each
+        size's own, as in torch. No time passes in the driver.
+        """
+        in_use = [_sum(stat) for stat in zip(*self._active.values(), strict=True)] or [_sum([])] * 2
+        owned = [self._blocks.to_dict(), self._bytes.to_dict()]
+        names = (
+            ("active_requests", "active_bytes", "allocations", "allocated_bytes")
+            if by_blocks
+            else ("allocation", "allocated_bytes", "segment", "reserved_bytes")
+        )
+        result: dict[str, Any] = dict(zip(names, in_use + owned, strict=True))
+        result["num_host_alloc"] = self._blocks.allocated
+        result["num_host_free"] = self._blocks.freed
+        result["host_alloc_time"] = _no_time(self._blocks.allocated)
+        result["host_free_time"] = _no_time(self._blocks.freed)
+        return result
+
+    def _all(self) -> list[Stat]:
+        return [
+            self._blocks,
+            self._bytes,
+            *(stat for pair in self._active.values() for stat in pair),
+        ]
+
+
+def _sum(stats: Any) -> dict[str, int]:
+    kinds = ("current", "peak", "allocated", "freed")
+    return {kind: sum(getattr(stat, kind) for stat in stats) for kind in kinds}
+
+
+def _no_time(count: int) -> dict[str, int]:
+    return {"total": 0, "max": 0, "min": 0, "count": count, "avg": 0}

@@ -1,0 +1,222 @@
+"""Private pools: memory that only some allocations may use.
+
+A CUDA graph has one, ``torch.cuda.MemPool`` makes others. While a scope is open, allocations that
+its filter accepts go to its pool (``beginAllocateToPool`` of c10/cuda/CUDACachingAllocator.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pytest_gpumem.allocator.blocks import SHARED_POOL, Pool, PoolId, split_threshold
+from pytest_gpumem.allocator.constants import UNLIMITED
+from pytest_gpumem.allocator.messages import AllocatorError
+from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.allocator.statistics import Stat
+
+LAST_SCOPE_FIRST: Version = (2, 10)
+"""Up to 2.9 the scope opened first decides, from then on the one opened last."""
+
+Filter = Callable[[int], bool]
+"""Given the stream of an allocation, whether it goes to the pool."""
+
+
+@dataclass(eq=False)
+class PrivatePool:
+    """One private pool of one device."""
+
+    identity: PoolId
+    small: Pool
+    large: Pool
+    reserved: dict[str, Stat]
+    """Bytes from the device by scope: all, small_pool, large_pool."""
+    uses: int = 1
+    """Graphs, scopes and pool objects that refer to it; at 0 its memory may be released."""
+    no_split: bool = False
+    use_on_oom: bool = False
+
+    def change_reserved(self, pool: Pool, amount: int) -> None:
+        """Note bytes that came from the device for one side of the pool, or went back."""
+        for scope in ("all", "small_pool" if pool.small else "large_pool"):
+            stat = self.reserved[scope]
+            if amount > 0:
+                stat.increase(amount)
+            else:
+                stat.decrease(-amount)
+
+
+class Pools:
+    """The pools of one device, shared and private, and the scopes that route allocations.
+
+    Args:
+        version: the torch release whose rules hold.
+        small: the small pool that everybody shares.
+        large: the large one.
+    """
+
+    def __init__(self, version: Version, small: Pool, large: Pool) -> None:
+        self.version = version
+        self.small = small
+        self.large = large
+        self.by_id: dict[PoolId, PrivatePool] = {}
+        self.freeable: dict[PoolId, PrivatePool] = {}
+        """Pools that nothing refers to any more."""
+        self.scopes: list[tuple[PoolId, Filter]] = []
+        self.reserved: dict[PoolId, dict[str, Stat]] = {}
+        """Reserved bytes of every pool that ever had any: they outlive the pool."""
+        self._split_freely = False
+
+    def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
+        """Make a private pool, or use one that exists once more; what it may do only grows.
+
+        Raises:
+            AllocatorError: as :meth:`refer`.
+        """
+        private = self.refer(identity)
+        private.use_on_oom = private.use_on_oom or use_on_oom
+        private.no_split = private.no_split or no_split
+        self._set_split(private.small, private.large, never=private.no_split)
+
+    def refer(self, identity: PoolId) -> PrivatePool:
+        """The pool, new or with one more use (``createOrIncrefPool``).
+
+        Raises:
+            AllocatorError: the pool is given up and waits for its memory to be released.
+        """
+        pool = self.by_id.get(identity)
+        if pool is None:
+            pool = self.by_id[identity] = self._make(identity)
+            return pool
+        if pool.uses == 0:
+            raise AllocatorError(
+                f"The memory pool {identity} was given up by everything that used it;"
+                " its tensors must die and the cache be emptied before it can be used again."
+            )
+        pool.uses += 1
+        return pool
+
+    def get(self, identity: PoolId) -> PrivatePool:
+        """The pool of that id.
+
+        Raises:
+            AllocatorError: there is none.
+        """
+        pool = self.by_id.get(identity)
+        if pool is None:
+            raise AllocatorError(f"Could not find pool of id {identity}.")
+        return pool
+
+    def open(self, identity: PoolId, accepts: Filter) -> None:
+        """Route allocations from now on (``beginAllocateToPool``).
+
+        Raises:
+            AllocatorError: a scope of this pool is open already; torch's words.
+        """
+        self.refer(identity)
+        if any(identity == other for other, _ in self.scopes):
+            raise AllocatorError("beginAllocateToPool: already recording to mempool_id")
+        self.scopes.append((identity, accepts))
+        private = self.by_id[identity]
+        self._set_split(private.small, private.large, never=private.no_split)
+
+    def close(self, identity: PoolId) -> None:
+        """End the scope of a pool (``endAllocateToPool``).
+
+        Raises:
+            AllocatorError: none is open; torch's words.
+        """
+        for index, (other, _) in enumerate(self.scopes):
+            if other == identity:
+                del self.scopes[index]
+                return
+        raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
+
+    def release(self, identity: PoolId) -> None:
+        """One use less (``releasePool``); what nothing uses can be returned to the device."""
+        pool = self.get(identity)
+        pool.uses -= 1
+        if pool.uses == 0:
+            self.freeable[identity] = pool
+            pool.no_split = False
+
+    def forget(self, pool: PrivatePool) -> None:
+        """Drop a pool that has no memory left."""
+        del self.by_id[pool.identity], self.freeable[pool.identity]
+
+    def route(self, stream: int, *, small: bool) -> Pool:
+        """The pool that an allocation on ``stream`` goes to."""
+        latest_first = self.version >= LAST_SCOPE_FIRST
+        for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
+            if accepts(stream):
+                private = self.by_id[identity]
+                return private.small if small else private.large
+        return self.small if small else self.large
+
+    def named(self, identity: PoolId, *, small: bool) -> Pool:
+        """The pool of that id, made if there is none."""
+        if identity == SHARED_POOL:
+            return self.small if small else self.large
+        if identity not in self.by_id:
+            self.create(identity)
+        private = self.by_id[identity]
+        return private.small if small else private.large
+
+    def overflow(self, *, small: bool) -> Iterator[Pool]:
+        """Pools that others may use when the device is full (``use_on_oom``), oldest first."""
+        for private in self.by_id.values():
+            if private.use_on_oom:
+                yield private.small if small else private.large
+
+    def private(self) -> Iterator[Pool]:
+        """Both sides of every private pool."""
+        for private in self.by_id.values():
+            yield private.small
+            yield private.large
+
+    def every(self) -> Iterator[Pool]:
+        """Every pool, the shared ones first."""
+        yield self.small
+        yield self.large
+        yield from self.private()
+
+    def split(self, *, freely: bool) -> None:
+        """Set whether every pool splits off any remainder, as with expandable segments."""
+        self._split_freely = freely
+        self._set_split(self.small, self.large, never=False)
+        for private in self.by_id.values():
+            self._set_split(private.small, private.large, never=private.no_split)
+
+    def count_reserved(self, pool: Pool, amount: int) -> None:
+        """Note bytes that came from the device, or went back, if the pool is a private one."""
+        private = self.by_id.get(pool.identity)
+        if private is not None:
+            private.change_reserved(pool, amount)
+            self.reserved[pool.identity] = private.reserved
+
+    def private_stats(self) -> Iterator[Stat]:
+        """What is counted of each private pool that ever had memory."""
+        for scopes in self.reserved.values():
+            yield from scopes.values()
+
+    def _set_split(self, *pools: Pool, never: bool) -> None:
+        for pool in pools:
+            above = split_threshold(small=pool.small, split_freely=self._split_freely)
+            pool.split_when_above(UNLIMITED if never else above)
+
+    def _make(self, identity: PoolId) -> PrivatePool:
+        small, large = (
+            Pool(
+                small=shared.small,
+                split_above=shared.split_above,
+                tally=shared.tally,
+                every=shared.every,
+                identity=identity,
+            )
+            for shared in (self.small, self.large)
+        )
+        # torch keeps these by id, whatever becomes of the pool.
+        reserved = self.reserved.get(identity) or {
+            scope: Stat() for scope in ("all", "small_pool", "large_pool")
+        }
+        return PrivatePool(identity, small, large, reserved)

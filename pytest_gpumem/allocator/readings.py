@@ -1,0 +1,139 @@
+"""What can be read of an allocator: statistics, and what is live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, PoolId
+from pytest_gpumem.allocator.messages import AllocatorError
+from pytest_gpumem.allocator.state import AllocatorState
+from pytest_gpumem.allocator.statistics import memory_stats
+
+
+class Readings(AllocatorState):
+    """The side of an allocator that is read. All sizes are bytes."""
+
+    __slots__ = ()
+
+    def stats(self) -> dict[str, Any]:
+        """What ``torch._C._cuda_memoryStats(device)`` returns in this torch version."""
+        return memory_stats(
+            self._every,
+            self._pools.small.tally,
+            self._pools.large.tally,
+            self._counters,
+            max_split_size=self._shown_max_split,
+            private=self._pools.reserved,
+            version=self.version,
+        )
+
+    def reset_peak_stats(self) -> None:
+        """Set every peak to its current value (``reset_peak_memory_stats``)."""
+        pools = self._pools
+        for tally in (self._every, pools.small.tally, pools.large.tally, self._counters):
+            tally.reset_peaks()
+        for stat in pools.private_stats():
+            stat.peak = stat.current
+
+    def reset_accumulated_stats(self) -> None:
+        """Set what only counts up back to 0 (``reset_accumulated_memory_stats``)."""
+        pools = self._pools
+        for tally in (pools.small.tally, pools.large.tally, self._counters):
+            tally.reset_totals()
+        for stat in pools.private_stats():
+            stat.allocated = stat.freed = 0
+
+    @property
+    def allocated(self) -> int:
+        """Bytes in live blocks (``memory_allocated``)."""
+        return self._every.bytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes held from the device (``memory_reserved``)."""
+        return self._every.reserved
+
+    @property
+    def active(self) -> int:
+        """Bytes in live blocks, and in freed ones that another stream may still use."""
+        return self._every.bytes + self._every.pending["bytes"]
+
+    @property
+    def inactive_split(self) -> int:
+        """Bytes of free parts of segments that are partly in use (``inactive_split_bytes``)."""
+        return self._every.split_bytes
+
+    @property
+    def requested(self) -> int:
+        """Bytes that the active blocks were asked for."""
+        return self._every.requested
+
+    @property
+    def peak_allocated(self) -> int:
+        """Highest :attr:`allocated` since the last reset (``max_memory_allocated``)."""
+        return self._every.highest
+
+    @property
+    def peak_reserved(self) -> int:
+        """Highest :attr:`reserved` since the last reset (``max_memory_reserved``)."""
+        return self._every.reserved_peak
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes free on the device, as ``mem_get_info`` says."""
+        return self._memory.free
+
+    @property
+    def device_frees(self) -> int:
+        """How often memory was returned to the device."""
+        return self._counters.num_device_free
+
+    def block(self, address: int) -> int:
+        """Size of the live block at ``address``, in bytes.
+
+        Raises:
+            AllocatorError: no live block starts there.
+        """
+        found = self._live.get(address) or self._uses.live.get(address)
+        if found is not None:
+            return found.size
+        if address in self._memory.uncached:
+            return self._memory.uncached[address]
+        raise self._not_live(address)
+
+    def pool_of(self, address: int) -> PoolId:
+        """The pool of the live block at ``address``; the shared one where there is no block."""
+        found = self._live.get(address) or self._uses.live.get(address)
+        return SHARED_POOL if found is None else found.free_list.pool.identity
+
+    def live_blocks(self) -> dict[int, int]:
+        """Address and size of every live block."""
+        live = {address: block.size for address, block in self._live.items()}
+        return live | {address: block.size for address, block in self._uses.live.items()}
+
+    def live_contexts(self) -> dict[int, Any]:
+        """Address of every live block and the context that ``malloc`` was given for it."""
+        return {address: block.context for address, block in self._live.items()}
+
+    def every_block(self) -> Iterator[Block]:
+        """Live and free blocks, in no order."""
+        yield from self._live.values()
+        yield from self._uses.blocks()
+        for pool in self._pools.every():
+            for free_list in pool.free_lists.values():
+                yield from free_list.blocks.values()
+
+    def is_pending(self, block: Block) -> bool:
+        """Whether the block was freed and another stream may still use it."""
+        return self._uses.is_pending(block)
+
+    def segment_context(self, address: int) -> Any:
+        """The context of the allocation that needed the segment at ``address``, or None."""
+        return self._memory.contexts.get(address)
+
+    def _not_live(self, address: int) -> AllocatorError:
+        return AllocatorError(
+            f"Address {address:#x} is not a live block of device {self.device}:"
+            " it was never allocated, or it was freed already."
+        )

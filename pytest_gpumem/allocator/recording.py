@@ -1,0 +1,324 @@
+"""Memory snapshots as files: read without running anything, and checked before use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pytest_gpumem.allocator.blocks import SHARED_POOL
+from pytest_gpumem.allocator.constants import SMALL_SEGMENT
+from pytest_gpumem.allocator.messages import AllocatorError
+from pytest_gpumem.allocator.settings import Version
+from pytest_gpumem.garbage import paused
+
+Json = Mapping[str, Any]
+
+MOST_UNPACKED = 1 << 30
+"""Bytes that a compressed snapshot may unpack to; a recording of 200,000 events takes 20 MB."""
+
+_UNPACKING_MEMORY = 128 << 20
+"""Bytes that the decompressor of xz may take; its highest preset needs 65 MiB."""
+_MEMORY_PER_BYTE = 16
+"""Unpickled, the recorded snapshots take up to 7 bytes of memory per byte of their file."""
+_MEMORY_BASE = 1 << 30
+
+_EVENT = (("action", str), ("size", int), ("stream", int))
+_SEGMENT = (("device", int), ("address", int), ("total_size", int), ("stream", int))
+_BLOCK = (("size", int), ("state", str))
+_USUAL = frozenset(
+    {
+        "alloc",
+        "free_requested",
+        "free_completed",
+        "segment_alloc",
+        "segment_free",
+        "segment_map",
+        "segment_unmap",
+    }
+)
+MOST_DEVICES = 120
+"""C10_COMPILE_TIME_MAX_GPUS of c10/cuda/CUDAMacros.h."""
+_LARGEST = 1 << 63
+_LARGEST_SIZE = 1 << 44
+"""More memory than any device has."""
+
+_RELEASES: tuple[tuple[str, Version], ...] = (
+    # What the events of a snapshot began to have, and a release that has it.
+    ("pool_id", (2, 13)),
+    ("user_metadata", (2, 11)),
+    ("compile_context", (2, 9)),
+)
+_OLDEST_RULES: Version = (2, 6)
+
+
+class SnapshotError(AllocatorError):
+    """The file or object is not a memory snapshot that can be replayed."""
+
+
+def load_snapshot(path: str | Path) -> Json:
+    """Read a pickled snapshot, plain or compressed (xz, gzip, bzip2).
+
+    No code that the file may name is run, and it cannot take more memory than a snapshot of its
+    size would.
+
+    Raises:
+        SnapshotError: the file cannot be read, or holds anything but plain values.
+    """
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_file():
+            raise SnapshotError(f"{path} is not a file; give a memory snapshot.")
+        content = _unpacked(path.read_bytes())
+        data = _unpickled(content)
+    except SnapshotError:
+        raise
+    except OSError as error:
+        raise SnapshotError(
+            f"Cannot read the memory snapshot {path}: {error.strerror or error}."
+        ) from error
+    except Exception as error:  # a damaged pickle raises errors of nearly every type
+        reason = _one_line(error) or type(error).__name__
+        raise SnapshotError(f"Cannot read the memory snapshot {path}: {reason}.") from error
+    if isinstance(data, list):
+        raise SnapshotError(
+            f"{path} is not a memory snapshot: it holds a list, as torch.cuda.memory_snapshot() "
+            "returns it; make one with torch.cuda.memory._dump_snapshot()."
+        )
+    if not isinstance(data, dict):
+        raise SnapshotError(f"{path} is not a memory snapshot: it holds a {type(data).__name__}.")
+    return data
+
+
+def checked(snapshot: Json) -> Json:
+    """Return ``snapshot`` if it has the parts of one that a replay needs.
+
+    Raises:
+        SnapshotError: it does not; the sentence names the part.
+    """
+    traces, segments = snapshot.get("device_traces"), snapshot.get("segments")
+    if not isinstance(traces, list) or not isinstance(segments, list):
+        raise SnapshotError(
+            "This is not a memory snapshot: it has no segments and device_traces;"
+            " make one with torch.cuda.memory._dump_snapshot()."
+        )
+    if len(traces) > MOST_DEVICES:
+        raise SnapshotError(
+            f"The snapshot has traces of {len(traces):,} devices, and torch knows {MOST_DEVICES}"
+            " at most."
+        )
+    for device, trace in enumerate(traces):
+        if not isinstance(trace, list):
+            raise SnapshotError(f"The trace of device {device} is not a list of events.")
+        _check_once(trace, f"The trace of device {device} holds the same event")
+        for index, event in enumerate(trace):
+            if not _is_event(event):
+                _check_event(event, f"event {index} of device {device}")
+    lists = [segment.get("blocks") for segment in segments if isinstance(segment, Mapping)]
+    _check_once(
+        [blocks for blocks in lists if blocks is not None],
+        "The snapshot holds the same list of blocks",
+    )
+    for index, segment in enumerate(segments):
+        _check_segment(segment, index)
+    if not any(traces):
+        raise SnapshotError(
+            "The snapshot holds no events: start recording with"
+            " torch.cuda.memory._record_memory_history() before the code of interest, and dump the"
+            " snapshot before recording is switched off, which forgets them."
+        )
+    return snapshot
+
+
+def _check_once(values: Sequence[object], what: str) -> None:
+    """A pickle of a few bytes can hold one object a million times; no recording does."""
+    if len(set(map(id, values))) != len(values):
+        raise SnapshotError(f"{what} more than once, so it is no recording of torch.")
+
+
+def _is_event(event: Any) -> bool:
+    """Whether an event has what most have: all of it in one go, as there are millions."""
+    if type(event) is not dict:
+        return False
+    get = event.get
+    action, size, stream, address = get("action"), get("size"), get("stream"), get("addr")
+    return (
+        type(action) is str
+        and type(size) is type(stream) is type(address) is int
+        and 0 <= size < _LARGEST_SIZE
+        and 0 <= stream < _LARGEST
+        and 0 <= address < _LARGEST
+        and action in _USUAL
+        and ("pool_id" not in event or _is_pool(event["pool_id"]))
+    )
+
+
+def _check_event(event: Any, what: str) -> None:
+    _check(event, _EVENT, what)
+    if event["action"] not in ("oom", "snapshot"):
+        _check(event, (("addr", int),), what)
+    _check_pool(event.get("pool_id", SHARED_POOL), what)
+    if event["action"] == "oom":
+        _check(event, (("device_free", int),), what)
+
+
+def _check_segment(segment: Any, index: int) -> None:
+    _check(segment, _SEGMENT, f"segment {index}")
+    _check_pool(segment.get("segment_pool_id", SHARED_POOL), f"segment {index}")
+    if segment.get("segment_type") not in ("small", "large"):
+        raise SnapshotError(f"The type of segment {index} is neither small nor large.")
+    blocks = segment.get("blocks")
+    if not isinstance(blocks, list):
+        raise SnapshotError(f"The blocks of segment {index} are not a list.")
+    for block in blocks:
+        _check(block, _BLOCK, f"a block of segment {index}")
+    if sum(block["size"] for block in blocks) != segment["total_size"]:
+        raise SnapshotError(f"The blocks of segment {index} do not add up to its size.")
+
+
+def recorded_conf(snapshot: Json) -> str:
+    """The allocator settings that a snapshot was recorded with.
+
+    Old snapshots have none: that expandable segments were on is then told by the segments.
+    """
+    settings = snapshot.get("allocator_settings")
+    found = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, Mapping) else None
+    conf = found if isinstance(found, str) else ""
+    if "expandable_segments" not in conf and _has_expandable(snapshot):
+        return ",".join(filter(None, (conf, "expandable_segments:True")))
+    return conf
+
+
+def _has_expandable(snapshot: Json) -> bool:
+    return any(segment.get("is_expandable") for segment in snapshot["segments"]) or any(
+        event["action"] == "segment_map" for trace in snapshot["device_traces"] for event in trace
+    )
+
+
+def release_of(snapshot: Json) -> Version:
+    """A torch release whose rules a snapshot follows, by what its events have.
+
+    No snapshot says which release made it. ``compile_context`` came with 2.8, ``user_metadata``
+    with 2.10 and ``pool_id`` with 2.12 (torch/csrc/cuda/Module.cpp).
+    """
+    events = (event for trace in snapshot["device_traces"] for event in trace)
+    first: Json = next(events, {})
+    return next((version for key, version in _RELEASES if key in first), _OLDEST_RULES)
+
+
+def line_of(event: Json) -> str:
+    """``file:line, function`` of the code that caused an event, or nothing if it is not recorded.
+
+    The innermost Python frame outside torch; recordings may have frames of C++ as well.
+    """
+    frames = [each for each in event.get("frames") or () if isinstance(each, Mapping)]
+    python = [each for each in frames if str(each.get("filename", "")).endswith(".py")]
+    users = [each for each in python if not _is_torchs(str(each["filename"]))]
+    for frame in (*users[:1], *python[:1]):
+        return f"{frame['filename']}:{frame.get('line', 0)}, {frame.get('name', '?')}"
+    return ""
+
+
+def default_segment_type(size: int) -> str:
+    """The pool of a segment that was returned before the snapshot was taken."""
+    return "small" if size == SMALL_SEGMENT else "large"
+
+
+def _is_torchs(filename: str) -> bool:
+    return filename.startswith("torch/") or "/torch/" in filename
+
+
+def _check(value: Any, fields: Sequence[tuple[str, type]], what: str) -> None:
+    if not isinstance(value, Mapping):
+        raise SnapshotError(f"The {what} is a {type(value).__name__}, not a dict.")
+    for name, kind in fields:
+        found = value.get(name)
+        if type(found) is not kind:
+            raise SnapshotError(f"The {name} of {what} is missing or no {kind.__name__}.")
+        limit = _LARGEST_SIZE if name in ("size", "total_size") else _LARGEST
+        if isinstance(found, int) and not 0 <= found < limit:
+            raise SnapshotError(f"The {name} of {what} is out of range.")
+
+
+def _check_pool(pool: Any, what: str) -> None:
+    if not _is_pool(pool):
+        raise SnapshotError(f"The pool of {what} is not a pair of numbers.")
+
+
+def _is_pool(pool: Any) -> bool:
+    return (
+        isinstance(pool, (tuple, list))
+        and len(pool) == 2
+        and type(pool[0]) is type(pool[1]) is int
+        and 0 <= pool[0] < _LARGEST
+        and 0 <= pool[1] < _LARGEST
+    )
+
+
+def _unpacked(content: bytes) -> bytes:
+    import bz2
+    import gzip
+    import lzma
+    from io import BytesIO
+
+    if content.startswith(b"\xfd7zXZ\x00"):
+        xz = lzma.LZMADecompressor(memlimit=_UNPACKING_MEMORY)
+        content = xz.decompress(content, max_length=MOST_UNPACKED + 1)
+        complete = xz.eof or len(content) > MOST_UNPACKED
+    elif content.startswith(b"\x1f\x8b"):
+        content, complete = gzip.GzipFile(fileobj=BytesIO(content)).read(MOST_UNPACKED + 1), True
+    elif content.startswith(b"BZh"):
+        content, complete = bz2.BZ2File(BytesIO(content)).read(MOST_UNPACKED + 1), True
+    else:
+        return content
+    if not complete:
+        raise EOFError("the compressed file is cut off")
+    if len(content) > MOST_UNPACKED:
+        raise ValueError("it unpacks to more than 1 GiB; if it is yours, unpack it yourself")
+    return content
+
+
+def _unpickled(content: bytes) -> Any:
+    import pickle
+    from io import BytesIO
+
+    class PlainUnpickler(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str) -> Any:
+            raise pickle.UnpicklingError(
+                f"it refers to {module_name}.{global_name}, and a snapshot holds plain values alone"
+            )
+
+    if not content:
+        raise EOFError("it is empty")
+    with _memory_for(len(content)), paused():
+        return PlainUnpickler(BytesIO(content)).load()
+
+
+@contextmanager
+def _memory_for(nbytes: int) -> Iterator[None]:
+    """Limit what the process may allocate while a file of ``nbytes`` is unpickled.
+
+    A pickle of a few bytes can ask for gigabytes; with a limit that is a ``MemoryError``. Only
+    Linux tells how much the process has already.
+    """
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except (ImportError, OSError):
+        yield
+        return
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = pages * resource.getpagesize() + _MEMORY_BASE + _MEMORY_PER_BYTE * nbytes
+    limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min([wanted, *limits]), most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join("".join(c if c.isprintable() else "?" for c in str(error)).split())
+    return (text if len(text) <= 200 else f"{text[:200]}...").rstrip(".")

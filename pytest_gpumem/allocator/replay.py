@@ -1,0 +1,447 @@
+"""Feed a recorded memory snapshot through the simulated allocator, as it was and as it might be.
+
+A snapshot of ``torch.cuda.memory._snapshot()`` holds the events of each device and the segments at
+its end. What the program did, its allocations and frees, is repeated; what the allocator did must
+follow. With other settings or another GPU it need not: that is the question then.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from pytest_gpumem.allocator.allocator import Allocator
+from pytest_gpumem.allocator.blocks import SHARED_POOL, PoolId
+from pytest_gpumem.allocator.disagreement import first_mismatch, layout_mismatch
+from pytest_gpumem.allocator.history import check_history
+from pytest_gpumem.allocator.messages import AllocatorError, OutOfMemory
+from pytest_gpumem.allocator.recording import (
+    Json,
+    SnapshotError,
+    checked,
+    line_of,
+    load_snapshot,
+    recorded_conf,
+    release_of,
+)
+from pytest_gpumem.allocator.replayed import (
+    START,
+    DeviceReplay,
+    Observer,
+    ReplayResult,
+    Shortage,
+    Usage,
+)
+from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.start import PENDING, starting_segments
+
+_UNBOUNDED = 1 << 48
+"""Device memory of a replay: what did not fit then is on record as events."""
+_ELSEWHERE = 1 << 50
+"""Where segments land that the recording does not have."""
+
+
+Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
+"""Of a device's run, whether it is the what-if; with its events and the segments at its start."""
+
+
+class Capacity(Protocol):
+    """A GPU, as far as a replay asks: what it is called, and its memory in bytes."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the result."""
+
+    @property
+    def total_memory(self) -> int:
+        """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+
+
+def replay(
+    snapshot: Json | str | Path,
+    alloc_conf: str | None = None,
+    gpu: Capacity | None = None,
+    *,
+    version: Version | None = None,
+    used_elsewhere: int = 0,
+    observed: Observed | None = None,
+) -> ReplayResult:
+    """Run the recorded allocations and frees through a simulated allocator.
+
+    The counts and ``first_mismatch`` compare the recording with its replay under the recorded
+    settings. ``alloc_conf`` and ``gpu`` ask what would have been instead: with other settings, what
+    was live when recording began is allocated anew.
+
+    Args:
+        snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
+        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
+        gpu: a model whose memory must suffice.
+        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
+            made it, so by default one that writes such snapshots.
+        used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
+        observed: asked for somebody who follows each run, event by event.
+
+    Raises:
+        SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
+        AllocatorError: the settings ask for something that is not simulated.
+    """
+    data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
+    rules = release_of(data) if version is None else version
+    question = _Question(
+        recorded=AllocatorSettings.parse(recorded_conf(data), rules),
+        tried=None if alloc_conf is None else AllocatorSettings.parse(alloc_conf, rules),
+        gpu=gpu,
+        used_elsewhere=used_elsewhere,
+    )
+    final: dict[int, list[Json]] = {}
+    for segment in data["segments"]:
+        final.setdefault(segment["device"], []).append(segment)
+    devices = tuple(
+        _replay_device(trace, final.get(device, []), device, question, observed)
+        for device, trace in enumerate(data["device_traces"])
+        if trace
+    )
+    mismatches = [f"device {each.device}: {each.mismatch}" for each in devices if each.mismatch]
+    answers = [each.what_if or each.recorded for each in devices]
+    return ReplayResult(
+        exact=not mismatches,
+        exact_addresses=sum(each.exact_addresses for each in devices),
+        total=sum(each.total for each in devices),
+        first_mismatch=mismatches[0] if mismatches else None,
+        peak_allocated=max(each.peak_allocated for each in answers),
+        peak_reserved=max(each.peak_reserved for each in answers),
+        devices=devices,
+        recorded_conf=question.recorded.conf,
+        alloc_conf=alloc_conf,
+        gpu=question.gpu.name if question.gpu else None,
+        version=rules,
+    )
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is to be replayed how."""
+
+    recorded: AllocatorSettings
+    tried: AllocatorSettings | None
+    gpu: Capacity | None
+    used_elsewhere: int
+
+    @property
+    def is_asked(self) -> bool:
+        return self.tried is not None or self.gpu is not None
+
+    @property
+    def settings(self) -> AllocatorSettings:
+        return self.recorded if self.tried is None else self.tried
+
+    @property
+    def follows(self) -> bool:
+        """Whether the settings are the recorded ones, so that the recorded start holds."""
+        return replace(self.settings, conf=self.recorded.conf) == self.recorded
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """What a snapshot has of one device."""
+
+    start: Sequence[Json]
+    trace: Sequence[Json]
+    final: Sequence[Json]
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The frees that were complete at once: the indices of their second events."""
+        pairs = zip(self.trace, self.trace[1:], strict=False)
+        return frozenset(
+            index
+            for index, (event, following) in enumerate(pairs, start=1)
+            if (event["action"], following["action"]) == ("free_requested", "free_completed")
+            and event["addr"] == following["addr"]
+        )
+
+    def pool_of(self, event: Json) -> PoolId:
+        """The pool of an allocation; before 2.12 only the segments at the end say it."""
+        if "pool_id" in event:
+            first, second = event["pool_id"]
+            return first, second
+        index = bisect_right(self._private, (event["addr"], _UNBOUNDED, SHARED_POOL)) - 1
+        if index >= 0 and event["addr"] < self._private[index][1]:
+            return self._private[index][2]
+        return SHARED_POOL
+
+    @cached_property
+    def _private(self) -> list[tuple[int, int, PoolId]]:
+        """The segments of private pools: first address, end and pool."""
+        return sorted(
+            (each["address"], each["address"] + each["total_size"], tuple(each["segment_pool_id"]))
+            for each in self.final
+            if tuple(each.get("segment_pool_id", SHARED_POOL)) != SHARED_POOL
+        )
+
+
+def _replay_device(
+    trace: Sequence[Json],
+    final: Sequence[Json],
+    device: int,
+    question: _Question,
+    observed: Observed | None,
+) -> DeviceReplay:
+    check_history(trace, device)
+    start = starting_segments(final, trace, question.recorded)
+    tape = _Tape(start, trace, final)
+    watchers = [observed and observed(device, what_if, trace, start) for what_if in (False, True)]
+    recorded = _Run(question.recorded, tape, observer=watchers[False])
+    recorded.feed()
+    mismatch = first_mismatch(trace, recorded.allocator.trace) or layout_mismatch(
+        final, recorded.allocator.segments()
+    )
+    capacity = question.gpu.total_memory if question.gpu else recorded.capacity
+    return DeviceReplay(
+        device=device,
+        events=len(trace),
+        exact=mismatch is None,
+        exact_addresses=recorded.exact,
+        total=recorded.total,
+        mismatch=mismatch,
+        recorded=recorded.usage(),
+        what_if=_what_if(question, tape, capacity, watchers[True]) if question.is_asked else None,
+        capacity=capacity,
+        live_at_start=sum(
+            block["size"]
+            for segment in start
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ),
+    )
+
+
+def _what_if(
+    question: _Question, tape: _Tape, capacity: int | None, observer: Observer | None
+) -> Usage:
+    run = _Run(
+        question.settings,
+        tape,
+        follow=question.follows,
+        capacity=capacity,
+        used_elsewhere=question.used_elsewhere if question.gpu else 0,
+        observer=observer,
+    )
+    run.feed()
+    return run.usage()
+
+
+class _Run:
+    """One allocator that follows one trace.
+
+    ``capacity`` is the device's memory in bytes. Without one everything fits that did so in the
+    recording, and what did not is left out.
+    """
+
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        tape: _Tape,
+        *,
+        follow: bool = True,
+        capacity: int | None = None,
+        used_elsewhere: int = 0,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer
+        self._settings = settings
+        self._tape = tape
+        self._follow = follow
+        self._bounds = (capacity, used_elsewhere)
+        self.allocator = Allocator(
+            _UNBOUNDED if capacity is None else capacity,
+            settings,
+            settings.version,
+            used_elsewhere=used_elsewhere,
+            place_segment=self._place_segment,
+        )
+        self.total = self.exact = 0
+        self.capacity: int | None = None
+        """What the allocator could have had of the device, where the recording ran out of it."""
+        self.shortage: Shortage | None = None
+        self._addresses: dict[int, int] = {}
+        self._recorded: list[tuple[int, int]] = []
+        self._elsewhere = _ELSEWHERE
+        self._released = 0
+        self._fullest = (0, 0)
+        self._fullest_event = START
+
+    def feed(self, until: int | None = None) -> None:
+        """Repeat what the program did, up to and with the event ``until``, while memory lasts."""
+        index = START
+        try:
+            self._begin()
+            self._note_peak(START)
+            if self._observer is not None:
+                self._observer.after(START, self.allocator)
+            for index, event in enumerate(self._tape.trace[: None if until is None else until + 1]):
+                self._repeat(index, event)
+                if self._observer is not None:
+                    self._observer.after(index, self.allocator)
+        except OutOfMemory as error:
+            self._note_peak(index)
+            event = {} if index == START else self._tape.trace[index]
+            self.shortage = Shortage(
+                event=index,
+                requested=event.get("size", error.fields.requested),
+                free=error.fields.free,
+                line=line_of(event),
+            )
+        except AllocatorError as error:
+            what = (
+                "The start cannot be restored"
+                if index == START
+                else f"Event {index} cannot be repeated"
+            )
+            raise SnapshotError(f"{what}: {error}") from error
+
+    def usage(self) -> Usage:
+        """What the run took; a second run finds the state at the peak."""
+        reserved, allocated = self._fullest
+        capacity, used_elsewhere = self._bounds
+        again = _Run(
+            self._settings,
+            self._tape,
+            follow=self._follow,
+            capacity=capacity,
+            used_elsewhere=used_elsewhere,
+        )
+        again.feed(until=self._fullest_event)
+        segments = again.allocator.segments(frames=False)
+        if self._observer is not None:
+            end = self.allocator.segments(frames=False)
+            self._observer.ended(self._fullest_event, segments, end)
+        return Usage(
+            peak_allocated=self.allocator.peak_allocated,
+            peak_reserved=reserved,
+            allocated_then=allocated,
+            largest_split=max((_largest_split(segment) for segment in segments), default=0),
+            segments=len(segments),
+            retries=self.allocator.stats()["num_alloc_retries"],
+            out_of_memory=self.shortage,
+        )
+
+    def _begin(self) -> None:
+        """Bring the allocator to where the recording began, or to what it would have been."""
+        start = self._tape.start
+        restored = self._follow and bool(start) and self._start_fits()
+        if restored:
+            self.allocator.restore(start)
+        for segment in start:
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    if not restored:
+                        size = block["requested_size"] or block["size"]
+                        stream, pool = segment["stream"], segment["segment_pool_id"]
+                        self._addresses[address] = self._malloc(size, stream, pool)
+                    if block["state"] == PENDING:
+                        self._request_free(address)
+                address += block["size"]
+        self.allocator.reset_peak_stats()
+
+    def _start_fits(self) -> bool:
+        capacity, used_elsewhere = self._bounds
+        held = sum(segment["total_size"] for segment in self._tape.start)
+        return capacity is None or held <= capacity - used_elsewhere
+
+    def _repeat(self, index: int, event: Json) -> None:
+        action, size = event["action"], event["size"]
+        if action == "alloc":
+            self._allocate(event)
+            self._note_peak(index)
+        elif action == "free_requested":
+            if index + 1 not in self._tape.ends:
+                self._request_free(event["addr"])
+        elif action == "free_completed":
+            address = self._addresses.pop(event["addr"], event["addr"])
+            if index in self._tape.ends:
+                self.allocator.free(address)
+            else:
+                self.allocator.complete_free(address)
+        elif action in ("segment_alloc", "segment_map"):
+            if self._follow:
+                self._recorded.append((size, event["addr"]))
+        elif action in ("segment_free", "segment_unmap"):
+            self._release(self._tape.pool_of(event))
+        elif action == "oom":
+            self._run_out(index, event)
+
+    def _allocate(self, event: Json) -> None:
+        address = event["addr"]
+        simulated = self._malloc(event["size"], event["stream"], self._tape.pool_of(event))
+        self._addresses[address] = simulated
+        self._recorded.clear()
+        self.total += 1
+        self.exact += simulated == address
+
+    def _request_free(self, address: int) -> None:
+        self.allocator.request_free(self._addresses.get(address, address))
+
+    def _malloc(self, size: int, stream: int, pool: PoolId) -> int:
+        if pool == SHARED_POOL:
+            return self.allocator.malloc(size, stream)
+        self.allocator.begin_allocate_to_pool(pool, lambda _: True)
+        try:
+            return self.allocator.malloc(size, stream)
+        finally:
+            self.allocator.end_allocate_to_pool(pool)
+
+    def _note_peak(self, index: int) -> None:
+        full = (self.allocator.reserved, self.allocator.allocated)
+        if full > self._fullest:
+            self._fullest = full
+            self._fullest_event = index
+
+    def _run_out(self, index: int, event: Json) -> None:
+        """The recorded program found no memory here: would it now?"""
+        if self._bounds[0] is None:
+            if self.capacity is None:
+                self.capacity = self.allocator.reserved + event["device_free"]
+                self.shortage = Shortage(index, event["size"], event["device_free"], line_of(event))
+            return
+        # What it would have done with the memory is not on record.
+        address = self.allocator.malloc(event["size"], event["stream"])
+        self._note_peak(index)
+        self.allocator.free(address)
+
+    def _release(self, pool: PoolId) -> None:
+        """The recording returns memory: once for each run of these, the cache was emptied."""
+        if self._released == 0:
+            if pool != SHARED_POOL:
+                self._give_up(pool)
+            before = self.allocator.device_frees
+            self.allocator.empty_cache()
+            self._released = self.allocator.device_frees - before
+        self._released = max(0, self._released - 1)
+
+    def _give_up(self, pool: PoolId) -> None:
+        """Nothing refers to a pool that gives its memory back."""
+        with suppress(AllocatorError):  # it has none left: the replay differs already
+            while self.allocator.pool_uses(pool):
+                self.allocator.release_pool(pool)
+
+    def _place_segment(self, size: int) -> int:
+        expandable = self.allocator.settings.expandable_segments
+        for index, (recorded, address) in enumerate(self._recorded):
+            if recorded == size or expandable:
+                del self._recorded[index]
+                return address
+        address = self._elsewhere
+        self._elsewhere += size
+        return address
+
+
+def _largest_split(segment: Mapping[str, Any]) -> int:
+    free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+    return max(free, default=0) if len(free) < len(segment["blocks"]) else 0

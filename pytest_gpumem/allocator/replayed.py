@@ -1,0 +1,143 @@
+"""What a replay of a recording found: whether it was exact, and how much memory it took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pytest_gpumem.allocator.readings import Readings
+from pytest_gpumem.allocator.settings import Version
+
+START = -1
+"""Stands for the moment before the first event."""
+
+
+class Observer(Protocol):
+    """Somebody who follows one run of a replay."""
+
+    def after(self, index: int, allocator: Readings) -> None:
+        """The event ``index`` was repeated; :data:`START` is the moment before the first."""
+
+    def ended(
+        self,
+        fullest: int,
+        then: Sequence[Mapping[str, Any]],
+        end: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """The run is over; its segments after the event ``fullest``, and at its end.
+
+        After that event reserved memory was highest, and of such moments most was allocated.
+        """
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The first place where a recording and its replay differ."""
+
+    event: int | None
+    """Index in the device's trace; ``None`` for a difference at the end."""
+    expected: str
+    got: str
+    line: str = ""
+    """``file:line, function`` of the event, where the recording has it."""
+
+    def __str__(self) -> str:
+        if self.event is None:
+            return f"{self.expected}, {self.got}"
+        at = f" ({self.line})" if self.line else ""
+        return f"event {self.event} is {self.expected}, simulated {self.got}{at}"
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """An allocation that found no memory; sizes in bytes."""
+
+    event: int
+    """Index in the device's trace; :data:`START` for what was live when recording began."""
+    requested: int
+    """Asked for by the program; in a recording after rounding."""
+    free: int
+    """Left on the device."""
+    line: str = ""
+    """``file:line, function``, where the recording has it."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How much memory one device took; in bytes."""
+
+    peak_allocated: int
+    peak_reserved: int
+    allocated_then: int
+    """The most that was allocated while ``peak_reserved`` was reserved."""
+    largest_split: int
+    """The largest free part of a segment partly in use, at that moment."""
+    segments: int
+    """Segments held from the driver, at that moment."""
+    retries: int
+    """How often the device was full, so that the cache had to be emptied; a recording does not
+    say, so that it is 0 there."""
+    out_of_memory: Shortage | None = None
+    """The first allocation that found no memory."""
+
+    @property
+    def fragmentation(self) -> int:
+        """Reserved and not allocated, when reserved memory was at its peak and used best."""
+        return self.peak_reserved - self.allocated_then
+
+
+@dataclass(frozen=True)
+class DeviceReplay:
+    """One device of a snapshot."""
+
+    device: int
+    events: int
+    exact: bool
+    exact_addresses: int
+    total: int
+    mismatch: Mismatch | None
+    recorded: Usage
+    what_if: Usage | None
+    capacity: int | None
+    """Memory of the device in the ``what_if``; ``None`` where nobody knows."""
+    live_at_start: int
+    """Bytes that were allocated before recording began; for a ``what_if`` they are placed anew
+    unless the recorded settings are kept."""
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """How a simulated allocator compares with a recorded one; peaks in bytes.
+
+    With several devices the counts are sums, and the peaks those of the device with the highest.
+    """
+
+    exact: bool
+    """Every event has the recorded action, address and size, and the final segments are equal."""
+    exact_addresses: int
+    total: int
+    """Recorded allocations."""
+    first_mismatch: str | None
+    peak_allocated: int
+    """With the settings and the GPU that were asked for, as is ``peak_reserved``."""
+    peak_reserved: int
+    devices: tuple[DeviceReplay, ...]
+    recorded_conf: str
+    alloc_conf: str | None
+    """The settings tried instead of the recorded ones, ``None`` where these were kept."""
+    gpu: str | None
+    """The model tried, ``None`` for the recorded one, whose memory is not on record."""
+    version: Version
+    """The torch release whose rules were followed."""
+
+    @property
+    def what_if(self) -> bool:
+        """Whether other settings or another GPU were tried."""
+        return self.alloc_conf is not None or self.gpu is not None
+
+    @property
+    def out_of_memory(self) -> Shortage | None:
+        """Where the program would run out of memory with what was tried."""
+        usages = [each.what_if for each in self.devices if each.what_if is not None]
+        return next((each.out_of_memory for each in usages if each.out_of_memory), None)

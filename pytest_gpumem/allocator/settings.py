@@ -1,0 +1,409 @@
+"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own words for what is wrong.
+
+Sources: c10/cuda/CUDAAllocatorConfig.cpp, c10/core/AllocatorConfig.cpp; the messages were read from
+torch 2.6, 2.11 and 2.15 at run time.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pytest_gpumem.allocator.constants import LARGE_SEGMENT, MIN_LARGE_ALLOC
+from pytest_gpumem.allocator.messages import GIB, MIB, AllocatorError
+from pytest_gpumem.allocator.rounding import DIVISION_SLOTS
+from pytest_gpumem.echo import MOST, printable, quoted
+
+Version = tuple[int, int]
+
+OLDEST: Version = (2, 6)
+NEWEST: Version = (2, 15)
+"""Torch releases whose rules are known here."""
+
+GENERIC_CONFIG: Version = (2, 10)
+"""From this release on, the device-independent configuration class reads the string."""
+
+
+class SettingsError(AllocatorError):
+    """An allocator configuration string that torch rejects, with torch's message."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, MOST))
+
+    settings: AllocatorSettings | None = None
+    """What had been read when the error was found: torch keeps that much."""
+
+
+class Reserve(NamedTuple):
+    """``expandable_segments_reserve`` (2.15): addresses of a segment, in GiB or as a fraction."""
+
+    value: float
+    is_fraction: bool
+
+    def bytes_of(self, total_memory: int) -> int:
+        """Bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
+        exact = self.value * (total_memory if self.is_fraction else GIB)
+        return int(min(exact, float(full_reserve(total_memory))))
+
+
+def full_reserve(total_memory: int) -> int:
+    """Bytes of addresses that an expandable segment reserves by default."""
+    return total_memory + total_memory // 8
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What an allocator configuration string says; sizes in bytes. The defaults are torch's."""
+
+    conf: str = ""
+    version: Version = (2, 13)
+    max_split_size: int | None = None
+    """None for unlimited."""
+    max_non_split_rounding: int = LARGE_SEGMENT
+    garbage_collection_threshold: float = 0.0
+    """0 turns it off."""
+    roundup_power2_divisions: tuple[int, ...] = (0,) * DIVISION_SLOTS
+    expandable_segments: bool = False
+    large_segment_size: int = LARGE_SEGMENT
+    per_process_memory_fraction: float = 1.0
+    throw_on_cudamalloc_oom: bool = False
+    graph_capture_record_stream_reuse: bool = False
+    release_lock_on_cudamalloc: bool = False
+    pinned_num_register_threads: int = 1
+    pinned_use_cuda_host_register: bool = False
+    pinned_max_round_threshold: int | None = None
+    pinned_max_cached_size: int | None = None
+    backend: str = "native"
+    expandable_segments_reserve: Reserve | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        conf: str | None,
+        version: Version = (2, 13),
+        previous: AllocatorSettings | None = None,
+    ) -> AllocatorSettings:
+        """Read a configuration string as that torch version does.
+
+        ``previous`` are the settings of a process that reads another string while it runs: some
+        keys go back to their defaults then, the rest stays as it was.
+
+        Raises:
+            SettingsError: an unknown key or a bad value, in that version's words.
+        """
+        if not OLDEST <= version <= NEWEST:
+            raise SettingsError(
+                f"torch {version[0]}.{version[1]} is not known to the simulated allocator;"
+                f" known are {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."
+            )
+        return _Parser(conf or "", version, previous).settings()
+
+    def refused(self) -> str | None:
+        """Why the simulated allocator cannot honour these settings, or None if it can."""
+        if self.backend != "native":
+            return f"backend:{self.backend} is not simulated; use backend:native."
+        return None
+
+    def address_space(self, total_memory: int) -> int:
+        """Bytes of addresses that a new expandable segment reserves."""
+        reserve = self.expandable_segments_reserve
+        return full_reserve(total_memory) if reserve is None else reserve.bytes_of(total_memory)
+
+
+class _Parser:
+    """Reads one string for one torch version."""
+
+    def __init__(self, conf: str, version: Version, previous: AllocatorSettings | None) -> None:
+        self.generic = version >= GENERIC_CONFIG
+        self.tokens: list[str] = re.findall(r"[,:\[\]]|[^,:\[\]]+", re.sub(r"\s", "", conf))
+        self.index = 0
+        self.previous = previous
+        self.result = (
+            AllocatorSettings(conf=conf, version=version)
+            if previous is None
+            else self._again(previous, conf)
+        )
+
+    def _again(self, previous: AllocatorSettings, conf: str) -> AllocatorSettings:
+        """What parseArgs resets before it reads; up to 2.9 the rounding is not among it."""
+        rounding = previous.large_segment_size if self.generic else previous.max_non_split_rounding
+        return replace(
+            previous,
+            conf=conf,
+            max_split_size=None,
+            max_non_split_rounding=rounding,
+            garbage_collection_threshold=0.0,
+            roundup_power2_divisions=(0,) * DIVISION_SLOTS,
+        )
+
+    def settings(self) -> AllocatorSettings:
+        try:
+            return self._read()
+        except SettingsError as error:
+            error.settings = self.result
+            raise
+
+    def _read(self) -> AllocatorSettings:
+        self._read_large_segment()
+        while self.index < len(self.tokens):
+            key = self.tokens[self.index]
+            known = _KEYS.get(key)
+            if known is None or self.result.version < known[0]:
+                raise self._unknown(key)
+            self.index += 1
+            self._expect(":")
+            known[1](self, key)
+            if self.index < len(self.tokens):
+                self._after_value()
+        return self.result
+
+    def _read_large_segment(self) -> None:
+        """2.11 reads this key before all others: it is the minimum and default of two of them."""
+        if "large_segment_size_mb" not in self.tokens or self.result.version < (2, 11):
+            return
+        self.index = self.tokens.index("large_segment_size_mb") + 1
+        self._expect(":")
+        size = self._integer() * MIB
+        if size <= MIN_LARGE_ALLOC:
+            raise SettingsError("CachingAllocator option large_segment_size_mb must be > 10 MB")
+        self._set(large_segment_size=size, max_non_split_rounding=size)
+        self.index = 0
+
+    def _set(self, **values: Any) -> None:
+        self.result = replace(self.result, **values)
+
+    def _next(self) -> str:
+        if self.index >= len(self.tokens):
+            raise SettingsError(
+                f"The allocator settings {quoted(self.result.conf)} end where a value is expected."
+            )
+        self.index += 1
+        return self.tokens[self.index - 1]
+
+    def _expect(self, token: str) -> None:
+        found = self.tokens[self.index] if self.index < len(self.tokens) else None
+        if found == token:
+            self.index += 1
+        elif self.generic:
+            raise SettingsError(
+                f"Expected '{token}' at index {self.index} in ConfigTokenizer but got"
+                f" '{'' if found is None else found}'"
+            )
+        else:
+            raise SettingsError(f"Error parsing CachingAllocator settings, expected {token}")
+
+    def _after_value(self) -> None:
+        if self.generic and self.tokens[self.index] == ":":
+            raise self._unknown(self.tokens[min(self.index + 1, len(self.tokens) - 1)])
+        self._expect(",")
+
+    def _unknown(self, key: str) -> SettingsError:
+        if self.generic:
+            return SettingsError(f"Unrecognized key '{key}' in Accelerator allocator config.")
+        return SettingsError(f"Unrecognized CachingAllocator option: {key}")
+
+    def _integer(self) -> int:
+        """As std::stoull: what follows the digits is ignored."""
+        digits = re.match(r"[+-]?[0-9]{1,20}(?![0-9])", self._next())
+        if digits is None:  # or, as for std::out_of_range, too many of them
+            raise SettingsError("stoull" if self.generic else "stoi")
+        return int(digits.group())
+
+    def _number(self) -> float:
+        """As std::stod: what follows the number is ignored."""
+        pattern = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|nan)"
+        number = re.match(pattern, self._next(), re.IGNORECASE)
+        if number is None:
+            raise SettingsError("stod")
+        return float(number.group())
+
+    def _flag(self, key: str) -> bool:
+        text = self._next()
+        if text in ("True", "False"):
+            return text == "True"
+        if self.generic:
+            raise SettingsError(
+                f"Expected 'True' or 'False' at index {self.index - 1} in ConfigTokenizer"
+                f" but got '{text}'"
+            )
+        raise SettingsError(f"Expected a single True/False argument for {key}")
+
+    def read_flag(self, key: str) -> None:
+        self._set(**{key: self._flag(key)})
+
+    def check_flag(self, key: str) -> None:
+        """A flag of the host allocator: checked, and without effect on the device."""
+        self._flag(key)
+
+    def check_reserve(self, key: str) -> None:
+        """A size of the host allocator: checked, and without effect on the device."""
+        if self._integer() <= 0:
+            raise SettingsError("Pinned reserve segment size has to be greater than 0")
+
+    def read_size(self, key: str) -> None:
+        self._set(**{key.removesuffix("_mb"): self._integer() * MIB})
+
+    def read_large_segment(self, key: str) -> None:
+        self._integer()
+
+    def read_split_size(self, key: str) -> None:
+        megabytes = self._integer()
+        minimum = self.result.large_segment_size // MIB
+        too_small = megabytes < minimum if self.generic else megabytes <= minimum
+        if too_small:
+            sign = ">=" if self.generic else ">"
+            raise SettingsError(
+                f"CachingAllocator option {key} too small, must be {sign} {minimum}"
+            )
+        self._set(**{key.removesuffix("_mb"): megabytes * MIB})
+
+    def read_garbage_collection(self, key: str) -> None:
+        value = self._number()
+        if 0.0 < value < 1.0:
+            self._set(garbage_collection_threshold=value)
+        elif self.generic:
+            raise SettingsError("garbage_collect_threshold is invalid, set it in (0.0, 1.0)")
+        else:
+            size = "big" if value >= 1.0 else "small"
+            raise SettingsError(f"garbage_collect_threshold too {size}, set it 0.0~1.0")
+
+    def read_fraction(self, key: str) -> None:
+        value = self._number()
+        if not 0.0 <= value <= 1.0:
+            raise SettingsError("per_process_memory_fraction is invalid, set it in [0.0, 1.0]")
+        self._set(per_process_memory_fraction=value)
+
+    def read_backend(self, key: str) -> None:
+        value = self._next()
+        if value not in ("native", "cudaMallocAsync"):
+            raise SettingsError("Unknown allocator backend, options are native and cudaMallocAsync")
+        if self.previous is not None and value != self.previous.backend:
+            raise SettingsError(
+                "Allocator backend parsed at runtime != allocator backend parsed at load time,"
+                f" {value} != {self.previous.backend}"
+            )
+        self._set(backend=value)
+
+    def read_threads(self, key: str) -> None:
+        threads = self._integer()
+        if not _is_power_of_two(threads):
+            got = f", got {threads}" if self.generic else " "
+            raise SettingsError(f"Number of register threads has to be power of 2{got}")
+        if threads > 128:
+            got = f", got {threads}" if self.generic else ""
+            raise SettingsError(
+                f"Number of register threads should be less than or equal to 128{got}"
+            )
+        self._set(pinned_num_register_threads=threads)
+
+    def read_reserve(self, key: str) -> None:
+        """A fraction or ``40G``; what is neither is ignored with a warning, as torch does."""
+        reserve = _reserve(self._next())
+        if reserve is not None:
+            self._set(expandable_segments_reserve=reserve)
+
+    def check_reserves(self, key: str) -> None:
+        """``[class:value,...]``: only C++ code can put a stream into a class."""
+        self._expect("[")
+        while self._next() != "]":
+            self._expect(":")
+            _reserve(self._next())
+            if self.index < len(self.tokens) and self.tokens[self.index] == ",":
+                self.index += 1
+
+    def read_divisions(self, key: str) -> None:
+        if self.index < len(self.tokens) and self.tokens[self.index] == "[":
+            self.index += 1
+            self._read_division_list()
+            return
+        value = self._integer()
+        if not _is_power_of_two(value):
+            raise SettingsError(f"For roundups, the {self._divisions} has to be power of 2 ")
+        self._set(roundup_power2_divisions=(value,) * DIVISION_SLOTS)
+
+    @property
+    def _divisions(self) -> str:
+        return "divisions" if self.generic else "divisons"
+
+    def _read_division_list(self) -> None:
+        """``[64:8,128:4,>:2]``: the first pair also fills the slots below it.
+
+        ``>`` fills the slots above the last one written; up to 2.9 that one too.
+        """
+        slots = [0] * DIVISION_SLOTS
+        last, first = 0, True
+        while (key := self._next()) != "]":
+            slot = None if key == ">" else self._division_slot(key)
+            self._expect(":")
+            value = self._division()
+            if slot is None:
+                begin = last + 1 if self.generic else last
+                slots[begin:] = [value] * (DIVISION_SLOTS - begin)
+            else:
+                slots[0 if first else slot : slot + 1] = [value] * (slot + 1 if first else 1)
+                last = slot
+            first = False
+            if self.index < len(self.tokens) and self.tokens[self.index] != "]":
+                self._expect(",")
+        self._set(roundup_power2_divisions=tuple(slots))
+
+    def _division(self) -> int:
+        value = self._integer()
+        if value and not _is_power_of_two(value):
+            raise SettingsError(
+                f"For roundups, the {self._divisions} has to be power of 2 or 0 to disable roundup "
+            )
+        return value
+
+    def _division_slot(self, text: str) -> int:
+        self.index -= 1
+        megabytes = self._integer()
+        if not _is_power_of_two(megabytes):
+            raise SettingsError("For roundups, the intervals have to be power of 2 ")
+        return min(megabytes.bit_length() - 1, DIVISION_SLOTS - 1)
+
+
+def _reserve(text: str) -> Reserve | None:
+    """``parseReserveSpec`` of c10/cuda/CUDAAllocatorConfig.cpp."""
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)([Gg]?)", text)
+    if found is None or float(found[1]) <= 0:
+        warnings.warn(
+            f"Ignoring invalid expandable-segment reserve value '{printable(text, MOST)}' in"
+            " PYTORCH_CUDA_ALLOC_CONF (expected a positive, finite fraction like 0.5 or an"
+            " absolute size like 40G); using default.",
+            stacklevel=2,
+        )
+        return None
+    return Reserve(float(found[1]), is_fraction=not found[2])
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+_KEYS: dict[str, tuple[Version, Callable[[_Parser, str], None]]] = {
+    "backend": (OLDEST, _Parser.read_backend),
+    "max_split_size_mb": (OLDEST, _Parser.read_split_size),
+    "max_non_split_rounding_mb": (OLDEST, _Parser.read_split_size),
+    "garbage_collection_threshold": (OLDEST, _Parser.read_garbage_collection),
+    "roundup_power2_divisions": (OLDEST, _Parser.read_divisions),
+    "expandable_segments": (OLDEST, _Parser.read_flag),
+    "release_lock_on_cudamalloc": (OLDEST, _Parser.read_flag),
+    "pinned_use_cuda_host_register": (OLDEST, _Parser.read_flag),
+    "pinned_num_register_threads": (OLDEST, _Parser.read_threads),
+    "pinned_use_background_threads": (OLDEST, _Parser.check_flag),
+    "graph_capture_record_stream_reuse": ((2, 9), _Parser.read_flag),
+    "pinned_reserve_segment_size_mb": ((2, 10), _Parser.check_reserve),
+    "per_process_memory_fraction": ((2, 10), _Parser.read_fraction),
+    "large_segment_size_mb": ((2, 11), _Parser.read_large_segment),
+    "throw_on_cudamalloc_oom": ((2, 12), _Parser.read_flag),
+    "pinned_free_catch_all": ((2, 12), _Parser.check_flag),
+    "pinned_max_round_threshold_mb": ((2, 13), _Parser.read_size),
+    "pinned_max_cached_size_mb": ((2, 13), _Parser.read_size),
+    "expandable_segments_reserve": ((2, 15), _Parser.read_reserve),
+    "expandable_segments_reserve_by_class": ((2, 15), _Parser.check_reserves),
+}
+"""Key -> the first release that has it, and how its value is read."""

@@ -1,0 +1,188 @@
+"""Snapshots, in the schema of ``torch.cuda.memory._snapshot()`` (torch/csrc/cuda/Module.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pytest_gpumem.allocator.blocks import SHARED_POOL, Block, PoolId
+from pytest_gpumem.allocator.readings import Readings
+from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.trace import Contexts, Recording, Trace, TraceEntry
+
+Json = dict[str, Any]
+
+
+def frames_of(context: Any, trace: Trace) -> list[Any]:
+    """Stack frames of a block: the attribute ``frames`` of its context, if it has one.
+
+    What was allocated when ``_record_memory_history`` asked for no stacks has none.
+    """
+    recording = trace.recording
+    if recording is None:
+        return list(getattr(context, "frames", None) or ())
+    recorded: Recording | None = getattr(context, "recording", recording)
+    if recorded is None or not recorded.on or recorded.contexts < Contexts.STATE:
+        return []
+    frames = [*getattr(context, "script_frames", ()), *(getattr(context, "frames", None) or ())]
+    return [*getattr(context, "cpp_frames", ()), *frames] if recorded.with_cpp else frames
+
+
+def snapshot(
+    allocators: Sequence[Readings], pool: PoolId = SHARED_POOL, *, traces: bool = True
+) -> Json:
+    """One snapshot of the allocators of all devices; the settings are those of the first.
+
+    With the id of a private ``pool``, the segments are only those of that pool.
+    """
+    settings = allocators[0].settings
+    result: Json = {
+        "segments": [segment for each in allocators for segment in segments(each, pool)],
+        "device_traces": [trace_dicts(each.trace, each.version) for each in allocators]
+        if traces
+        else [],
+        "allocator_settings": settings_dict(settings, allocators[0].version),
+        "external_annotations": [],
+    }
+    if allocators[0].version >= (2, 14):
+        result |= {"host_segments": [], "host_traces": []}
+    return result
+
+
+def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[Json]:
+    """The segments of one allocator by address, each with its blocks; looking frames up is slow."""
+    heads = sorted(
+        (
+            block
+            for block in allocator.every_block()
+            if _is_head(block) and pool in (SHARED_POOL, block.free_list.pool.identity)
+        ),
+        key=lambda block: block.address,
+    )
+    return [_segment(allocator, head, frames=frames) for head in heads]
+
+
+def _is_head(block: Block) -> bool:
+    """Whether a range of memory begins: an expandable segment has one after each gap."""
+    return block.previous is None or not block.previous.is_mapped
+
+
+def _segment(allocator: Readings, head: Block, *, frames: bool) -> Json:
+    blocks = list(_chain(head))
+    active = [block for block in blocks if not block.key]
+    pool = head.free_list.pool
+    pending = sum(block.size for block in active if allocator.is_pending(block))
+    active_size = sum(block.size for block in active)
+    context = allocator.segment_context(head.address) if frames else None
+    result: Json = {
+        "device": allocator.device,
+        "address": head.address,
+        "total_size": sum(block.size for block in blocks),
+        "allocated_size": active_size - pending,
+        "active_size": active_size,
+        "requested_size": sum(block.requested for block in active),
+        "stream": int(head.free_list.stream),
+        "segment_type": "small" if pool.small else "large",
+        "segment_pool_id": pool.identity,
+        "is_expandable": head.free_list.is_expandable,
+    }
+    if context is None:
+        result["frames"] = []
+    result["blocks"] = [_block(allocator, block, frames=frames) for block in blocks]
+    if context is not None:
+        result["frames"] = frames_of(context, allocator.trace)
+    return result
+
+
+def _chain(head: Block) -> Iterable[Block]:
+    block: Block | None = head
+    while block is not None and block.is_mapped:
+        yield block
+        block = block.next
+
+
+def _block(allocator: Readings, block: Block, *, frames: bool) -> Json:
+    return {
+        "address": block.address,
+        "size": block.size,
+        "requested_size": block.requested,
+        "state": _state(allocator, block),
+        "frames": frames_of(block.context, allocator.trace) if frames else [],
+    }
+
+
+def _state(allocator: Readings, block: Block) -> str:
+    if block.key:
+        return "inactive"
+    return "active_pending_free" if allocator.is_pending(block) else "active_allocated"
+
+
+def trace_dicts(trace: Trace, version: Version) -> list[Json]:
+    """What is shown of a trace, as torch shows it; ``time_us`` counts events, alike in every run.
+
+    ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
+    """
+    extra: Json = {}
+    if version >= (2, 8):
+        extra["compile_context"] = "N/A"
+    if version >= (2, 10):
+        extra["user_metadata"] = ""
+    pools = version >= (2, 12)
+    return [
+        _trace_dict(time, entry, extra, pools, _frames_of_event(trace, index, entry))
+        for time, (index, entry) in enumerate(trace.shown)
+    ]
+
+
+def _frames_of_event(trace: Trace, index: int, entry: TraceEntry) -> list[Any] | None:
+    """The frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
+    recording = trace.recorded(index)
+    if entry.context is None or (recording and recording.contexts < Contexts.ALLOC):
+        return None
+    return frames_of(entry.context, trace)
+
+
+def _trace_dict(
+    time: int, entry: TraceEntry, extra: Json, pools: bool, frames: list[Any] | None
+) -> Json:
+    address = "device_free" if entry.action == "oom" else "addr"
+    result: Json = {
+        "action": entry.action,
+        address: entry.addr,
+        "size": entry.size,
+        "stream": int(entry.stream),
+        "time_us": time,
+        **extra,
+    }
+    if pools:
+        result["pool_id"] = entry.pool_id
+    if frames is not None:
+        result["frames"] = frames
+    return result
+
+
+def settings_dict(settings: AllocatorSettings, version: Version) -> Json:
+    """``allocator_settings`` of a snapshot."""
+    result: Json = {
+        "PYTORCH_CUDA_ALLOC_CONF": settings.conf,
+        "max_split_size": _or_unlimited(settings.max_split_size),
+        "garbage_collection_threshold": settings.garbage_collection_threshold,
+        "expandable_segments": settings.expandable_segments,
+        "pinned_num_register_threads": settings.pinned_num_register_threads,
+        "release_lock_on_cudamalloc": settings.release_lock_on_cudamalloc,
+        "pinned_use_cuda_host_register": settings.pinned_use_cuda_host_register,
+    }
+    if version >= (2, 9):
+        result["graph_capture_record_stream_reuse"] = settings.graph_capture_record_stream_reuse
+    if version >= (2, 13):
+        result["max_round_threshold"] = _or_unlimited(settings.pinned_max_round_threshold)
+        result["max_cached_size"] = _or_unlimited(settings.pinned_max_cached_size)
+    result["roundup_power2_divisions"] = {
+        str(1 << slot): value for slot, value in enumerate(settings.roundup_power2_divisions)
+    }
+    return result
+
+
+def _or_unlimited(size: int | None) -> int:
+    """torch shows the largest size_t as -1."""
+    return -1 if size is None else size

@@ -1,0 +1,185 @@
+"""Where a recording began: undo its events from the state in which it ended."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pytest_gpumem.allocator.blocks import SHARED_POOL
+from pytest_gpumem.allocator.constants import SMALL_SIZE
+from pytest_gpumem.allocator.mapped_pages import mapped_at_start
+from pytest_gpumem.allocator.recording import Json, default_segment_type
+from pytest_gpumem.allocator.rounding import round_size
+from pytest_gpumem.allocator.settings import AllocatorSettings
+
+_LIVE = "active_allocated"
+PENDING = "active_pending_free"
+"""Freed by the program, and still in use by a stream."""
+
+
+class _Held(NamedTuple):
+    """A block that was in use when recording began."""
+
+    requested: int
+    size: int | None
+    """``None`` where only the requested size is on record."""
+    state: str
+
+
+def starting_segments(
+    segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
+) -> list[dict[str, Any]]:
+    """The segments at the beginning of ``trace``, which ends with ``segments``; by address.
+
+    Each has ``address``, ``total_size``, ``stream``, ``segment_type``, ``segment_pool_id`` and
+    ``blocks``, as in a snapshot; for those of expandable segments see :func:`mapped_at_start`. Of a
+    block that was live at the beginning and freed later, only the requested size is on record: its
+    size follows from its neighbours, see :func:`_handed_out`, and with expandable segments, where
+    every remainder is split off, from the request.
+    """
+    segments = list(segments)
+    blocks = _blocks_held(segments, trace)
+    held = [
+        *_segments_held(segments, trace).values(),
+        *mapped_at_start(segments, trace, settings),
+    ]
+    addresses = sorted(blocks)
+    births = _Births(trace)
+    start = []
+    for segment in sorted(held, key=lambda each: int(each["address"])):
+        first, end = segment["address"], segment["address"] + segment["total_size"]
+        inside = addresses[bisect_left(addresses, first) : bisect_left(addresses, end)]
+        row: list[dict[str, Any]] = []
+        position = first
+        for address, following in zip(inside, [*inside, end][1:], strict=True):
+            block = blocks[address]
+            size = block.size
+            if size is None:
+                size = round_size(block.requested, settings.roundup_power2_divisions)
+                if settings.max_split_size is not None and size >= settings.max_split_size:
+                    size = following - address  # Blocks of this size are never split.
+                elif segment["segment_type"] == "large" and not settings.expandable_segments:
+                    size = _handed_out(address, size, following, births)
+            row += _gap(position, address)
+            row.append(_block(address, size, block.requested, block.state))
+            position = address + size
+        start.append({**segment, "blocks": row + _gap(position, end)})
+    return start
+
+
+def _segments_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, dict[str, Any]]:
+    """The segments held when recording began, by address."""
+    held = {
+        segment["address"]: _segment(
+            segment["address"],
+            segment["total_size"],
+            segment["stream"],
+            segment["segment_type"],
+            segment.get("segment_pool_id", SHARED_POOL),
+        )
+        for segment in segments
+        if not segment.get("is_expandable")
+    }
+    for event in reversed(trace):
+        address, size = event.get("addr", 0), event["size"]
+        if event["action"] == "segment_alloc":
+            held.pop(address, None)
+        elif event["action"] == "segment_free":
+            pool = event.get("pool_id", SHARED_POOL)
+            held[address] = _segment(
+                address, size, event["stream"], default_segment_type(size), pool
+            )
+    return held
+
+
+def _blocks_held(segments: Sequence[Json], trace: Sequence[Json]) -> dict[int, _Held]:
+    """The blocks in use when recording began, by address."""
+    held: dict[int, _Held] = {}
+    born: set[int] = set()
+    asked: set[int] = set()
+    for event in trace:
+        action, address = event["action"], event.get("addr", 0)
+        if action == "alloc":
+            born.add(address)
+        elif action == "free_requested":
+            asked.add(address)
+        elif action == "free_completed":
+            if address in born:
+                born.remove(address)
+            else:
+                held[address] = _Held(event["size"], None, _LIVE if address in asked else PENDING)
+            asked.discard(address)
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive" and address not in born:
+                state = _LIVE if address in asked else block["state"]
+                held[address] = _Held(block.get("requested_size", 0), block["size"], state)
+            address += block["size"]
+    return held
+
+
+def _segment(address: int, size: int, stream: int, kind: str, pool: Any) -> dict[str, Any]:
+    return {
+        "address": address,
+        "total_size": size,
+        "stream": stream,
+        "segment_type": kind,
+        "segment_pool_id": tuple(pool),
+    }
+
+
+class _Births:
+    """When each address was first allocated in a trace, and first given back."""
+
+    def __init__(self, trace: Sequence[Json]) -> None:
+        self._trace = trace
+
+    @cached_property
+    def _first(self) -> dict[str, dict[int, int]]:
+        found: dict[str, dict[int, int]] = {"alloc": {}, "free_completed": {}}
+        for index, event in enumerate(self._trace):
+            if event["action"] in found:
+                found[event["action"]].setdefault(event["addr"], index)
+        return found
+
+    @cached_property
+    def _addresses(self) -> list[int]:
+        return sorted(self._first["alloc"])
+
+    def before_end_of(self, address: int, low: int, high: int) -> int | None:
+        """The first address from ``low`` to ``high`` allocated before ``address`` is given back."""
+        allocated = self._first["alloc"]
+        nearby = self._addresses[
+            bisect_left(self._addresses, low) : bisect_right(self._addresses, high)
+        ]
+        first = min(nearby, key=allocated.__getitem__, default=None)
+        if first is None:
+            return None
+        end = self._first["free_completed"].get(address)
+        return first if end is None or allocated[first] < end else None
+
+
+def _handed_out(address: int, rounded: int, following: int, births: _Births) -> int:
+    """Bytes of a large block that was live from the beginning, until it was freed.
+
+    Up to 1 MiB is handed out beyond the request when a free block fits almost. Free blocks of the
+    large pool are never that small, so a small gap up to the ``following`` block belongs to this
+    one; in a larger gap, the lowest address allocated during its life is where it ends.
+    """
+    gap = following - address - rounded
+    if gap <= SMALL_SIZE:
+        return following - address
+    low = address + rounded
+    end = births.before_end_of(address, low, low + SMALL_SIZE)
+    return rounded if end is None else end - address
+
+
+def _gap(start: int, end: int) -> list[dict[str, Any]]:
+    return [_block(start, end - start, 0, "inactive")] if end > start else []
+
+
+def _block(address: int, size: int, requested: int, state: str) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": requested, "state": state}

@@ -1,0 +1,303 @@
+"""Where a block comes from when the first one that fits its free list will not do.
+
+A search under special settings, a new segment, what the cache gives up when the device is full, and
+the error when that was not enough: ``DeviceCachingAllocator::malloc`` of
+c10/cuda/CUDACachingAllocator.cpp behind ``get_free_block``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+from pytest_gpumem.allocator.blocks import (
+    SHARED_POOL,
+    SIZE_SHIFT,
+    Block,
+    FreeList,
+    Pool,
+    PoolId,
+)
+from pytest_gpumem.allocator.constants import SMALL_SIZE, UNLIMITED
+from pytest_gpumem.allocator.device_memory import DeviceMemory
+from pytest_gpumem.allocator.expandable import ExpandableSegments
+from pytest_gpumem.allocator.garbage import AgedBlocks, collect
+from pytest_gpumem.allocator.messages import (
+    OutOfMemory,
+    OutOfMemoryFields,
+    out_of_memory_message,
+    rejection_message,
+)
+from pytest_gpumem.allocator.private_pools import Pools
+from pytest_gpumem.allocator.rounding import segment_size
+from pytest_gpumem.allocator.settings import AllocatorSettings, Version
+from pytest_gpumem.allocator.stream_uses import StreamUses
+
+
+class Supply:
+    """What stands behind the free lists of one device.
+
+    Args:
+        device: index of the device.
+        version: the torch release whose rules hold.
+        pools: the pools that it serves.
+        memory: the device's memory.
+        uses: the blocks that streams still use.
+        in_capture: whether a capture forbids to wait for them.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        version: Version,
+        pools: Pools,
+        memory: DeviceMemory,
+        uses: StreamUses,
+        in_capture: Callable[[], bool],
+    ) -> None:
+        self.device = device
+        self.version = version
+        self.expandable: ExpandableSegments | None = None
+        """The expandable segments, if the settings ever asked for them."""
+        self._settings = AllocatorSettings(version=version)
+        self._pools = pools
+        self._memory = memory
+        self._uses = uses
+        self._in_capture = in_capture
+        self._max_split = UNLIMITED
+        self._collects = False
+        self._rejected = False
+        """Whether ``throw_on_cudamalloc_oom`` refused the present request."""
+
+    @property
+    def only_best_fit(self) -> bool:
+        """Whether a search is nothing but the smallest block that fits."""
+        return self._max_split == UNLIMITED and self.expandable is None and not self._collects
+
+    def configure(self, settings: AllocatorSettings) -> None:
+        """Take over what the settings say."""
+        self._settings = settings
+        self._max_split = settings.max_split_size or UNLIMITED
+        self._memory.oversize = self._max_split
+        if settings.garbage_collection_threshold > 0.0 and not self._collects:
+            self._collects = True
+            self._pools.small.replace_blocks(AgedBlocks)
+            self._pools.large.replace_blocks(AgedBlocks)
+        if settings.expandable_segments:
+            self._expand(settings.address_space(self._memory.total), settings.large_segment_size)
+
+    def _expand(self, address_space: int, page: int) -> None:
+        memory = self._memory
+        if self.expandable is None:
+            self.expandable = ExpandableSegments(
+                address_space, page, memory.place, memory.map_pages, memory.unmap_pages
+            )
+        self.expandable.address_space = address_space
+        self.expandable.large_page = page
+
+    def find_or_obtain(
+        self, free_list: FreeList, rounded: int, requested: int, context: Any
+    ) -> Block:
+        """A free block of at least ``rounded`` bytes, out of its list: cached or new.
+
+        Raises:
+            OutOfMemory: neither the cache nor the device has room.
+        """
+        if not self.only_best_fit:
+            found = self._find_cached(free_list, rounded)
+            if found is not None:
+                return found
+        if self._collects and self._memory.limit is not None:
+            with self._memory.releasing(context):
+                self._collect_garbage(self._memory.limit)
+        size = segment_size(rounded, self._settings.large_segment_size)
+        self._rejected = False
+        block = self._obtain(free_list, rounded, size, context)
+        if block is None and not self._rejected:
+            block = self._obtain_after_release(free_list, rounded, size, context)
+        if block is not None:
+            return block
+        if self._rejected:
+            raise OutOfMemory(rejection_message(requested), self.memory_fields(rounded, size))
+        raise self._out_of_memory(free_list.stream, rounded, size, context)
+
+    def empty_cache(self, pool: PoolId = SHARED_POOL) -> None:
+        """Return every segment without a live block to the device, as ``Allocator.empty_cache``."""
+        pools = self._pools
+        if pool == SHARED_POOL and not self._in_capture():
+            self._synchronize_events()
+            self._release_pool(pools.large)
+            self._release_pool(pools.small)
+        for private in list(pools.freeable.values()):
+            if pool == private.identity:
+                self._synchronize_events(pool)
+            elif pool != SHARED_POOL:
+                continue
+            self._release_pool(private.small)
+            self._release_pool(private.large)
+            if private.reserved["all"].current == 0:
+                pools.forget(private)
+
+    def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
+        """What an error says of the memory, for a request and the segment that it needs."""
+        settings, memory = self._settings, self._memory
+        return OutOfMemoryFields(
+            device=self.device,
+            segment=segment,
+            requested=rounded,
+            total=memory.total,
+            free=memory.free,
+            limit=memory.limit,
+            allocated=memory.every.bytes,
+            reserved=memory.every.reserved,
+            process=memory.used_elsewhere + memory.every.reserved,
+            others=memory.others,
+            private_free=sum(
+                block.size for pool in self._pools.private() for block in pool.free_blocks()
+            ),
+            address_space=settings.address_space(memory.total)
+            if settings.expandable_segments
+            else None,
+        )
+
+    def _out_of_memory(self, stream: int, rounded: int, segment: int, context: Any) -> OutOfMemory:
+        fields = self.memory_fields(rounded, segment)
+        self._memory.note(("oom", fields.free, rounded, stream, context))
+        self._memory.counters.num_ooms += 1
+        message = out_of_memory_message(
+            fields, self.version, expandable=self._settings.expandable_segments
+        )
+        error = OutOfMemory(message, fields)
+        error.tried_everything = True
+        return error
+
+    def _obtain_after_release(
+        self, free_list: FreeList, rounded: int, size: int, context: Any
+    ) -> Block | None:
+        """What torch tries when the device has no room, in its order.
+
+        Pools that lend their free blocks are asked first since 2.11, and last in 2.8 to 2.10.
+        """
+        memory = self._memory
+        block = self._find_lent(free_list, rounded) if self.version >= (2, 11) else None
+        if block is None:
+            with memory.releasing(context):
+                released = self._release_enough(free_list, rounded)
+            if released:
+                block = self._obtain(free_list, rounded, size, context)
+        if block is None and not self._in_capture():
+            with memory.releasing(context):
+                self.empty_cache()
+            memory.counters.num_alloc_retries += 1
+            block = self._obtain(free_list, rounded, size, context)
+        if block is None and (2, 8) <= self.version <= (2, 10):
+            block = self._find_lent(free_list, rounded)
+        return block
+
+    def _obtain(self, free_list: FreeList, rounded: int, size: int, context: Any) -> Block | None:
+        """Memory from the device; None if it, or the memory fraction, has no room.
+
+        ``throw_on_cudamalloc_oom`` (2.12) notes where it would be too much before asking.
+        """
+        memory = self._memory
+        needed = memory.every.reserved + size
+        if memory.limit is not None and needed > memory.limit:
+            return None
+        allowed = int(self._settings.per_process_memory_fraction * memory.total)
+        if self._settings.throw_on_cudamalloc_oom and needed > allowed:
+            memory.counters.num_oom_rejections += 1
+            self._rejected = True
+            return None
+        if self.expandable is not None and self._settings.expandable_segments:
+            return self.expandable.obtain(free_list, rounded, context)
+        return memory.new_segment(free_list, size, context)
+
+    def _find_lent(self, free_list: FreeList, rounded: int) -> Block | None:
+        """A free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
+        if free_list.pool.identity != SHARED_POOL:
+            return None
+        for pool in self._pools.overflow(small=rounded <= SMALL_SIZE):
+            lent = pool.free_list(free_list.stream)
+            block = self._take_fitting(lent, _smallest_plain(lent, rounded), rounded)
+            if block is not None:
+                return block
+        return None
+
+    def _find_cached(self, free_list: FreeList, rounded: int) -> Block | None:
+        """Best fit with expandable segments or under ``max_split_size_mb``.
+
+        The latter keeps large blocks for large requests.
+        """
+        if self._collects and self._memory.limit is not None:
+            free_list.pool.clock += 1
+        if self.expandable is not None and self._settings.expandable_segments:
+            block = self.expandable.best_fit(free_list, rounded)
+        else:
+            block = _smallest_plain(free_list, rounded)
+        return self._take_fitting(free_list, block, rounded)
+
+    def _take_fitting(self, free_list: FreeList, block: Block | None, rounded: int) -> Block | None:
+        """The block, out of its list, unless it is too large for the request."""
+        limit = self._max_split
+        if block is None or rounded < limit <= block.size:
+            return None
+        if limit <= rounded and block.size >= rounded + self._settings.max_non_split_rounding:
+            return None
+        free_list.remove(block)
+        return block
+
+    def _collect_garbage(self, limit: int) -> None:
+        threshold = int(self._settings.garbage_collection_threshold * limit)
+        excess = self._memory.every.reserved - threshold
+        if excess > 0:
+            collect(self._pools.large, excess, self._memory.release_segment)
+
+    def _release_enough(self, free_list: FreeList, rounded: int) -> bool:
+        """With ``max_split_size_mb``, release just the oversize blocks that a request needs.
+
+        ``release_available_cached_blocks``: one that is large enough, else from the largest down.
+        """
+        if self._max_split == UNLIMITED:
+            return False
+        release = self._memory.release_segment
+        target = max(rounded, self._max_split)
+        keys = free_list.keys
+        index = bisect_left(keys, target << SIZE_SHIFT)
+        if index < len(keys):
+            block = free_list.blocks[keys[index]]
+            if not block.free_list.is_expandable:
+                release(block)
+                return True
+        released = 0
+        for key in reversed(keys[:index]):
+            block = free_list.blocks[key]
+            if released >= target or block.size < self._max_split:
+                break
+            if not block.free_list.is_expandable:
+                released += block.size
+                release(block)
+        return released >= target
+
+    def _release_pool(self, pool: Pool) -> None:
+        """Return what the device can have back of a pool (``release_blocks``)."""
+        for block in pool.free_blocks():
+            if not block.is_split and not block.free_list.is_expandable:
+                self._memory.release_segment(block)
+        if self.expandable is not None:
+            self.expandable.release(pool)
+
+    def _synchronize_events(self, pool: PoolId | None = None) -> None:
+        """Wait for the streams that use freed blocks (``synchronize_and_free_events``)."""
+        self._memory.counters.num_sync_all_streams += 1
+        self._uses.synchronize(pool)
+
+
+def _smallest_plain(free_list: FreeList, rounded: int) -> Block | None:
+    """The smallest block that fits, of no expandable segment."""
+    keys = free_list.keys
+    for index in range(bisect_left(keys, rounded << SIZE_SHIFT), len(keys)):
+        block = free_list.blocks[keys[index]]
+        if not block.free_list.is_expandable:
+            return block
+    return None

@@ -1,0 +1,83 @@
+"""What simulated GPUs remember of their blocks, as attribution reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.allocator.trace import FREE
+from pytest_gpumem.attribution.history import Event, Origin
+from pytest_gpumem.simulated.splits import Splits
+
+if TYPE_CHECKING:
+    from pytest_gpumem.simulated.machine.machine import SimulatedMachine
+
+
+_SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+"""What changes the bytes held from the driver, and in which direction."""
+
+
+class SimulatedRecorder:
+    """Blocks and events of the simulated GPUs; they are recorded in any case."""
+
+    def __init__(self, simulation: SimulatedMachine) -> None:
+        self._gpus = simulation.gpus
+
+    def positions(self) -> tuple[int, ...]:
+        """Return how many events each device has seen."""
+        return tuple([gpu.allocator.trace.position for gpu in self._gpus])
+
+    def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
+        """Return address, bytes and origin of every live block."""
+        memory = self._gpus[device].allocator
+        contexts = memory.live_contexts()
+        return [
+            (address, nbytes, contexts[address]) for address, nbytes in memory.live_blocks().items()
+        ]
+
+    def events(self, device: int, begin: int) -> Iterator[Event]:
+        """Yield what happened from position ``begin`` on, one event for each position."""
+        for action, address, size, _, context in self._gpus[device].allocator.trace.raw(begin):
+            yield _event(action, address, size, context)
+
+    def reserved(self, device: int, begin: int) -> Sequence[int]:
+        """Return the bytes held from the driver at position ``begin``, and after each event."""
+        memory = self._gpus[device].allocator
+        changes = [_SUPPLY.get(action, 0) * size for action, _, size, *_ in memory.trace.raw(begin)]
+        return list(accumulate(changes, initial=memory.reserved - sum(changes)))
+
+    def segments(self, device: int) -> Sequence[Mapping[str, Any]]:
+        """Return what is held from the driver now, as a snapshot has it."""
+        return self._gpus[device].allocator.segments(frames=False)
+
+    def splits(
+        self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
+    ) -> Sequence[int]:
+        """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
+
+        ``segments`` are those at position ``begin``. Nothing is returned where what follows from
+        the events is not what the allocator says.
+        """
+        memory = self._gpus[device].allocator
+        splits = Splits(segments)
+        series = [splits.bytes, *splits.after(memory.trace.raw(begin))]
+        return series if series[-1] == memory.inactive_split else ()
+
+    def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
+        """Return the position and the origin of the last allocation that found no memory."""
+        failures = [
+            (position, context)
+            for position, (action, *_, context) in enumerate(
+                self._gpus[device].allocator.trace.raw(0)
+            )
+            if action == "oom"
+        ]
+        return failures[-1] if failures else None
+
+
+def _event(action: str, address: int, size: int, context: Any) -> Event:
+    if action == "alloc":
+        return Event(True, address, context.nbytes if context else size, context)
+    # A free that a stream delays has been requested by then: its bytes are no more allocated.
+    return Event(False, address if action in (FREE, "free_requested") else 0, 0, None)

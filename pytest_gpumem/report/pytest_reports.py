@@ -1,0 +1,122 @@
+"""What rides on pytest's reports, from the process of a test to the one that reports."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pytest_gpumem.report.record import TestRecord
+
+HARMLESS = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+"""How a run ends in which nothing failed."""
+
+ATTRIBUTE = "gpumem"
+"""Of a test's final call report: its record as builtin types, for pytest-xdist."""
+
+SENTENCE = "gpumem_sentence"
+"""Of a test's report: what it failed with where that is not of its own memory."""
+
+ARGUMENTS = "gpumem_arguments"
+"""Key of a pytest-xdist worker's input: what pytest was started with."""
+
+UNSIMULATED = "gpumem_unsimulated"
+"""Of a test's report: the sentence that says why a simulated device cannot run it."""
+
+SNIPPET = "gpumem_snippet"
+"""Of the report of such a test: the name of the kernel that nobody described, and what would."""
+
+LOST = "gpumem_lost"
+"""Of a test's report: the test after which the process that ran it leaves."""
+
+RESCHEDULED = "gpumem_rescheduled"
+"""Of the report of a crash: why the test comes again."""
+
+SKIPPED_AT_IMPORT = "gpumem_skipped_at_import"
+"""Of the report of a test that would be measured: what skipped it was evaluated at import."""
+
+BROKEN_PLUGINS = "gpumem_broken_plugins"
+"""Of a test's report: the sentences that name what other plugins did wrong."""
+
+
+def hide_own_frames() -> None:
+    """Let tracebacks end in the user's code: pytest leaves out modules that ask for it."""
+    if "pytest_gpumem.simulated.execution.mode" not in sys.modules:
+        return  # then none of them runs below a test's code
+    own = f"{__package__.partition('.')[0]}."
+    # A copy is made at once: another thread may import meanwhile, and anything may stand there.
+    for name, module in sys.modules.copy().items():
+        if isinstance(name, str) and name.startswith(own) and isinstance(module, ModuleType):
+            vars(module)["__tracebackhide__"] = True
+
+
+def leave_the_sentence(report: pytest.TestReport, error: BaseException) -> None:
+    """Let nothing stand behind a failure that is one sentence of ours.
+
+    Where every frame is hidden, as in a set-up that does not get as far as the user's code, pytest
+    adds a line on how to see them.
+    """
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        for traceback, *_ in getattr(report.longrepr, "chain", ()):
+            traceback.extraline = None
+
+
+_HOW_TO_GET_VALUES = (
+    "mark the test with @pytest.mark.gpumem, so that values are computed where it needs them, or "
+    "run with --gpumem-sim-values=always"
+)
+
+
+def skip_unsimulated(
+    item: pytest.Item, report: pytest.TestReport, error: BaseException, *, unmeasured: bool
+) -> None:
+    """Let ``report`` be that of a skipped test where ``error`` is the simulation's.
+
+    Not a failure, because the code may be right, and not an expected one either. Of an
+    ``unmeasured`` test, which is not run again with values, it says how there are some.
+    """
+    from pytest_gpumem.values.errors import (
+        SimulationError,
+        UndescribedKernelError,
+        UnknownValueError,
+    )
+
+    if not isinstance(error, SimulationError):
+        return
+    path, line, _ = item.location
+    sentence = str(error)
+    if unmeasured and isinstance(error, UnknownValueError):
+        sentence = f"{sentence}; {_HOW_TO_GET_VALUES}"
+    report.outcome = "skipped"
+    report.longrepr = (path, (line or 0) + 1, f"Skipped: {sentence}")
+    vars(report).pop("wasxfail", None)
+    setattr(report, UNSIMULATED, sentence)
+    if isinstance(error, UndescribedKernelError):
+        setattr(report, SNIPPET, (error.kernel, error.snippet))
+
+
+def status_of(report: Any) -> tuple[str, str, tuple[str, dict[str, bool]]] | None:
+    """Return how pytest shows the report of a test that comes again."""
+    if not hasattr(report, RESCHEDULED):
+        return None
+    return "rescheduled", "", ("RESCHEDULED", {"yellow": True})
+
+
+def with_outcome(record: TestRecord, report: pytest.TestReport) -> TestRecord | None:
+    """Return ``record`` with pytest's outcome, ``None`` where the test was skipped."""
+    expected_failure = hasattr(report, "wasxfail")
+    if report.skipped and not expected_failure:
+        return None
+    words = {"passed": "xpassed", "skipped": "xfailed"} if expected_failure else {}
+    return replace(record, outcome=words.get(report.outcome, report.outcome))
+
+
+def without_group(nodeid: str) -> str:
+    """Return ``nodeid`` without the ``@group`` that ``--dist loadgroup`` appends."""
+    path, separator, name = nodeid.partition("::")
+    return path + separator + re.sub(r"@[^@\]]*$", "", name)

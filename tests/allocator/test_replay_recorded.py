@@ -1,0 +1,49 @@
+"""Traces recorded on real GPUs, event by event.
+
+They lie outside this repository: $GPUMEM_GROUNDTRUTH names the folder that holds ``snapshots/``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpumem.allocator import replay
+
+GROUNDTRUTH = Path(
+    os.environ.get("GPUMEM_GROUNDTRUTH", Path(__file__).parents[4] / "shared" / "groundtruth")
+)
+SNAPSHOTS = GROUNDTRUTH / "snapshots"
+MISSING = f"recorded traces are not in {SNAPSHOTS}; set GPUMEM_GROUNDTRUTH"
+
+
+def manifest() -> list[Any]:
+    path = SNAPSHOTS / "MANIFEST.json"
+    if not path.exists():
+        return [pytest.param({}, id="none", marks=pytest.mark.skip(reason=MISSING))]
+    return [pytest.param(entry, id=entry["file"]) for entry in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("recorded", manifest())
+def test_every_recorded_event_is_repeated(recorded: dict[str, Any]) -> None:
+    result = replay(SNAPSHOTS / recorded["file"])
+
+    allocations = sum(device["allocs"] for device in recorded["devices"].values())
+    assert result.first_mismatch is None
+    assert (result.exact_addresses, result.total) == (allocations, allocations)
+    assert result.exact
+
+
+@pytest.mark.parametrize("recorded", manifest())
+def test_peaks_are_those_of_the_recording(recorded: dict[str, Any]) -> None:
+    known = [device["peak_alloc_reserved"] for device in recorded["devices"].values()]
+    if None in known:
+        pytest.skip("the manifest has no peaks for this trace")
+
+    result = replay(SNAPSHOTS / recorded["file"])
+
+    assert [result.peak_allocated, result.peak_reserved] == max(known)
