@@ -145,7 +145,7 @@ class SimulatedDevice:
         self._present.clear()
         self._renewed = renewed
         earlier = [self._set_up[one] for one in fixtures if one in self._set_up]
-        self._simulation.streams.reset(keep=bool(earlier))
+        self._simulation.streams.reset(keep=any(each.has_streams for each in earlier))
         self._simulation.begin(has_real_meta=any(each.has_real_meta for each in earlier))
         chosen = [each.current_index for each in earlier if each.current_index is not None]
         self._simulation.current_index = chosen[-1] if chosen else self.index
@@ -250,7 +250,11 @@ class SimulatedDevice:
         after = self._simulation.current_index
         chosen = {} if sizes == earlier else dict(sizes)
         self._set_up[fixture] = _SetUp(
-            logs, after if after != before else None, chosen, self._simulation.has_real_meta
+            logs,
+            after if after != before else None,
+            chosen,
+            self._simulation.has_real_meta,
+            self._simulation.streams.are_there,
         )
         self._present.add(fixture)
         if fixture in self._expected:
@@ -380,3 +384,5 @@ class _SetUp:
     """Bytes by library, where it set a workspace's size; see ``WorkspaceSettings.chosen``."""
     has_real_meta: bool
     """Whether there were meta tensors of the user's own by then."""
+    has_streams: bool
+    """Whether there were streams of the user's own by then."""

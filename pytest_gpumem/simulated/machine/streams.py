@@ -106,6 +106,11 @@ class Streams:
             capture.abandon()
         self.captures.clear()
 
+    @property
+    def are_there(self) -> bool:
+        """Whether the program has made or used a stream of its own."""
+        return self.used or bool(self._made)
+
     def reset(self, *, keep: bool) -> None:
         """Forget what a test has set and, unless ``keep``, that streams were ever used."""
         self.sync_debug_mode = 0
