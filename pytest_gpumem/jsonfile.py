@@ -1,4 +1,4 @@
-"""JSON files that follow a schema of ours: whole or not at all, checked on the way in and out."""
+"""JSON files with a schema of this package: written whole or not at all, checked both ways."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
 
 
 class DocumentError(ValueError):
-    """Bytes that are none of our documents; the message says why, as the end of a sentence."""
+    """Bytes that are no valid document; the message is the cause, as the end of a sentence."""
 
 
 class NewerError(DocumentError):
@@ -56,7 +56,7 @@ def decoded(content: bytes, **hooks: Any) -> Any:
 
 
 def document(content: bytes, package: str, version: int, **hooks: Any) -> dict[str, Any]:
-    """Return the document of ``content``: as ``package``'s schema says, of ``version`` at most.
+    """Return the document of ``content``, valid by ``package``'s schema, of ``version`` at most.
 
     Raises :class:`DocumentError` where it is not, :class:`NewerError` for a later version.
     """

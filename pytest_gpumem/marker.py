@@ -1,4 +1,4 @@
-"""``@pytest.mark.gpumem(...)``: what a test's author expects, as one frozen value."""
+"""``@pytest.mark.gpumem(...)``: the expectations of a test's author, as one frozen value."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import pytest
 
 WORST = "worst"
-"""The rank of a test that runs as several of them, and is judged by the one that takes most."""
+"""The rank of a test that runs as several of them, and is judged by the highest peak."""
 
 MOST_RANKS = 1 << 20
-"""Of one test; more are a slip."""
+"""The most ranks of one test; a larger number is a typing error."""
 
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 """Qualities of service on a shared device."""
@@ -31,7 +31,7 @@ class MarkerError(ValueError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a test is measured and judged by; sizes in bytes, ``None`` where nothing is expected.
+    """The limits and settings of a test; sizes in bytes, ``None`` where nothing is expected.
 
     Limits are :class:`~pytest_gpumem.sizes.Size` where they were written with a unit.
     """
@@ -47,41 +47,41 @@ class Expectation:
     baseline: bool | None = None
     """True: a stored baseline must exist; None: one that exists counts; False: none counts."""
     predict: Tolerance | None = None
-    """How far a peak may be from what the simulated device of the same model takes."""
+    """The tolerance between a peak and that of the simulated device of the same model."""
     tolerance: Tolerance | None = None
-    """How far the baseline may be exceeded; else exact when simulated, 1% + 1MiB when measured."""
+    """The tolerance above the baseline; by default exact if simulated, 1% + 1MiB if measured."""
     warmup: int = 0
-    """How often the body runs before it is measured."""
+    """The number of runs of the body before it is measured."""
     repeat: int = 1
-    """How often the body runs then; the last run counts."""
+    """The number of runs after those; the last run counts."""
     gpu: tuple[str, ...] = ()
     """Names from the catalogue, to be simulated one by one."""
     min_memory: int | None = None
-    """The test is skipped on a device with less total memory."""
+    """The total memory below which a device's tests are skipped."""
     quota: int | None = None
-    """What the process may reserve of the device while the test runs."""
+    """The limit of bytes that the process may reserve of the device while the test runs."""
     elastic: bool = False
-    """Where the quota is not enough, more is borrowed of a shared device."""
+    """Whether more is borrowed of a shared device where the quota is not enough."""
     exclusive: bool = False
-    """Nothing else may run on a shared device beside the test."""
+    """Whether nothing else may run on a shared device beside the test."""
     qos: str = GUARANTEED
-    """On a shared device an opportunistic test goes after those that are guaranteed."""
+    """The quality of service; opportunistic tests follow guaranteed ones on a shared device."""
     priority: int = 0
-    """Higher ones come first on a shared device."""
+    """The priority on a shared device; higher ones come first."""
     isolate: bool = False
-    """The test runs in a process of its own."""
+    """Whether the test runs in a process of its own."""
     ranks: tuple[int, ...] = ()
-    """How many ranks there are, of which the test is one when simulated, and a process each where
+    """The number of ranks, of which the test is one when simulated, and a process each where
     there are as many GPUs; one test id for each number."""
     rank: int | str | None = None
-    """Which rank the test is, or ``"worst"``: the one that takes most. ``None``: the first one of
-    those that are simulated, and where all of them run the worst."""
+    """The index of the test's rank, or ``"worst"``: the one with the highest peak. ``None``: the
+    first one if simulated, and the worst where all of them run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, tolerances as text."""
+        """Return the JSON form: builtin types only, tolerances as text."""
         return {
             "max": _plain(self.max),
             "max_reserved": _plain(self.max_reserved),
@@ -105,7 +105,7 @@ class Expectation:
 
 
 def _plain(size: int | None) -> int | None:
-    """Return ``size`` without the text that it was written as: of no type but Python's own."""
+    """Return ``size`` as a plain int, without the text that it was written as."""
     return None if size is None else int(size)
 
 
@@ -116,7 +116,7 @@ def expectation_of(
 
     Keyword by keyword the closest marker wins; ``defaults`` (values by keyword, as
     :func:`parse_keyword` returns them) are weaker than any marker. A keyword that the closest one
-    gives as ``None`` is as if nobody had given it. Raises :class:`MarkerError`.
+    gives as ``None`` counts as not given. Raises :class:`MarkerError`.
     """
     merged = dict(defaults)
     for mark in reversed(list(markers)):
@@ -138,9 +138,9 @@ def _check_rank(expectation: Expectation) -> None:
 
 
 def parse_keyword(keyword: str, value: object) -> Any:
-    """Return ``value`` as the field ``keyword`` of :class:`Expectation` holds it.
+    """Return ``value`` parsed for the field ``keyword`` of :class:`Expectation`.
 
-    Raises a ``ValueError`` whose sentence begins with the value and says what is accepted.
+    Raises a ``ValueError`` whose sentence begins with the value and lists accepted ones.
     """
     return _PARSERS[keyword](value)
 
@@ -185,7 +185,7 @@ def _suggestion(keyword: str) -> str:
 
 def _size(value: object) -> int:
     """A size: `"20GiB"`, or bytes."""
-    # What is not an int or a text is refused there, with its sentence.
+    # A value that is neither int nor text is refused there, with its sentence.
     return parse_size(value)  # type: ignore[arg-type]
 
 
@@ -253,7 +253,7 @@ def _count(least: int) -> Callable[[object], int]:
 
 def _gpus(value: object) -> tuple[str, ...]:
     """A model, or a list of them: `"A100-40GB"`, `"A100-80GB*2"`."""
-    # Most test suites name no GPU, and every one with the plugin installed imports this module.
+    # Most test suites name no GPU, and all of them import this module if the plugin is installed.
     from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 
     names = [value] if isinstance(value, str) else value
@@ -318,4 +318,4 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "rank": _rank,
     }
 )
-"""By keyword: what reads its value, and says in its docstring what is accepted."""
+"""The parsers by keyword, with the accepted values in their docstrings."""

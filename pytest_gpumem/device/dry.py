@@ -151,7 +151,7 @@ class DryDevice(CudaDevice):
 
     @property
     def following(self) -> Computed | None:
-        """The values that a further run of the test computes if needed; ``None`` for no further run."""
+        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self._computed is Computed.ALL else Computed(self._computed + 1)
 
     @property

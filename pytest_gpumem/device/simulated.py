@@ -278,7 +278,7 @@ class SimulatedDevice:
 
     @property
     def following(self) -> Computed | None:
-        """The values that a further run of the test computes if needed; ``None`` for no further run."""
+        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self.has_values else Computed.ALL
 
     @property

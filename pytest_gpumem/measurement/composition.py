@@ -256,7 +256,7 @@ def _holding(phase: PhaseRecord, composition: Composition) -> PhaseRecord:
 def leaks(
     history: History, device: int, blocks: Iterable[Block], *, named: bool
 ) -> tuple[dict[str, Any], ...]:
-    """Their holders are searched only where they are to be ``named``: that reads the whole heap.
+    """Return the sites of the leaked ``blocks`` on ``device``.
 
     Their holders are searched only where they are to be ``named``: that reads the whole heap.
     """

@@ -217,7 +217,7 @@ class PhaseTracker:
     def leave(self, phase: Phase) -> list[Phase]:
         """End a phase that :meth:`enter` began, and those that its thread has left open inside it.
 
-        Returns the latter, outermost first. Those of other threads continue, except at the body's end.
+        Returns them, outermost first. Those of other threads go on, except at the body's end.
         """
         with self._lock:
             if phase not in self._open:  # ended with another one, or of a run before this one
