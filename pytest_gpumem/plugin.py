@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
     args = config.invocation_params.args if config else ()
     variable: list[str] = []
-    with suppress(ValueError):  # pytest itself says what is wrong with its variable
+    with suppress(ValueError):  # pytest itself reports an error in its variable
         variable = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     add_options(parser, [*map(str, args), *variable])
 
