@@ -46,7 +46,7 @@ def quoted(value: object, most: int = MOST) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text`` in at most ``most`` characters; what falls out is counted in the middle."""
+    """Return ``text`` in at most ``most`` characters; the middle has the number of omitted ones."""
     if len(text) <= most:
         return text
     gap = f" ... {len(text) - most:,} characters ... "

@@ -22,7 +22,7 @@ def check_names(config: pytest.Config, known: Collection[str]) -> None:
 
             from pytest_gpumem.echo import quoted
 
-            # Without what all of them begin with, which makes any two alike.
+            # Without the common prefix, which makes any two alike.
             words = [word.removeprefix(PREFIX) for word in known]
             close = get_close_matches(name.removeprefix(PREFIX), words, n=1)
             meant = f"did you mean {PREFIX}{close[0]}?" if close else "see pytest --help"

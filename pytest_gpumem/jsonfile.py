@@ -21,7 +21,7 @@ def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if draft is None or draft.parent.stat().st_dev != path.parent.stat().st_dev:
         # Named for this write alone: two writers never share a temporary file, and unlike
-        # tempfile's the new one gets the permissions that the user's umask asks for.
+        # tempfile's the new one gets the permissions of the user's umask.
         draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with draft.open("xb") as file:

@@ -47,35 +47,35 @@ class Expectation:
     baseline: bool | None = None
     """True: a stored baseline must exist; None: one that exists counts; False: none counts."""
     predict: Tolerance | None = None
-    """The tolerance between a peak and that of the simulated device of the same model."""
+    """How far a peak may be from what the simulated device of the same model takes."""
     tolerance: Tolerance | None = None
-    """The tolerance above the baseline; by default exact if simulated, 1% + 1MiB if measured."""
+    """How far the baseline may be exceeded; else exact when simulated, 1% + 1MiB when measured."""
     warmup: int = 0
-    """The number of runs of the body before it is measured."""
+    """How often the body runs before it is measured."""
     repeat: int = 1
-    """The number of runs after those; the last run counts."""
+    """How often the body runs then; the last run counts."""
     gpu: tuple[str, ...] = ()
     """Names from the catalogue, to be simulated one by one."""
     min_memory: int | None = None
-    """The total memory below which a device's tests are skipped."""
+    """The test is skipped on a device with less total memory."""
     quota: int | None = None
-    """The limit of bytes that the process may reserve of the device while the test runs."""
+    """What the process may reserve of the device while the test runs."""
     elastic: bool = False
-    """Whether more is borrowed of a shared device where the quota is not enough."""
+    """Where the quota is not enough, more is borrowed of a shared device."""
     exclusive: bool = False
-    """Whether nothing else may run on a shared device beside the test."""
+    """Nothing else may run on a shared device beside the test."""
     qos: str = GUARANTEED
-    """The quality of service; opportunistic tests follow guaranteed ones on a shared device."""
+    """On a shared device an opportunistic test goes after those that are guaranteed."""
     priority: int = 0
-    """The priority on a shared device; higher ones come first."""
+    """Higher ones come first on a shared device."""
     isolate: bool = False
-    """Whether the test runs in a process of its own."""
+    """The test runs in a process of its own."""
     ranks: tuple[int, ...] = ()
-    """The number of ranks, of which the test is one when simulated, and a process each where
+    """How many ranks there are, of which the test is one when simulated, and a process each where
     there are as many GPUs; one test id for each number."""
     rank: int | str | None = None
-    """The index of the test's rank, or ``"worst"``: the one with the highest peak. ``None``: the
-    first one if simulated, and the worst where all of them run."""
+    """Which rank the test is, or ``"worst"``: the one that takes most. ``None``: the first one of
+    those that are simulated, and where all of them run the worst."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))

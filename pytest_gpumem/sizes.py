@@ -80,7 +80,7 @@ def written_size(value: int | str) -> int:
 
 
 def is_decimal(written: str) -> bool:
-    """Whether a size is written in powers of 1000: ``300KB``, not ``300KiB`` nor ``300K``."""
+    """Return whether a size is in powers of 1000: ``300KB``, not ``300KiB`` nor ``300K``."""
     return written.lower().endswith(("kb", "mb", "gb", "tb"))
 
 

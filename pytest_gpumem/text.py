@@ -18,7 +18,7 @@ MARKUP = {"dim": "light"}
 
 
 class Writer(Protocol):
-    """The part of pytest's TerminalWriter that is used here."""
+    """The part of pytest's TerminalWriter that this module uses."""
 
     fullwidth: int
 

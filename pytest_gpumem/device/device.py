@@ -49,7 +49,7 @@ class Device(Protocol):
         """Serve ``cuda`` from this device inside."""
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Begin the test ``name``: forget earlier ones, but for what its ``fixtures`` hold.
+        """Begin the test ``name``: forget earlier ones, except the memory of its ``fixtures``.
 
         They are in the order in which pytest sets them up, whether or not they are set up yet.
         ``renewed`` is called for each one whose set-up the device repeats.
@@ -71,13 +71,13 @@ class Device(Protocol):
         """
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Keep what happens inside from adding notes to the test's numbers."""
+        """Keep code inside from adding notes to the test's numbers."""
 
     def restart_collector(self) -> None:
-        """Clear the garbage collector's state of what has run so far."""
+        """Clear the garbage collector's state of earlier code."""
 
     def begin_unmeasured(self) -> None:
-        """Forget what was recorded of earlier tests, and leave the memory as it is."""
+        """Drop the records of earlier tests, and leave the memory as it is."""
 
     def end_body(self) -> None:
         """Raise failures of threads that the test's body left running."""

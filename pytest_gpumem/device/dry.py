@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class DryDevice(CudaDevice):
     """The first of the process's dry GPUs: of the model ``name``, or of several, ``"H100*2"``.
 
-    ``computed`` says which values the CPU computes. With a ``seat`` the process is one rank of
+    ``computed`` selects the values that the CPU computes. With a ``seat`` the process is a rank of
     several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is the
     tests' own. ``index`` is that of a rank that torchrun has started.
     """
@@ -125,7 +125,7 @@ class DryDevice(CudaDevice):
                 self._strays.release()
 
     def restart_collector(self) -> None:
-        """Clear the garbage collector's state of what has run so far."""
+        """Clear the garbage collector's state of earlier code."""
         self._collector.restart()
         self._blocks.count_anew()
 

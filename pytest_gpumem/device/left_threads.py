@@ -43,7 +43,7 @@ class LeftThreads:
 
 
 def _is_of_library(thread: threading.Thread) -> bool:
-    """Whether ``thread`` is a helper of torch's or tqdm's, or was started by C++.
+    """Return whether ``thread`` is a helper of torch's or tqdm's, or was started by C++.
 
     Inductor's compile workers and tqdm's monitor keep such threads permanently.
     """
@@ -54,10 +54,10 @@ def _is_of_library(thread: threading.Thread) -> bool:
 
 
 def is_set_up(fixture: object) -> bool:
-    """Whether pytest's ``fixture`` has a value now."""
+    """Return whether pytest's ``fixture`` has a value now."""
     return getattr(fixture, "cached_result", None) is not None
 
 
 def is_shared(fixture: object) -> bool:
-    """Whether pytest's ``fixture`` outlives a test."""
+    """Return whether pytest's ``fixture`` outlives a test."""
     return getattr(fixture, "scope", "function") != "function"

@@ -12,7 +12,7 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import alloc_conf_variable
 
 SEGMENT = 2 * 2**20
-"""Bytes of the smallest segment that the allocator asks the driver for."""
+"""Bytes of the smallest segment that the allocator requests from the driver."""
 
 
 SETTING = "per_process_memory_fraction"

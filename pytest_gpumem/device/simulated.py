@@ -219,7 +219,7 @@ class SimulatedDevice:
     def begin_unmeasured(self) -> None:
         """Forget the events of earlier tests: a long run would hold and search all of them.
 
-        What the code under test has told the allocator to record stays, as on a GPU.
+        A recording that the code under test has switched on stays, as on a GPU.
         """
         self._forget()
         for gpu in self._gpus:

@@ -91,7 +91,7 @@ class AutomaticPhases:
             self._close_step()
 
     def _outermost(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Modules inside modules come here, too, a thousand times a step.
+        # Modules inside modules call this, too, a thousand times a step.
         is_compiling = torch.compiler.is_compiling
 
         @functools.wraps(function)

@@ -268,7 +268,7 @@ def leaks(
 
 
 def _holders(values: Iterable[Any]) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:
-    """Yield the modules and optimizers among ``values`` and in what these hold directly."""
+    """Yield the modules and optimizers among ``values`` and directly inside of them."""
     for value in values:
         inner = [value, *_parts(value)]
         yield from (part for part in inner if isinstance(part, HOLDERS))

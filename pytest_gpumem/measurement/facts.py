@@ -145,7 +145,7 @@ class Facts:
 
 def _implementation(optimizer: torch.optim.Optimizer) -> str:
     """Return ``fused``, ``foreach`` or ``for-loop``: ``_default_to_fused_or_foreach`` in
-    torch/optim/optimizer.py takes the second where neither is asked for and all is on CUDA."""
+    torch/optim/optimizer.py takes the second where neither is requested and all is on CUDA."""
     group: Mapping[str, Any] = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"

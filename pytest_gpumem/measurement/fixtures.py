@@ -81,7 +81,7 @@ class FixtureLedger:
         """The bytes by device that are no garbage: left by the last collection, or held since."""
 
     def explains(self, readings: Readings) -> bool:
-        """Whether all allocated bytes are known to be no garbage."""
+        """Return whether all allocated bytes are known to be no garbage."""
         return all(now.allocated <= self._known.get(device, 0) for device, now in readings.items())
 
     def garbage_collected(self, readings: Readings) -> None:
@@ -97,7 +97,7 @@ class FixtureLedger:
     ) -> None:
         """Replace the record of ``fixture`` where the device has repeated its set-up.
 
-        How many bytes it reserves depends on what was set up before it.
+        Its reserved bytes depend on the fixtures that were set up before it.
         """
         record = self._records.get(fixture)
         if record is not None:

@@ -47,7 +47,7 @@ class NvmlAbsent:
 
 @dataclass(frozen=True)
 class NvmlProcess:
-    """One process on the device; ``used`` in bytes, ``None`` where NVML does not report it."""
+    """A process on the device; ``used`` in bytes, ``None`` where NVML does not report it."""
 
     pid: int
     """The PID as the driver sees it: in a container it may be the host's."""

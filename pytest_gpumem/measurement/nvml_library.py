@@ -27,7 +27,7 @@ REASONS: Mapping[int, str] = {
     18: "the NVIDIA driver and NVML's library are of different versions (reboot after an update)",
 }
 
-MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without what the driver reserves
+MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without the driver's reserve
 MIG_ENABLED = 1  # nvml.h, NVML_DEVICE_MIG_ENABLE
 
 

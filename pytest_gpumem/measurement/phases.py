@@ -217,7 +217,7 @@ class PhaseTracker:
     def leave(self, phase: Phase) -> list[Phase]:
         """End a phase that :meth:`enter` began, and those that its thread has left open inside it.
 
-        Returns them, outermost first. Those of other threads go on, except at the body's end.
+        Returns the inner ones, outermost first. Other threads' phases go on until the body's end.
         """
         with self._lock:
             if phase not in self._open:  # ended with another one, or of a run before this one
@@ -265,7 +265,7 @@ class PhaseTracker:
                 phase.extents[device].allocated_before = now.allocated
 
     def is_open(self, name: str) -> bool:
-        """Whether a window of this name is open."""
+        """Return whether a window of this name is open."""
         return name in self.phases and self.phases[name].open
 
     @contextmanager

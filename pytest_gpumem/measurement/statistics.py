@@ -29,7 +29,7 @@ MOST_HARVESTED = 64
 
 @dataclass(frozen=True)
 class Reading:
-    """One device's statistics since the last harvest, in bytes."""
+    """A device's statistics since the last harvest, in bytes."""
 
     allocated: int = 0
     reserved: int = 0
@@ -140,7 +140,7 @@ class CudaStatistics:
         try:
             yield
         finally:
-            self.harvest()  # what was reached inside
+            self.harvest()  # the peaks inside
             self._unmeasured = False
             self.harvest()
 

@@ -95,7 +95,7 @@ class Witness:
         try:
             yield
         finally:
-            self._span = span  # a step that ran out of memory has not told of its end
+            self._span = span  # a step that ran out of memory has not reported its end
             for each, count in zip(notes, known, strict=True):
                 del each[count:]
             for module in list(self._roots):
@@ -245,7 +245,7 @@ class Witness:
             self._spans.append((name, begin, self._positions()))
             self._span = None
 
-    # What attribution reads.
+    # The interface of attribution.
 
     def sightings(self, device: int) -> list[Sighting]:
         """Return the sightings; positions are those of ``device``."""

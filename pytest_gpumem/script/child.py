@@ -52,7 +52,7 @@ def main(path: str) -> None:
     answer = _answer(run, device)
     sys.stdout.flush()
     if answer.wants_values and answer.work <= request.seconds:
-        pass  # it runs again: what went wrong is a matter of values
+        pass  # it runs again: the error depends on values
     elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
     elif answer.ending in (endings.EXITED, endings.ENDED) and run.error is not None:

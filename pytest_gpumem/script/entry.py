@@ -57,7 +57,7 @@ class Script:
         if not path.is_file():
             raise ScriptError(f"{quoted(self.name)} is no file; give a script")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script's own run says them
+            warnings.simplefilter("ignore")  # the script's own run shows them
             self._compiled()
 
     def _compiled(self) -> CodeType:

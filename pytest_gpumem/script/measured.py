@@ -1,4 +1,4 @@
-"""One run of a script on a device, from its first line until it ends or is ended."""
+"""A run of a script on a device, from its first line until it ends or is ended."""
 
 from __future__ import annotations
 
@@ -131,5 +131,5 @@ def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether ``error`` is, or was caused by, an allocation that found no memory."""
+    """Return whether ``error`` is, or was caused by, an allocation that found no memory."""
     return any(isinstance(one, torch.OutOfMemoryError) for one in chain(error))

@@ -31,7 +31,7 @@ class Iterations(PhaseTracker):
         """Begin the phase ``name``, numbered by iteration where it is an automatic phase."""
         if name not in PARTS:
             return super().enter(name)
-        if self._is_over:  # what a script does on its way out is no iteration
+        if self._is_over:  # code at a script's exit is no iteration
             return None
         if not self._count:
             self.iterated(more=True)

@@ -143,7 +143,7 @@ def _waited(process: subprocess.Popen[bytes], request: Request) -> int | None:
     except subprocess.TimeoutExpired:
         process.kill()
         return None
-    except KeyboardInterrupt:  # which the process has heard, too
+    except KeyboardInterrupt:  # which the process has received, too
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(5)
         process.kill()

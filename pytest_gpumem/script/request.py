@@ -83,7 +83,7 @@ class Answer:
     out_of_memory: Mapping[str, Any] | None = None
     """The reason why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
-    """The same, as lines of text."""
+    """The reason as lines of text."""
     kernel: str = ""
     """The kernel without a description that the run was refused for, if any."""
     snippet: str = ""

@@ -138,7 +138,7 @@ class Alarm:
 
 
 def _computes(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is inside the device's work for an operator, which has to finish first."""
+    """Return whether ``frame`` is inside the device's work for an operator, which has to finish."""
     innermost = True
     while frame is not None and is_internal(frame.f_code.co_filename):
         own = frame.f_code.co_filename.startswith(_PACKAGE)

@@ -33,7 +33,7 @@ class _Origin:
     device: Device | None
     """The device of the set-up; ``None`` for the machine as it is."""
     asked: bool = False
-    """Whether the set-up asked torch about CUDA devices."""
+    """Whether the set-up called torch's functions on CUDA devices."""
 
 
 class FixtureDevices:

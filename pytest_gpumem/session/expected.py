@@ -107,7 +107,7 @@ class Expectations:
             if self._selector().real() is None:
                 return alone
         except DeviceError:
-            return alone  # said where the test begins
+            return alone  # reported where the test begins
         from pytest_gpumem.device.cuda import device_count
 
         return size if device_count() >= size else alone
@@ -132,7 +132,7 @@ class Expectations:
         """Make one test id of each GPU model and number of ranks that a test names."""
         expectation, problem = self._read(metafunc.definition)
         if problem:
-            return  # said when the module has been collected, with the test's id
+            return  # reported when the module has been collected, with the test's id
         if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
             return
         models = self._selector().models(expectation)

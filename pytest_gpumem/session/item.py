@@ -1,4 +1,4 @@
-"""One test in the course of pytest: set-up, runs of its body, verdicts, teardown."""
+"""The course of one test in pytest: set-up, runs of its body, verdicts, teardown."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MeasuredItem:
     ``expectation`` is ``None`` for a test that is measured without being judged, ``quota`` the
     bytes that the process may reserve during it. ``runs_again`` returns for a test that ran out
     of memory whether it is run once more, so that this failure need not be explained: given the
-    refused allocation, the quota and the error. ``among_ranks`` it is judged when all of them
+    refused allocation, the quota and the error. With ``among_ranks`` it is judged when all of them
     have run, by :meth:`judge`.
     """
 

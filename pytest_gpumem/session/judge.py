@@ -28,7 +28,7 @@ CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the
 
 
 class Judge:
-    """Compares measurements with limits and with the baselines of this session's settings."""
+    """A comparison of measurements with limits, and with the baselines of the settings."""
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
@@ -51,7 +51,7 @@ class Judge:
     ) -> TestRecord | None:
         """Return the record of a test whose body ``passed`` or not.
 
-        ``predicted`` is what a test with ``predict=`` is compared with; none on a simulated
+        ``predicted`` is the reference of a test with ``predict=``; none on a simulated
         device. ``ranks`` names the measured one of several ranks. ``None`` where an unmarked
         test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
         """

@@ -49,7 +49,7 @@ _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.Ex
 
 
 class Launched:
-    """One rank's part in a run of all of them."""
+    """A rank's part in a run of all of them."""
 
     def __init__(self, config: pytest.Config, world: World, selector: DeviceSelector) -> None:
         self._config = config
@@ -138,7 +138,7 @@ class Launched:
             if self._meeting is None or self._selector.real() is None:
                 return
         except DeviceError:
-            return  # said when the test begins
+            return  # reported when the test begins
         if self._group is None:
             # Needed by a run on GPUs only.
             from pytest_gpumem.session.own_group import OwnGroup

@@ -55,7 +55,7 @@ def learned_of_whole_runs(config: pytest.Config) -> Learned:
 
 
 def keep(config: pytest.Config, learned: Learned, *, in_shard: bool) -> str | None:
-    """Keep ``learned`` for later runs; return the sentence that says why it was not kept."""
+    """Keep ``learned`` for later runs; return the sentence on the reason why it was not kept."""
     if not learned:
         return None
     try:

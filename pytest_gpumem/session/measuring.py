@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
+import pytest_gpumem.session.ahead  # noqa: F401  # for its imports
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.errors import DeviceError
@@ -129,7 +129,7 @@ class Measuring:
         try:
             real = self._selector.real()
         except DeviceError:
-            return  # said when the device is chosen
+            return  # reported when the device is chosen
         count = device_count()
         # A dry device is one of the ranks by itself; where there are as many, each has a process.
         if real is None or (self._selector.only_model and count < asked):

@@ -138,7 +138,7 @@ class Passage:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; sizes in bytes, times in seconds."""
+        """Return the JSON form; sizes in bytes, times in seconds."""
         admission = self.admission
         return {
             "needed": self._need.bytes,
@@ -166,7 +166,7 @@ class Passage:
         )
 
     def _with_more(self, refusal: Refusal, quota: int | None) -> NextRun | None:
-        """Borrow twice the quota, or what was asked for if that is more, so that runs are few."""
+        """Borrow twice the quota, or the requested bytes if that is more, so that runs are few."""
         most = self._gate.capacity
         if not self._elastic or quota is None or quota >= most or refusal.wanted > most:
             return None

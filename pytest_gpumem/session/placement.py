@@ -85,7 +85,7 @@ def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
 def part_of_mps(quota: Quota, total: int, workers: int) -> Mapping[str, str]:
     """Return the variables that hold a client of MPS to ``quota``, threads and memory.
 
-    The limit counts what CUDA itself allocates, so a context is added. Source: NVIDIA's
+    The limit includes CUDA's own allocations, so a context is added. Source: NVIDIA's
     Multi-Process Service guide, "Appendix: Environment Variables".
     """
     size = quota.of(total, workers)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Predictions:
-    """Runs the tests of one module at a time on a simulated device, in a process of its own."""
+    """Simulated runs of one module's tests at a time, each in a process of its own."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

@@ -88,7 +88,7 @@ class Results:
         self.foreseen: Learned | None = None
         """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
-        """The sentence that says which part of the tests this was."""
+        """The sentence on the part of the tests that this run was."""
         self.any_marked = False
         """Whether any collected test is marked."""
 

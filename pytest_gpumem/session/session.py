@@ -203,7 +203,7 @@ class GpumemSession(Parts):
             model = self._expectations.models(item)[0]
             device = self.selector.select(model, seat=self._expectations.seat(item))
         except DeviceError:
-            return None  # said where the test begins
+            return None  # reported where the test begins
         return self._expectations.of(item), device
 
     def begin(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Sharding:
-    """Deselects the tests of other machines, after all other deselection.
+    """The deselection of other machines' tests, after all other deselection.
 
     Raises ``pytest.UsageError`` where the given file has no needs of tests.
     """
@@ -148,7 +148,7 @@ def _weights(config: pytest.Config, settings: Settings) -> Weights:
                     nodeid = f"{module}::{name}"
                     bytes_[nodeid] = max(bytes_.get(nodeid, 0), entry.peak_reserved)
         except BaselineError:
-            pass  # said where tests are judged
+            pass  # reported where tests are judged
     learned = learned_of_whole_runs(config)
     for _, nodeid, _ in learned:
         lesson = learned.anywhere(nodeid)

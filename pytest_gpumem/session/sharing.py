@@ -278,7 +278,7 @@ class Sharing:
         try:
             stored = self._store.entry(device.environment, *split_nodeid(nodeid))
         except BaselineError:
-            stored = None  # said where the test is judged
+            stored = None  # reported where the test is judged
         if stored is not None:
             return max(stored.peak_reserved, round(stored.peak_allocated * MARGIN)), "baseline"
         lesson = self._lesson(nodeid, device)
@@ -293,7 +293,7 @@ class Sharing:
 
 
 def reserved_bytes(measured: Measurement | None) -> int:
-    """Return what a simulated test reserves, 0 where it was not measured."""
+    """Return the bytes that a simulated test reserves, 0 where it was not measured."""
     if measured is None:
         return 0
     return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))

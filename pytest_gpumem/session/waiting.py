@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SAID_AT = (5.0, 60.0, 600.0)
 """Seconds of waiting after which a line reports it, with the holders."""
 LOOKED_EVERY = 1.0
-"""Seconds between two readings of the controller on its workers' waits."""
+"""Seconds between the controller's checks of its workers' waits."""
 
 
 class Waiting:

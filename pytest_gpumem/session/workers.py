@@ -105,7 +105,7 @@ def _needs(settings: Settings, gpu: str) -> Iterator[float]:
         try:
             content = read_file(path, folder)
         except BaselineError:
-            continue  # said where a baseline is needed
+            continue  # reported where a baseline is needed
         for entry in content.tests.values() if content else ():
             yield max(entry.peak_reserved, entry.peak_allocated * MARGIN)
 

@@ -48,7 +48,7 @@ class Environment:
     """Catalogue name when simulated or dry (``A100-40GB``), else the driver's name."""
     compute_capability: str
     torch: str
-    """Release, ``major.minor``: what the allocator's rules depend on."""
+    """The release, ``major.minor``, on which the allocator's rules depend."""
     cuda: str | None = None
     driver: str | None = None
     alloc_conf: str = ""

@@ -16,7 +16,7 @@ CALL = "call"
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One named window of a test; all numbers in bytes, charged to the test.
+    """A named window of a test; all numbers in bytes, charged to the test.
 
     A phase entered several times is one record: peaks are the highest of all entries,
     ``allocated_before`` belongs to the first and ``allocated_after`` to the last.
