@@ -7,7 +7,7 @@ objects of earlier tests. Tensors in cycles of references, which only the collec
 would make a test's peak depend on the tests that run before it.
 
 So a measured body begins with an empty young generation. On a simulated GPU, moreover, the
-collector runs by CPython's rule applied to what the GPU has: when there are 700 more blocks than
+collector runs by CPython's rule applied to the GPU's blocks: when there are 700 more of them than
 after the last collection.
 """
 

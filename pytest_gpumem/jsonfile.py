@@ -39,7 +39,7 @@ class DocumentError(ValueError):
 
 
 class NewerError(DocumentError):
-    """A document of a version that is not known here; the message begins with a verb."""
+    """A document of a later version than this one reads; the message begins with a verb."""
 
 
 def decoded(content: bytes, **hooks: Any) -> Any:

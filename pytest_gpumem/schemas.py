@@ -136,7 +136,7 @@ class _Compiler:
 
         def check(value: Any) -> Fault | None:
             if plain and isinstance(value, list) and set(map(type, value)) <= {int}:
-                return None  # long ones are looked at by C alone
+                return None  # long ones are checked in C only
             if isinstance(value, list):
                 for index, item in enumerate(value):
                     if (fault := inner(item)) is not None:

@@ -142,8 +142,8 @@ class SimulatedRun:
     def composing(self, name: str, root: str) -> Iterator[dict[str, Composition]]:
         """Find phases inside, and name all of it ``name``.
 
-        The yielded mapping has the compositions at the phases' peaks afterwards, by name. Paths
-        are relative to the folder ``root``.
+        The yielded mapping has the compositions at the phases' peaks afterwards, by name. Source
+        paths are relative to the folder ``root``.
         """
         account = Account(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
@@ -206,7 +206,7 @@ def simulate(
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
     and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
     GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has
-    started is simulated as its rank, by itself all the same; at the end rank 0 receives the peaks
+    started is simulated as its rank, without the others; at the end rank 0 receives the peaks
     of each of them.
 
     Raises ``ValueError`` for an unknown model, version, setting or rank, and ``RuntimeError`` where

@@ -42,7 +42,7 @@ _UNITS = {
 }
 
 _MOST = 1 << 128
-"""More bytes than any text here can stand for; Python limits ints to thousands of digits."""
+"""More bytes than any text can give; Python does not print ints of thousands of digits."""
 
 # The digits are bounded so that a mistyped value never runs into Python's own limit for int().
 # Texts, compiled at first use: every pytest run imports this module, few run into a size.
@@ -131,7 +131,7 @@ def format_size(n: int, *, more: int = 0) -> str:
 def format_apart(a: int, b: int) -> tuple[str, str]:
     """Return two sizes for reading side by side, in as many digits as distinguish them.
 
-    The bytes are shown where they differ by less; two that are equal read the same.
+    Bytes are shown where more digits do not distinguish them; equal sizes read the same.
     """
     for more in range(_MOST_DIGITS + 1):
         texts = tuple(format_size(n, more=more) for n in (a, b))

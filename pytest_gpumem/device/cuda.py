@@ -80,7 +80,7 @@ class CudaDevice:
         self._threads = LeftThreads()
         self._notes: tuple[str, ...] = ()
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
-        """The devices shared with other processes, by name, with their CUDA index here."""
+        """The devices shared with other processes, by name, with this process's CUDA index."""
         self.extra: Mapping[str, str] = {}
 
     @property

@@ -42,7 +42,7 @@ class Compiling:
         with pytest.MonkeyPatch.context() as self._patches:
             if _CALLBACKS in sys.modules:
                 self._listen()
-            else:  # it takes as long to import as torch, for who compiles
+            else:  # its import takes as long as torch's, and only programs that compile need it
                 self._patches.setattr(torch, "compile", self._first(torch.compile))
             try:
                 yield

@@ -1,4 +1,4 @@
-"""Charges for the memory of fixtures: each fixture's set-up is metered by itself.
+"""Charges for the memory of fixtures: each fixture's set-up is metered separately.
 
 A fixture of module scope is set up by the first of its tests. Its bytes are remembered
 with the instance, and every test that uses it is charged the same.

@@ -1,4 +1,4 @@
-"""Replacement of a process whose CUDA context is lost, which runs no further test.
+"""Replacement of a process whose CUDA context is lost: it leaves and runs no further test.
 
 After an illegal access or an assertion on the device every CUDA call of the process fails
 (``device/fault.py``), so tests that come later would fail for it, too.
@@ -41,7 +41,7 @@ class Faults:
         """Check after a failed test whether its process can run others.
 
         Under MPS a fault of one client is one of all: a test that did not run alone on its device
-        is a suspect, and runs again by itself.
+        is a suspect, and is rerun without others.
         """
         if self._lost or (fault := device.fault()) is None:
             return

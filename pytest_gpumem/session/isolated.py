@@ -3,10 +3,10 @@
 So does each rank of a test with ``ranks=``, where there is a GPU for each: as if torchrun had
 started them, with one store for all; see ``session.launched``.
 
-Python's fork server has imported torch and pytest by then and has never used CUDA, so its
-children may; where a system cannot fork, a new process is started instead. Fixtures that tests
-share are set up anew in it. Options, environment and folder are those of the requesting process,
-and the reports come back to it.
+Python's fork server has imported torch and pytest by then but never used CUDA, so that its
+children may use it; where a system cannot fork, a new process is started instead. Fixtures that
+tests share are set up anew in it. Options, environment and folder are those of the requesting
+process, and the reports come back to it.
 """
 
 from __future__ import annotations

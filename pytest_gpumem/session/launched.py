@@ -203,7 +203,7 @@ class Launched:
         notes = [imbalance(peaks)] if len(peaks) > 1 else []
         notes += [f"{', '.join(skipped)} skipped the test"] if skipped else []
         own = replace(measured[judged], notes=(*measured[judged].notes, *notes))
-        if judged == named:  # then limits are for it alone
+        if judged == named:  # then limits apply only to it
             current.judge(own, (), ranks=f"rank {judged} of {self.world.size}")
             return
         others = [

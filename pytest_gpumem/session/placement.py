@@ -74,7 +74,7 @@ def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
     """Return CUDA_VISIBLE_DEVICES for a process whose own device, ``cuda:0``, is ``own``.
 
     The other GPUs stay visible behind it, for tests that use several; of MIG instances CUDA can
-    use one alone (NVIDIA's MIG guide, "CUDA Device Enumeration").
+    use only one (NVIDIA's MIG guide, "CUDA Device Enumeration").
     """
     if own.uuid.startswith("MIG-"):
         return own.uuid

@@ -134,7 +134,7 @@ class Sharing:
             ledger.close()
 
     def suspect(self) -> bool:
-        """Have the current test rerun by itself unless it ran alone; return whether it will be.
+        """Mark the current test for a rerun alone, unless it ran so; return whether it was marked.
 
         Others may have come after it began, so it is rerun unless it was meant to run alone.
         """

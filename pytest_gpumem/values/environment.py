@@ -14,7 +14,7 @@ from typing import Any
 def alloc_conf_of_process(version: tuple[int, int]) -> str:
     """Return the setting that the CUDA allocator of torch ``version`` reads, empty for none.
 
-    Source: c10/core/AllocatorConfig.cpp; up to 2.9 CUDAAllocatorConfig.cpp read the first alone.
+    Source: c10/core/AllocatorConfig.cpp; up to 2.9 CUDAAllocatorConfig.cpp read only the first.
     """
     return os.environ.get(alloc_conf_variable(version), "")
 
