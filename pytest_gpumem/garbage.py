@@ -34,7 +34,7 @@ def paused() -> Iterator[None]:
 
 
 class FramesLetGo:
-    """A context that clears the frames which code inside it leaves behind.
+    """A context that clears the frames which code inside the ``with`` statement leaves behind.
 
     A frame object that outlives its function refers to the frame that called it (``f_back``), and
     so on up to the caller's callers; it keeps the local variables of all of them alive until the

@@ -130,7 +130,7 @@ def _reading(
 def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
     """Read every device of the host once, and every instance of those that MIG divides.
 
-    CUDA_VISIBLE_DEVICES has no effect on it.
+    ``CUDA_VISIBLE_DEVICES`` has no effect on it.
     """
     return _reading(nvml, lambda session: session.read_all(os.getpid()), os.environ)
 

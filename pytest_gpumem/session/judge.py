@@ -51,8 +51,8 @@ class Judge:
     ) -> TestRecord | None:
         """Return the record of a test whose body ``passed`` or not.
 
-        ``predicted`` is the reference of a test with ``predict=``; none on a simulated
-        device. ``ranks`` names the measured one of several ranks. ``None`` where an unmarked
+        ``predicted`` is the reference of a test with ``predict=``; none on a simulated device.
+        ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
         test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
         """
         if expectation is None and measurement.peak_allocated <= 0 and not others:

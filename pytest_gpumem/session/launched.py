@@ -121,7 +121,7 @@ class Launched:
         *,
         called: bool,
     ) -> Iterator[None]:
-        """Set up or call ``item`` inside, with one outcome on all ranks."""
+        """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
             if not called:
                 self._ensure_group()

@@ -316,7 +316,7 @@ class GpumemSession(Parts):
 
     @contextmanager
     def settling(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
-        """Set up or call ``item`` inside, with one outcome on all ranks."""
+        """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         if self.launched is None or not self._expectations.is_measured(item):
             yield
             return
