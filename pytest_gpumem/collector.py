@@ -3,11 +3,11 @@
 CPython collects the youngest generation when 700 more container objects have been made than freed
 (``_PyObject_GC_Link`` and the default thresholds in Modules/gcmodule.c up to 3.11 and Python/gc.c
 since). Imports and caches that only the first test of a process fills count too, and so do the
-objects of whoever ran before. Tensors in cycles of references, which only the collector frees,
-would make a test's peak depend on its company.
+objects of earlier tests. Tensors in cycles of references, which only the collector frees,
+would make a test's peak depend on the tests that run before it.
 
 So a measured body begins with an empty young generation. On a simulated GPU, moreover, the
-collector runs by CPython's rule applied to what the GPU has: when there are 700 more blocks than
+collector runs by CPython's rule applied to the GPU's blocks: when there are 700 more of them than
 after the last collection.
 """
 
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Here, because code under test may replace what the module has.
+# Imported by name, because code under test may replace the module's functions.
 from gc import (
     collect,
     disable,
@@ -31,30 +31,30 @@ from gc import (
 )
 
 GROWTH = 700
-"""Blocks of one GPU that make a collection due; CPython's number of container objects."""
+"""The growth in blocks of one GPU that triggers a collection; CPython's number of objects."""
 
 FULL_EVERY = 10
-"""Every tenth collection is a full one, as CPython's thresholds of older generations say."""
+"""The number of collections of which one is full, as for older generations of CPython."""
 
 YOUNG = 1 if sys.version_info < (3, 14) else 0
 """The generation whose collection leaves everything that it finds in use among the oldest.
 
-Since 3.14 there is no middle generation, and asking for it collects a part of the oldest.
+Since 3.14 there is no middle generation, and collecting it collects a part of the oldest.
 """
 
 SPARE = 2_000_000
-"""Container objects after which CPython collects all the same, for the memory of the host."""
+"""The number of container objects at which CPython collects anyway, to save host memory."""
 
 
 class Collector:
-    """Runs the collector when a simulated GPU has grown, and at no other moment."""
+    """A runner of the collector when a simulated GPU has grown, and at no other time."""
 
     def __init__(self) -> None:
         self._collections = 0
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Let nobody else run the collector inside, but for code that asks for it.
+        """Prevent other collections inside, except those that code calls explicitly.
 
         Where the user has turned it off it stays off.
         """
@@ -72,21 +72,21 @@ class Collector:
                 _give_python_a_turn()
 
     def restart(self) -> None:
-        """Begin as if nothing had run before."""
+        """Reset the state as if no code had run before."""
         collect_young()
         self._collections = 0
 
     def grown(self) -> None:
-        """A GPU has :data:`GROWTH` blocks more: free what is garbage among the new objects."""
+        """Free garbage among new objects after a GPU has gained :data:`GROWTH` blocks."""
         if isenabled() and get_threshold()[0]:
             self._collections += 1
             collect(2 if self._collections % FULL_EVERY == 0 else YOUNG)
 
 
 def collect_young() -> None:
-    """Free what is garbage among new objects, let the others be old ones, and count from zero.
+    """Free garbage among new objects, move the others to the oldest generation, count from zero.
 
-    Does nothing where the collector is off: no moment of it can make a difference then.
+    Does nothing where the collector is off: it cannot run at any time then.
     """
     if isenabled() and get_threshold()[0]:
         collect(YOUNG)
@@ -99,9 +99,9 @@ def collect_garbage() -> None:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Let a collection inside free only what became garbage inside.
+    """Restrict a collection inside to objects that became garbage inside.
 
-    Where the user has frozen objects it frees all: they would be thawed with the others.
+    Where the user has frozen objects it frees all garbage: they would be thawed with the others.
     """
     if get_freeze_count():
         collect()
@@ -116,7 +116,7 @@ def garbage_kept() -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Put back what code inside sets the collector to: it was meant for itself."""
+    """Restore the collector's settings that code inside changes."""
     enabled, thresholds = isenabled(), get_threshold()
     try:
         yield
@@ -126,9 +126,10 @@ def settings_kept() -> Iterator[None]:
 
 
 def _give_python_a_turn() -> None:
-    """Let CPython see what is due, which may be the oldest generation; it looks when one is made.
+    """Make CPython check its thresholds, which may collect the oldest generation.
 
-    Young ones have been collected for it meanwhile, so that its own counter stands near zero.
+    It checks when an object is made. Young generations were collected in its place, so its own
+    counter is near zero.
     """
     thresholds = get_threshold()
     set_threshold(1, *thresholds[1:])

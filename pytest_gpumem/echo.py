@@ -1,4 +1,4 @@
-"""What users wrote, given back to them: visible, on one line and of bounded length."""
+"""Users' input repeated in messages: visible, on one line and of bounded length."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import shlex
 
 MOST = 200
-"""Characters that are repeated of a value."""
+"""The most characters that are repeated of a value."""
 
 
 def printable(text: str, most: int | None = None) -> str:
     """Return ``text`` with every character that a terminal would not show, escaped.
 
-    Control sequences, line ends and marks that turn the direction of writing are read as what they
-    are, ``\\x1b`` or ``\\u202e``. With ``most``, a longer text loses its middle.
+    Control sequences, line ends and marks that turn the direction of writing appear in
+    escaped form, ``\\x1b`` or ``\\u202e``. With ``most``, a longer text loses its middle.
     """
     if most is not None and len(text) > most:
         text = shortened(text, most)
@@ -46,7 +46,7 @@ def quoted(value: object, most: int = MOST) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return ``text`` in at most ``most`` characters; what falls out is counted in the middle."""
+    """Return ``text`` in at most ``most`` characters; the middle has the number of omitted ones."""
     if len(text) <= most:
         return text
     gap = f" ... {len(text) - most:,} characters ... "

@@ -1,4 +1,4 @@
-"""Python's garbage collector, left out where it could only look in vain."""
+"""Python's garbage collector, paused where it would find nothing."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-# Here, because code under test may replace what the module has.
+# Imported by name, because code under test may replace the module's functions.
 from gc import disable, enable, get_objects, get_stats, isenabled
 from itertools import chain
 from types import FrameType
 
 _YOUNG = (0, 1)
-"""Generations that have all new objects, unless the oldest has been collected meanwhile."""
+"""The generations that hold all new objects, unless the oldest was collected since."""
 
 _OLDEST = 2
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Let nothing be collected inside, but for who asks for it.
+    """Pause automatic garbage collection inside; explicit calls still collect.
 
-    Reading a large document makes nothing but new objects, and looking through them again and
+    Reading a large document makes only new objects, and scanning them again and
     again takes half of the time.
     """
     enabled = isenabled()
@@ -34,7 +34,7 @@ def paused() -> Iterator[None]:
 
 
 class FramesLetGo:
-    """Lets go of the frames that code inside the ``with`` statement leaves behind.
+    """A context that clears the frames which code inside the ``with`` statement leaves behind.
 
     A frame object that outlives its function refers to the frame that called it (``f_back``), and
     so on up to the caller's callers; it keeps the local variables of all of them alive until the
@@ -60,7 +60,7 @@ def _let_go_of(caller: FrameType, generations: Sequence[int]) -> None:
     """Clear the frames below ``caller`` that are left, and the tracebacks that hold some."""
     left: list[FrameType] = []
     for each in chain.from_iterable(map(get_objects, generations)):
-        # Proxies tell what they stand for: type() asks the object itself.
+        # type() is needed: proxies report the class of the object that they stand for.
         kind = type(each)
         if kind is FrameType:
             if _is_below(each, caller):

@@ -1,4 +1,4 @@
-"""What git knows of the user's repository."""
+"""Git's data on the user's repository."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 class GitError(ValueError):
-    """What git refuses; the message is one sentence for the user."""
+    """An error of git; the message is one sentence for the user."""
 
 
 def git(folder: Path, *arguments: str) -> bytes:
-    """Return what git writes in ``folder``; raises :class:`GitError` with what it says."""
-    # Of a hook that runs this, they would name that hook's repository.
+    """Return git's output in ``folder``; raises :class:`GitError` with its message."""
+    # Set by a hook that runs this, they would name the hook's repository.
     environment = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
     try:
         ran = subprocess.run(

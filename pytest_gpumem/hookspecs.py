@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def pytest_gpumem_measured(item: pytest.Item, measurement: Measurement, outcome: str) -> None:
-    """Learn what a test has taken.
+    """Receive the measurement of a test.
 
     Called once for each device that the test used, its own first, when the numbers are final.
 
@@ -29,7 +29,7 @@ def pytest_gpumem_measured(item: pytest.Item, measurement: Measurement, outcome:
 
 
 def pytest_gpumem_verdict(item: pytest.Item, verdict: Verdict) -> None:
-    """Learn how a test was judged.
+    """Receive a verdict on a test.
 
     Called once for each limit, baseline or prediction that was compared, after
     :func:`pytest_gpumem_measured`; never for a test whose body failed.
@@ -42,11 +42,11 @@ def pytest_gpumem_verdict(item: pytest.Item, verdict: Verdict) -> None:
 def pytest_gpumem_environment(
     config: pytest.Config, environment: Environment
 ) -> Mapping[str, str] | None:
-    """Return what else the numbers depend on, by name: ``{"kernels": "2.1"}``.
+    """Return further facts that the numbers depend on, by name: ``{"kernels": "2.1"}``.
 
-    It keys baselines, and stands in reports. Asked once for each device, before the first test
-    that is measured there, of plugins and of the conftest in the rootdir; what several of them
-    return is taken together.
+    They key baselines, and appear in reports. Called once for each device, before the first test
+    that is measured there, in plugins and in the conftest of the rootdir; the results of several
+    of them are merged.
 
     :param config: pytest's.
     :param environment: the device, torch and settings, as they are known without the hook.
@@ -66,10 +66,10 @@ def pytest_gpumem_category(
 ) -> str | None:
     """Return the category of one block of a test's memory, ``None`` where ``category`` is right.
 
-    Asked for blocks that live at a peak and in a time line; the first answer counts.
+    Called for blocks that live at a peak and in a time line; the first answer counts.
 
     :param item: the test.
-    :param category: what the block is taken for without the hook.
+    :param category: the block's category without the hook.
     :param nbytes: its size after the allocator's rounding.
     :param frames: of the Python code that allocated it, innermost first, each with ``filename``,
         ``line`` and ``name``; empty where nothing was recorded.
@@ -83,7 +83,7 @@ def pytest_gpumem_category(
 
 @pytest.hookspec(firstresult=True)
 def pytest_gpumem_site(item: pytest.Item, frames: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return which frame names an allocation: its line is what failures and reports show.
+    """Return the frame that names an allocation: failures and reports show its line.
 
     Without an answer it is the innermost one outside torch and this plugin; a library can name the
     line that calls it instead of its own. The first answer counts.

@@ -1,4 +1,4 @@
-"""Names in the ini file: pytest only warns of one that nobody registered."""
+"""Names in the ini file: pytest only warns of one that is not registered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_names(config: pytest.Config, known: Collection[str]) -> None:
 
     A misspelt limit would check nothing, and its tests would pass.
     """
-    # pytest 9 has made it private, and there is no other way to see names that nobody registered.
+    # pytest 9 has made it private, and there is no other way to see names that are not registered.
     given: Iterable[str] | None = getattr(config, "_inicfg", None)
     for name in config.inicfg if given is None else given:
         if name.startswith(PREFIX) and name not in known:
@@ -22,7 +22,7 @@ def check_names(config: pytest.Config, known: Collection[str]) -> None:
 
             from pytest_gpumem.echo import quoted
 
-            # Without what all of them begin with, which makes any two alike.
+            # Without the common prefix, which makes any two alike.
             words = [word.removeprefix(PREFIX) for word in known]
             close = get_close_matches(name.removeprefix(PREFIX), words, n=1)
             meant = f"did you mean {PREFIX}{close[0]}?" if close else "see pytest --help"

@@ -1,4 +1,4 @@
-"""JSON files that follow a schema of ours: whole or not at all, checked on the way in and out."""
+"""JSON files with a schema of this package: written whole or not at all, checked both ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if draft is None or draft.parent.stat().st_dev != path.parent.stat().st_dev:
         # Named for this write alone: two writers never share a temporary file, and unlike
-        # tempfile's the new one gets the permissions that the user's umask asks for.
+        # tempfile's the new one gets the permissions of the user's umask.
         draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with draft.open("xb") as file:
@@ -35,11 +35,11 @@ def replace_file(path: Path, content: bytes, draft: Path | None = None) -> None:
 
 
 class DocumentError(ValueError):
-    """Bytes that are none of our documents; the message says why, as the end of a sentence."""
+    """Bytes that are no valid document; the message is the cause, as the end of a sentence."""
 
 
 class NewerError(DocumentError):
-    """A document of a version that is not known here; the message begins with a verb."""
+    """A document of a later version than this one reads; the message begins with a verb."""
 
 
 def decoded(content: bytes, **hooks: Any) -> Any:
@@ -56,7 +56,7 @@ def decoded(content: bytes, **hooks: Any) -> Any:
 
 
 def document(content: bytes, package: str, version: int, **hooks: Any) -> dict[str, Any]:
-    """Return the document of ``content``: as ``package``'s schema says, of ``version`` at most.
+    """Return the document of ``content``, valid by ``package``'s schema, of ``version`` at most.
 
     Raises :class:`DocumentError` where it is not, :class:`NewerError` for a later version.
     """

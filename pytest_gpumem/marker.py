@@ -1,4 +1,4 @@
-"""``@pytest.mark.gpumem(...)``: what a test's author expects, as one frozen value."""
+"""``@pytest.mark.gpumem(...)``: the expectations of a test's author, as one frozen value."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import pytest
 
 WORST = "worst"
-"""The rank of a test that runs as several of them, and is judged by the one that takes most."""
+"""The rank of a test that runs as several of them, and is judged by the highest peak."""
 
 MOST_RANKS = 1 << 20
-"""Of one test; more are a slip."""
+"""The most ranks of one test; a larger number is a typing error."""
 
 GUARANTEED, OPPORTUNISTIC = "guaranteed", "opportunistic"
 """Qualities of service on a shared device."""
@@ -31,7 +31,7 @@ class MarkerError(ValueError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a test is measured and judged by; sizes in bytes, ``None`` where nothing is expected.
+    """The limits and settings of a test; sizes in bytes, ``None`` where nothing is expected.
 
     Limits are :class:`~pytest_gpumem.sizes.Size` where they were written with a unit.
     """
@@ -81,7 +81,7 @@ class Expectation:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, tolerances as text."""
+        """Return the JSON form: builtin types only, tolerances as text."""
         return {
             "max": _plain(self.max),
             "max_reserved": _plain(self.max_reserved),
@@ -105,7 +105,7 @@ class Expectation:
 
 
 def _plain(size: int | None) -> int | None:
-    """Return ``size`` without the text that it was written as: of no type but Python's own."""
+    """Return ``size`` as a plain int, without the text that it was written as."""
     return None if size is None else int(size)
 
 
@@ -116,7 +116,7 @@ def expectation_of(
 
     Keyword by keyword the closest marker wins; ``defaults`` (values by keyword, as
     :func:`parse_keyword` returns them) are weaker than any marker. A keyword that the closest one
-    gives as ``None`` is as if nobody had given it. Raises :class:`MarkerError`.
+    gives as ``None`` counts as not given. Raises :class:`MarkerError`.
     """
     merged = dict(defaults)
     for mark in reversed(list(markers)):
@@ -138,9 +138,9 @@ def _check_rank(expectation: Expectation) -> None:
 
 
 def parse_keyword(keyword: str, value: object) -> Any:
-    """Return ``value`` as the field ``keyword`` of :class:`Expectation` holds it.
+    """Return ``value`` parsed for the field ``keyword`` of :class:`Expectation`.
 
-    Raises a ``ValueError`` whose sentence begins with the value and says what is accepted.
+    Raises a ``ValueError`` whose sentence begins with the value and lists accepted ones.
     """
     return _PARSERS[keyword](value)
 
@@ -185,7 +185,7 @@ def _suggestion(keyword: str) -> str:
 
 def _size(value: object) -> int:
     """A size: `"20GiB"`, or bytes."""
-    # What is not an int or a text is refused there, with its sentence.
+    # A value that is neither int nor text is refused there, with its sentence.
     return parse_size(value)  # type: ignore[arg-type]
 
 
@@ -253,7 +253,7 @@ def _count(least: int) -> Callable[[object], int]:
 
 def _gpus(value: object) -> tuple[str, ...]:
     """A model, or a list of them: `"A100-40GB"`, `"A100-80GB*2"`."""
-    # Most test suites name no GPU, and every one with the plugin installed imports this module.
+    # Most test suites name no GPU, and all of them import this module if the plugin is installed.
     from pytest_gpumem.simulated.gpu.catalogue import GpuError, find_machine
 
     names = [value] if isinstance(value, str) else value
@@ -318,4 +318,4 @@ _PARSERS: Mapping[str, Callable[[object], Any]] = MappingProxyType(
         "rank": _rank,
     }
 )
-"""By keyword: what reads its value, and says in its docstring what is accepted."""
+"""The parsers by keyword, with the accepted values in their docstrings."""

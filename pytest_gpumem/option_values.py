@@ -1,7 +1,7 @@
-"""The values that options and ini names take: what stands for each, and how it is read.
+"""The values that options and ini names take, and the functions that parse them.
 
-What parses raises ``ValueError`` with a clause that quotes the value and says what is accepted.
-Every project with the plugin installed pays for this module: what few need is imported on use.
+Parsers raise ``ValueError`` with a clause that quotes the value and names the accepted ones.
+Every project with the plugin installed pays for this module: rarely used imports are local.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 GITLAB_FILE = "gpumem.md"
-"""What is written in GitLab's project folder where no other report is asked for."""
+"""The report in GitLab's project folder where no other one is requested."""
 
 DEFAULT_GPU = "A100-40GB"
-"""The catalogue name that is simulated where none is given."""
+"""The catalogue name that is simulated by default."""
 
 DEVICE_FORMS = "auto|cuda|cuda:N|dry|dry:MODEL[*N][,MODEL...]|sim|sim:MODEL[*N][,MODEL...]|off"
-"""What ``--gpumem-device`` accepts."""
+"""The forms that ``--gpumem-device`` accepts."""
 
 REPORT_KINDS = {"json": True, "html": True, "markdown": True, "github": False}
-"""Reports that can be asked for, and whether a path has to follow."""
+"""The reports that can be requested, and whether a path has to follow."""
 REPORT_FORMS = " or ".join(f"{kind}:PATH" if path else kind for kind, path in REPORT_KINDS.items())
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """Where marked tests run."""
+    """The device that marked tests run on."""
 
     kind: Literal["auto", "cuda", "dry", "sim", "off"]
     index: int | None = None
-    """Of the CUDA device; ``None`` for the current one."""
+    """The index of the CUDA device; ``None`` for the current one."""
     models: tuple[str, ...] = ()
     """Catalogue names to simulate, or of the dry device; empty where nothing can be simulated."""
 
 
 class ReportTarget(NamedTuple):
-    """One report to write."""
+    """A report to write."""
 
     kind: str
-    """One of :data:`REPORT_KINDS`."""
+    """The kind, one of :data:`REPORT_KINDS`."""
     path: Path | None
-    """``None`` where the kind needs none."""
+    """The file or folder; ``None`` where the kind needs none."""
     unasked: bool = False
-    """Whether nobody asked for it: then it is not written where nothing was measured."""
+    """Whether it was not requested: then it is not written where nothing was measured."""
 
 
 class Quota(NamedTuple):
-    """What one process may reserve of its device: exactly one of these is given."""
+    """The quota of one process on its device: exactly one of these is given."""
 
     bytes: int | None = None
     share: float | None = None
-    """Of the device's memory, above 0 and up to 1."""
+    """A share of the device's memory, above 0 and up to 1."""
     auto: bool = False
-    """The same for every worker of the run."""
+    """Whether every worker of the run gets the same share."""
 
     def of(self, total: int, workers: int) -> int:
-        """Return the bytes that it comes to on a device of ``total`` bytes."""
+        """Return the bytes of the quota on a device of ``total`` bytes."""
         if self.bytes is not None:
             return self.bytes
         return int(total * (1 / workers if self.share is None else self.share))
@@ -79,12 +79,12 @@ def _marker_value(keyword: str, value: object) -> Any:
 
 
 def as_marker(keyword: str) -> Callable[[str], Any]:
-    """Return what parses a value as the marker does its ``keyword``."""
+    """Return a function that parses a value as the marker does its ``keyword``."""
     return lambda value: _marker_value(keyword, value)
 
 
 def run_count(keyword: str) -> Callable[[str], int]:
-    """Return what parses a number of runs as the marker does its ``keyword``."""
+    """Return a function that parses a number of runs as the marker does its ``keyword``."""
 
     def parse(value: str) -> int:
         number = re.fullmatch(r"\s*([0-9]{1,9})\s*", value)
@@ -95,13 +95,13 @@ def run_count(keyword: str) -> Callable[[str], int]:
 
 
 def gpu_models(value: str) -> tuple[str, ...]:
-    """Return models of GPUs, separated by commas."""
+    """Return the models of GPUs in ``value``, separated by commas."""
     models: tuple[str, ...] = _marker_value("gpu", [name.strip() for name in value.split(",")])
     return models
 
 
 def phase_limits(lines: list[str]) -> dict[str, int]:
-    """Return the limit of each phase, in bytes, of lines like ``forward = 1GB``."""
+    """Return the limit of each phase, in bytes, from lines like ``forward = 1GB``."""
     limits: dict[str, str] = {}
     for line in lines:
         name, equals, size = (part.strip() for part in line.partition("="))
@@ -148,14 +148,14 @@ def process_quota(value: str) -> Quota:
 
 
 def shard_part(value: str) -> tuple[int, int]:
-    """Return which of how many parts: ``2/5``."""
+    """Return the part's number and the number of parts: ``2/5``."""
     from pytest_gpumem.sharing.shards import parse_shard
 
     return parse_shard(value)
 
 
 def one_of(*choices: Any) -> Callable[[str], Any]:
-    """Return what accepts one of ``choices``."""
+    """Return a function that accepts one of ``choices``."""
 
     def parse(value: str) -> str:
         if value not in choices:
@@ -178,7 +178,7 @@ _EVERY_ROW = 10**9
 
 
 def seconds(value: str) -> float:
-    """Return a time."""
+    """Return a time in seconds."""
     try:
         seconds = float(value)
     except ValueError:
@@ -189,7 +189,7 @@ def seconds(value: str) -> float:
 
 
 def device_choice(value: str) -> DeviceChoice:
-    """Return where marked tests run."""
+    """Return the device that marked tests run on."""
     if value == "auto":
         return DeviceChoice("auto", models=(DEFAULT_GPU,))
     if value == "sim":
@@ -224,7 +224,7 @@ def report_target(value: str, folder: Path) -> ReportTarget | None:
 
 
 def reports_of_the_ci(asked: Sequence[ReportTarget]) -> tuple[ReportTarget, ...]:
-    """Return the report that the CI system shows, where it is a known one and none is asked for.
+    """Return the report that a known CI system shows, if it is not requested already.
 
     GitHub sets GITHUB_ACTIONS, GitLab GITLAB_CI, both to "true" and in every job.
     """

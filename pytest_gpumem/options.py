@@ -1,6 +1,6 @@
 """Command line and ini file, read once into one frozen :class:`Settings`.
 
-Every project with the plugin installed pays for this module: what few need is imported on use.
+Every project with the plugin installed pays for this module: rarely used imports are local.
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ _FURTHER = ("gpumem_report", "gpumem_baseline", "gpumem_phases")
 
 @dataclass(frozen=True)
 class Settings:
-    """What command line and ini file say; paths are absolute."""
+    """The settings of command line and ini file; paths are absolute."""
 
     device: DeviceChoice
     sim_scope: Literal["test", "session"]
     sim_values: Literal["auto", "always", "never"]
     sim_values_limit: float
-    """Seconds of computing in a second run."""
+    """The most seconds of computing in a second run."""
     all: bool
     baselines: Path
     update: Literal["all", "new"] | None
@@ -170,11 +170,11 @@ class Settings:
     tolerance: Tolerance | None
     reports: tuple[ReportTarget, ...]
     history: Literal["python", "all"] | None
-    """``None`` where the user leaves it to the plugin."""
+    """The recorded stacks; ``None`` where the user leaves them to the plugin."""
     explain: Literal["failed", "always", "never"]
     artifacts: Path | None
     rows: int | None = None
-    """How many tests the table shows; ``None`` where the user leaves it to the plugin."""
+    """The number of tests in the table; ``None`` where the user leaves it to the plugin."""
     sort: Literal["peak", "leaked", "over", "name"] | None = None
     loop_phases: Literal["folded", "numbered"] = "folded"
     stand_ins: bool = True
@@ -183,13 +183,13 @@ class Settings:
     share: bool = False
     """Whether tests wait for memory beside those of other processes."""
     share_timeout: float = SHARE_TIMEOUT
-    """Seconds."""
+    """The most seconds that a test waits for memory."""
     shard: tuple[int, int] | None = None
-    """Which of how many parts of the tests to run, the first being 1."""
+    """The part of the tests to run, from 1, and the number of parts."""
     shard_by: Path | None = None
-    """The file that says what tests take."""
+    """The file with the needs of tests."""
     quota: Quota | None = None
-    """What each process may reserve of its device."""
+    """The limit on what each process reserves of its device."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The marker's defaults, parsed, by keyword: for ``expectation_of``."""
 
@@ -217,8 +217,8 @@ def add_options(parser: pytest.Parser, given: Sequence[str] = ()) -> None:
         group.addoption(_option(name), action="store_true", default=None, dest=name, help=help_text)
         parser.addini(name, help_text, type="bool", default=None)
     for name, (choices, help_text) in _VALUE_FLAGS.items():
-        # What is wrong with another value is said where the settings are read: argparse itself
-        # would speak of an ignored explicit argument.
+        # Another value is refused where the settings are read: argparse's own message
+        # would be about an ignored explicit argument.
         others = [word for word in given if word.startswith(f"{_option(name)}=")]
         accepted = [f"{_option(name)}={choice}" for choice in choices]
         strings = [_option(name), *dict.fromkeys([*accepted, *others])]
@@ -243,7 +243,7 @@ def settings_from(config: pytest.Config, options: argparse.Namespace | None = No
     ``options`` are those of the command line while ``config`` does not have them yet.
 
     Raises ``pytest.UsageError`` with one sentence that names the option or ini key, the value and
-    what is accepted.
+    the accepted ones.
     """
     check_names(config, {*_VALUES, *_FLAGS, *_VALUE_FLAGS, *_MARKER_DEFAULTS, *_FURTHER})
     reader = _Reader(config, options or config.option)
@@ -298,7 +298,7 @@ def _marker_defaults(reader: _Reader, tolerance: Tolerance | None) -> dict[str, 
 class _ValueFlag(argparse.Action):
     """A flag that may carry a value, but only after ``=``.
 
-    ``nargs="?"`` would take the test path that follows a bare flag for its value. So each accepted
+    ``nargs="?"`` would take the test path after a bare flag for its value. So each accepted
     ``--flag=value`` is an option string of its own, which argparse looks for before it splits at
     the ``=``; and so is one that was given and will be refused.
     """
@@ -318,7 +318,7 @@ class _ValueFlag(argparse.Action):
 
 
 class _Reader:
-    """Finds what was given, command line before ini file, and names it in what goes wrong."""
+    """A reader of given settings, command line before ini file, which names them in errors."""
 
     def __init__(self, config: pytest.Config, options: argparse.Namespace) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Paths as a person reads them."""
+"""Paths in a readable form."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def relative(path: str | Path, folder: str | Path) -> str:
-    """Return ``path`` as it is called from ``folder``; whole where no such name exists.
+    """Return ``path`` relative to ``folder``, or unchanged where that is impossible.
 
-    Under Windows there is none from one drive to another.
+    Under Windows it is so from one drive to another.
     """
     try:
         return os.path.relpath(path, folder)

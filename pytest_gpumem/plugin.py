@@ -1,4 +1,4 @@
-"""The pytest hooks; what they do stands in the rooms that they call."""
+"""The pytest hooks, which call the functions of the packages."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     config: pytest.Config | None = pluginmanager.get_plugin("pytestconfig")
     args = config.invocation_params.args if config else ()
     variable: list[str] = []
-    with suppress(ValueError):  # pytest itself says what is wrong with its variable
+    with suppress(ValueError):  # pytest itself reports an error in its variable
         variable = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     add_options(parser, [*map(str, args), *variable])
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Let other plugins implement hooks of this one."""
+    """Register the hooks that other plugins can implement."""
     from pytest_gpumem import hookspecs
 
     pluginmanager.add_hookspecs(hookspecs)
@@ -51,12 +51,12 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Let the simulated GPU exist before the first conftest is imported, if asked for."""
+    """Activate the simulated GPU before the first conftest is imported, if requested."""
     begin_early(early_config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the settings."""
+    """Read the settings, and register the session and the hooks that depend on it."""
     config.addinivalue_line("markers", MARKER)
     session = config.stash[SESSION] = GpumemSession(config)
     config.pluginmanager.register(ReportHooks(session.results), "gpumem-reports")
@@ -69,25 +69,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say what is real."""
+    """Return the header line with the devices that tests are measured on."""
     return config.stash[SESSION].header()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let the simulated GPU exist before anything is collected, if asked for."""
+    """Activate the simulated GPU before anything is collected, if requested."""
     session.config.stash[SESSION].start()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Take the simulated GPU away."""
+    """Deactivate the simulated GPU."""
     if SESSION in config.stash:
         config.stash[SESSION].stop()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of each GPU model and number of ranks, which stand last in the id."""
+    """Make one test of each GPU model and number of ranks, which come last in the id."""
     metafunc.config.stash[SESSION].parametrize(metafunc)
 
 
@@ -104,22 +104,22 @@ def pytest_make_collect_report(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """See all tests before others are deselected."""
+    """Record all tests before others are deselected."""
     config.stash[SESSION].collected(items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """See the tests that are left when others have been deselected.
+    """Record the tests that are left when others have been deselected.
 
-    Before pytest-xdist tells the controller, which hands the first of them out then.
+    This runs before pytest-xdist tells the controller, which then hands out the first of them.
     """
     session.config.stash[SESSION].selected(session.items)
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Let ``-n auto`` be as many workers as the shared memory is for."""
+    """Return the number of workers of ``-n auto`` that the shared memory suffices for."""
     from pytest_gpumem.session.workers import workers_by_memory
 
     return workers_by_memory(config)
@@ -127,7 +127,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    """Hand tests out so that those which fit beside each other come together."""
+    """Return the scheduler that starts tests together which fit beside each other."""
     return config.stash[SESSION].scheduler(config, log)
 
 
@@ -142,7 +142,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Begin to measure before any fixture is set up.
 
-    Innermost, because it may skip: an outer wrapper's set-up has to have happened by then.
+    This is the innermost wrapper, because it may skip: the set-up of outer ones has run by then.
     """
     session = item.config.stash[SESSION]
     with session.settling(item, called=False):
@@ -160,7 +160,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_fixture_setup(
     fixturedef: FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
-    """Meter what the fixture takes."""
+    """Meter the memory of the fixture."""
     with request.config.stash[SESSION].setting_up(fixturedef, request):
         return (yield)
 
@@ -168,7 +168,7 @@ def pytest_fixture_setup(
 def pytest_fixture_post_finalizer(
     fixturedef: FixtureDef[Any], request: pytest.FixtureRequest
 ) -> None:
-    """Forget what the fixture took."""
+    """Drop the records of the fixture."""
     request.config.stash[SESSION].forget(fixturedef)
 
 
@@ -219,13 +219,13 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write what there is to write; what cannot be written fails the run."""
+    """Write baselines and reports; a write error fails the run."""
     session.config.stash[SESSION].finish(session)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist what pytest was started with."""
+    """Send a worker of pytest-xdist the arguments that pytest was started with."""
     from pytest_gpumem.report.commands import COMMAND, Command
 
     node.config.stash[SESSION].host.tell(node)
@@ -236,18 +236,18 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Take what a worker of pytest-xdist collected."""
+    """Take in the output of a worker of pytest-xdist."""
     node.config.stash[SESSION].results.take_output(getattr(node, "workeroutput", None) or {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
-    """Let the next test of a worker come again that left on purpose."""
+    """Reschedule the next test of a worker that left on purpose."""
     report.node.config.stash[SESSION].reschedule(crashitem, report, sched)
 
 
 def pytest_report_teststatus(report: Any) -> object | None:
-    """Name what becomes of a test that comes again."""
+    """Return the status of a test that is rescheduled."""
     return status_of(report)
 
 
@@ -258,7 +258,7 @@ class Summaries:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, config: pytest.Config
     ) -> Generator[None]:
-        """Let failures of one cause be told once."""
+        """Report failures of one cause once."""
         with config.stash[SESSION].results.failures_told_once(terminalreporter):
             return (yield)
 
@@ -269,16 +269,16 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 
 class IsolationHooks:
-    """The hook that takes the place of pytest's own where a test has a process of its own."""
+    """The hook that replaces pytest's own where a test has a process of its own."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> object:
-        """Run the test there."""
+        """Run the test in its own process."""
         return item.config.stash[SESSION].isolated(item, nextitem) or None
 
 
 class ReportHooks:
-    """The hooks that are told neither session nor config."""
+    """The hooks that receive neither session nor config."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
@@ -289,7 +289,7 @@ class ReportHooks:
         self._results.take(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what could not be collected."""
+        """Record a module that could not be collected."""
         leave_if_refused(report)
         if report.failed:
             self._results.not_collected(report.nodeid)
@@ -297,7 +297,7 @@ class ReportHooks:
 
 @pytest.fixture
 def gpumem(request: pytest.FixtureRequest) -> Gpumem | IdleGpumem:
-    """Phases, device and numbers of the test's GPU memory."""
+    """The phases, device and numbers of the test's GPU memory."""
     return request.config.stash[SESSION].fixture()
 
 

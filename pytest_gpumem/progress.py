@@ -1,4 +1,4 @@
-"""How far a command has come, on a terminal: after two seconds, and gone when it is done."""
+"""A command's progress on a terminal, shown after two seconds and removed at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 DELAY, INTERVAL = 2.0, 0.5
-"""Seconds before the bar is shown, and between two looks at the clock."""
+"""The seconds before the bar is shown, and between two updates of its time."""
 
 _TIME = "{desc}: {elapsed}"
 _SHARE = "{desc} |{bar:24}| {n} of {total}, {elapsed}"
@@ -25,12 +25,12 @@ class Progress:
         self._bar = bar
 
     def expect(self, total: int) -> None:
-        """There are so many things to do; before it is known, the time is shown alone."""
+        """Set the total number of steps; before that, only the time is shown."""
         if self._bar is not None:
             self._bar.total, self._bar.bar_format = total, _SHARE
 
     def step(self) -> None:
-        """One of them is done."""
+        """Count one step as done."""
         if self._bar is not None:
             self._bar.update()
 
@@ -47,7 +47,7 @@ NOTHING_SHOWN = Progress()
 
 @contextmanager
 def progress(name: str) -> Iterator[Progress]:
-    """Show how far the command ``name`` is, which goes on inside."""
+    """Show the progress of the command ``name``, which runs inside."""
     if not sys.stderr.isatty():
         yield Progress()
         return
@@ -65,7 +65,7 @@ def progress(name: str) -> Iterator[Progress]:
 
 
 def _tick(bar: tqdm[None], done: Event) -> None:
-    """Let the time go on while nothing is done."""
+    """Update the time while no step is done."""
     wait = DELAY
     while not done.wait(wait):
         bar.refresh()

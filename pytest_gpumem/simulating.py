@@ -35,16 +35,16 @@ from pytest_gpumem.values.world import (
 
 
 class RankPeaks(NamedTuple):
-    """What one rank took at most, in bytes."""
+    """The peaks of one rank, in bytes."""
 
     peak_allocated: int
     peak_reserved: int
 
 
 class SimulatedRun:
-    """What one ``with simulate(...)`` did to its GPU; readable inside and afterwards.
+    """The effect of one ``with simulate(...)`` on its GPU; readable inside and afterwards.
 
-    Of a machine with several GPUs it is the first one; :attr:`devices` has a run of each.
+    On a machine with several GPUs it is the first one's; :attr:`devices` has a run of each.
     """
 
     def __init__(
@@ -67,29 +67,29 @@ class SimulatedRun:
 
     @property
     def peak_allocated(self) -> int:
-        """Highest bytes in live blocks so far, whatever the code did to torch's own peaks."""
+        """The highest bytes in live blocks so far, even if code reset torch's own peaks."""
         self._statistics.harvest()
         return self._peak_allocated
 
     @property
     def peak_reserved(self) -> int:
-        """Highest bytes in segments held from the driver so far."""
+        """The highest bytes in segments held from the driver so far."""
         self._statistics.harvest()
         return self._peak_reserved
 
     @property
     def allocated(self) -> int:
-        """Bytes in live blocks."""
+        """The bytes in live blocks."""
         return self._gpu.allocator.allocated
 
     @property
     def reserved(self) -> int:
-        """Bytes in segments held from the driver."""
+        """The bytes in segments held from the driver."""
         return self._gpu.allocator.reserved
 
     @property
     def estimated(self) -> int:
-        """Bytes of the peak whose number only a closed library knows: cuDNN's workspaces."""
+        """The bytes of the peak that are estimates, because cuDNN is closed: its workspaces."""
         return self._gpu.estimated
 
     @property
@@ -100,50 +100,50 @@ class SimulatedRun:
 
     @property
     def trace(self) -> Sequence[Any]:
-        """Allocator events, in order."""
+        """The allocator's events, in order."""
         return self._gpu.allocator.trace
 
     @property
     def events(self) -> int:
-        """A hash of what the allocator did: of two ranks that take the same it is the same."""
+        """A hash of the allocator's events, equal for two ranks with the same events."""
         return hash_of_events(self._gpu)
 
     @property
     def ranks(self) -> tuple[RankPeaks, ...]:
-        """What each rank that torchrun has started took, by rank: known to rank 0 at the end.
+        """The peaks of each rank that torchrun has started, by rank: complete on rank 0 at the end.
 
-        Elsewhere, and of a process that is alone, it is what this one took.
+        On other ranks, and in a single process, they are only this one's.
         """
         return self._of_ranks or (RankPeaks(self.peak_allocated, self.peak_reserved),)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that readers of the numbers have to know."""
+        """The sentences that readers of the numbers need."""
         return self._gpu.notes
 
     @property
     def nccl(self) -> str:
-        """The sentence that estimates what NCCL takes beside all these numbers; may be empty."""
+        """The sentence that estimates NCCL's memory beside all these numbers; may be empty."""
         return sentence(self._gpu.simulation.communicators.values())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what happens inside; the numbers are in :attr:`phases` afterwards."""
+        """Name the phase of code inside; the numbers are in :attr:`phases` afterwards."""
         with self._tracker.window(name):
             yield
 
     @contextmanager
     def finding_phases(self) -> Iterator[None]:
-        """Find forward, backward and step by themselves inside, as in a measured test."""
+        """Find the phases forward, backward and step inside, as in a measured test."""
         with AutomaticPhases(self._tracker).watching():
             yield
 
     @contextmanager
     def composing(self, name: str, root: str) -> Iterator[dict[str, Composition]]:
-        """Find phases inside, and call all of it ``name``.
+        """Find phases inside, and name all of it ``name``.
 
-        What was live at the peak of each is in the value afterwards, by name. Paths of source lines
-        are relative to the folder ``root``.
+        The yielded mapping has the compositions at the phases' peaks afterwards, by name. Source
+        paths are relative to the folder ``root``.
         """
         account = Account(SimulatedRecorder(self._gpu.simulation), root)
         account.begin((), None)
@@ -155,19 +155,19 @@ class SimulatedRun:
         found.update(compositions(account.history(self._gpu.index, self._tracker, workspaces)))
 
     def snapshot(self) -> dict[str, Any]:
-        """The schema of ``torch.cuda.memory._snapshot()``, with every GPU of the machine."""
+        """Return all GPUs' state in the form of ``torch.cuda.memory._snapshot()``."""
         return snapshot([gpu.allocator for gpu in self._gpu.simulation.gpus])
 
     def finish(self) -> None:
-        """Take the last reading; afterwards the numbers stand."""
+        """Take the last reading, after which the numbers are final."""
         self._statistics.harvest()
 
     def tell(self, world: World) -> None:
-        """Tell rank 0 of ``world`` what this one took, and be told as rank 0 what all took.
+        """Send rank 0 of ``world`` the peaks of this rank; rank 0 receives those of all.
 
         Raises ``MeetingError`` where a rank has ended before.
         """
-        # What only a process of torchrun's has to import.
+        # Only a process that torchrun has started imports it.
         from pytest_gpumem.simulated.distributed.meeting import meeting_of
 
         meeting = meeting_of(world, address_of_process(os.environ))
@@ -199,18 +199,18 @@ def simulate(
     """Run the body on a simulated GPU of ``model``; see :class:`SimulatedGPU` for the settings.
 
     ``"A100-80GB*2"`` is a machine with two of them; a ``GpuModel`` need not be in the catalogue.
-    ``compile`` says what becomes of compiled code: ``"auto"`` follows Inductor and runs eagerly
-    what cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
-    Python's garbage collector runs at moments that the GPU decides, as in a measured test: see
+    ``compile`` selects the treatment of compiled code: ``"auto"`` follows Inductor and runs eagerly
+    code that cannot be followed, ``"always"`` refuses that, ``"eager"`` compiles nothing.
+    Python's garbage collector runs at times that depend on the GPU, as in a measured test: see
     :mod:`pytest_gpumem.collector`.
     With a ``world_size`` the process is ``rank`` of so many, ``torch.distributed`` is initialised,
-    and the run is that of the rank's own GPU; the others are not there. Such machines have as many
-    GPUs as ``model`` says, without a star up to eight. Without one, a process that torchrun has
-    started is the rank that it was started as, alone all the same; at the end rank 0 is told what
-    each of them took.
+    and the run is that of the rank's own GPU; other ranks do not run. Such machines have as many
+    GPUs as ``model`` states, without a star up to eight. Without one, a process that torchrun has
+    started is simulated as its rank, without the others; at the end rank 0 receives the peaks
+    of each of them.
 
     Raises ``ValueError`` for an unknown model, version, setting or rank, and ``RuntimeError`` where
-    a rank that torchrun has started has ended before it could say what it took.
+    a rank that torchrun has started has ended before it sent its peaks.
     """
     machine = find_machine(model)
     started = _started(machine) if world_size is None and not rank else None
@@ -270,14 +270,14 @@ def _world(machine: Machine, size: int | None, rank: int) -> World | None:
 
 
 def _joined(world: World) -> AbstractContextManager[None]:
-    # Most simulations are of one process, and torch.distributed takes a while to import.
+    # Most simulations are of one process, and torch.distributed is slow to import.
     from pytest_gpumem.simulated.distributed.process_groups import Membership
 
     return Membership(world).for_good()
 
 
 def hash_of_events(gpu: SimulatedGPU) -> int:
-    """Return a hash of what the allocator of ``gpu`` did, wherever its blocks lie."""
+    """Return a hash of the events of ``gpu``'s allocator, independent of addresses."""
     events = gpu.allocator.trace.raw(0)
     return hash(tuple((action, size, stream) for action, _, size, stream, _ in events))
 

@@ -1,4 +1,4 @@
-"""Sizes and tolerances: what people write, bytes, and what people read.
+"""Sizes and tolerances: their written form, bytes, and their form for reading.
 
 ``K M G T`` and ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` powers of 1000.
 """
@@ -42,7 +42,7 @@ _UNITS = {
 }
 
 _MOST = 1 << 128
-"""More bytes than any text here can stand for; Python writes no number of thousands of digits."""
+"""More bytes than any text can give; Python does not print ints of thousands of digits."""
 
 # The digits are bounded so that a mistyped value never runs into Python's own limit for int().
 # Texts, compiled at first use: every pytest run imports this module, few run into a size.
@@ -56,36 +56,36 @@ class SizeError(ValueError):
 
 
 class Size(int):
-    """Bytes that somebody wrote with a unit; as a number they are like any other."""
+    """A number of bytes with the text that it was written as."""
 
     written: str
     """The text, without the space around it: ``300KB``."""
 
     def __new__(cls, value: int, written: str) -> Size:
-        """Return ``value`` bytes, written so."""
+        """Return ``value`` bytes with the text ``written``."""
         size = super().__new__(cls, value)
         size.written = written
         return size
 
     def __reduce__(self) -> tuple[type[Size], tuple[int, str]]:
-        """What :mod:`copy` and :mod:`pickle` make it of again."""
+        """Return the constructor and arguments for :mod:`copy` and :mod:`pickle`."""
         return Size, (int(self), self.written)
 
 
 def written_size(value: int | str) -> int:
-    """Return :func:`parse_size`'s bytes, which remember the text where it has a unit."""
+    """Return :func:`parse_size`'s bytes, with their text where it has a unit."""
     size = parse_size(value)
     named = isinstance(value, str) and not value.strip().isdigit()
     return Size(size, str(value).strip()) if named else size
 
 
 def is_decimal(written: str) -> bool:
-    """Whether a size is written in powers of 1000: ``300KB``, not ``300KiB`` nor ``300K``."""
+    """Return whether a size is in powers of 1000: ``300KB``, not ``300KiB`` nor ``300K``."""
     return written.lower().endswith(("kb", "mb", "gb", "tb"))
 
 
 def parse_size(value: int | str) -> int:
-    """Return the bytes that ``value`` stands for, fractions of a byte rounded down.
+    """Return the bytes of ``value``, fractions of a byte rounded down.
 
     Units are read without regard to case, with or without a space before them; a bare number is
     bytes. Raises :class:`SizeError` for anything else: negative numbers, bools, floats, other
@@ -102,10 +102,10 @@ def parse_size(value: int | str) -> int:
 
 
 _READ = (("KiB", 1), ("MiB", 1), ("GiB", 2), ("TiB", 2))
-"""Units that sizes are read in, and the digits behind their point."""
+"""The units in which sizes are shown, and the digits behind their point."""
 
 _MOST_DIGITS = 3
-"""That two sizes are given in addition to be told apart; beyond, their bytes tell more."""
+"""The most additional digits that distinguish two sizes; beyond, their bytes are clearer."""
 
 
 def format_size(n: int, *, more: int = 0) -> str:
@@ -129,9 +129,9 @@ def format_size(n: int, *, more: int = 0) -> str:
 
 
 def format_apart(a: int, b: int) -> tuple[str, str]:
-    """Return two sizes for reading side by side, in as many digits as it takes to tell them apart.
+    """Return two sizes for reading side by side, in as many digits as distinguish them.
 
-    Bytes, where they differ by less than a reader would look at; two that are equal read the same.
+    Bytes are shown where more digits do not distinguish them; equal sizes read the same.
     """
     for more in range(_MOST_DIGITS + 1):
         texts = tuple(format_size(n, more=more) for n in (a, b))
@@ -146,14 +146,14 @@ def format_exact(n: int) -> str:
 
 
 def exactly(text: str, n: int) -> str:
-    """Return ``text``, which stands for ``n`` bytes, with these where it does not say them."""
+    """Return ``text``, which stands for ``n`` bytes, with these added if it lacks them."""
     exact = f"{n:,} B"
     return text if text == exact else f"{text} ({exact})"
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a number may exceed its reference: ``percent`` of it plus ``floor`` bytes.
+    """The tolerance above a reference: ``percent`` of it plus ``floor`` bytes.
 
     Raises :class:`SizeError` when a part is negative or not a finite number.
     """
@@ -170,7 +170,7 @@ class Tolerance:
     def allowance(self, reference: int) -> int:
         """Return the bytes by which a number may exceed ``reference`` (bytes).
 
-        A percentage without a floor allows one allocator block at least: of a small reference it
+        A percentage without a floor allows one allocator block at least: for a small reference it
         would otherwise be less than the allocator can resolve.
         """
         from decimal import Decimal
@@ -183,7 +183,7 @@ class Tolerance:
         return share + self.floor
 
     def __str__(self) -> str:
-        """As a user would write it, ``1% + 1MiB``; :func:`parse_tolerance` reads it back."""
+        """Return the written form, ``1% + 1MiB``, which :func:`parse_tolerance` reads."""
         parts = [f"{_plain(self.percent)}%"] if self.percent else []
         if self.floor:
             parts.append(_compact(self.floor))
@@ -191,7 +191,7 @@ class Tolerance:
 
 
 def parse_tolerance(value: int | str) -> Tolerance:
-    """Return the tolerance that ``value`` stands for: ``"2% + 1MiB"``, ``"1%"``, ``"1MiB"``, ``0``.
+    """Return the tolerance of the text ``value``: ``"2% + 1MiB"``, ``"1%"``, ``"1MiB"``, ``0``.
 
     Raises :class:`SizeError` for anything else.
     """

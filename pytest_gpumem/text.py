@@ -1,4 +1,4 @@
-"""Styled lines of text: made without a terminal, so that they can be tested without one."""
+"""Styled lines of text, made without a terminal, so that they can be tested without one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pytest_gpumem.echo import printable
 
 ELLIPSIS = "…"
 
-# What pytest's TerminalWriter calls the styles used here.
+# The styles whose names in pytest's TerminalWriter differ.
 MARKUP = {"dim": "light"}
 
 
 class Writer(Protocol):
-    """The part of pytest's TerminalWriter that is used here."""
+    """The part of pytest's TerminalWriter that this module uses."""
 
     fullwidth: int
 
@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a terminal, without its end."""
+    """A line of a terminal, without its end."""
 
     spans: tuple[Span, ...] = ()
 
@@ -58,7 +58,7 @@ class Line:
 
 
 def write_lines(writer: Writer, lines: Iterable[Line]) -> None:
-    """Write ``lines`` in their styles; the writer leaves colours out where there are none."""
+    """Write ``lines`` in their styles; the writer omits colours where there are none."""
     for line in lines:
         for span in line.spans:
             writer.write(
@@ -82,9 +82,9 @@ def _cell(char: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return ``text`` in at most ``width`` columns, with an ellipsis for what falls out.
+    """Return ``text`` in at most ``width`` columns, with an ellipsis for omitted characters.
 
-    It falls out of the middle: a test's name differs from its neighbour's at the ends. Control
+    They are in the middle: a test's name differs from its neighbour's at the ends. Control
     characters are shown.
     """
     text = printable(text)
@@ -102,7 +102,7 @@ def _fitting(text: str, width: int) -> str:
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Return ``text`` filled up to ``width`` columns, set to the right if so asked."""
+    """Return ``text`` filled up to ``width`` columns, set to the right if requested."""
     gap = " " * (width - cells(text))
     return gap + text if right else text + gap
 

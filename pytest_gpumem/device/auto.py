@@ -21,14 +21,14 @@ TAKES_DRY = False
 
 
 def settled(choice: DeviceChoice) -> DeviceChoice:
-    """Return ``choice``, or the dry device in the place of ``auto``; looks at files alone."""
+    """Return ``choice``, or the dry device in place of ``auto`` if available; only reads files."""
     if choice.kind != "auto" or not TAKES_DRY or why_not() is not None:
         return choice
     return replace(choice, kind="dry")
 
 
 def why_not() -> str | None:
-    """Return why ``auto`` does not stand for the dry device here, ``None`` where it does."""
+    """Return why ``auto`` does not select the dry device, ``None`` if it does."""
     if any(map(os.path.exists, DRIVERS)):
         return "NVIDIA's driver is installed"
     if sys.platform != "linux":

@@ -1,4 +1,4 @@
-"""How many values a device has beside shapes."""
+"""The amount of values that a device computes beside shapes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import IntEnum
 
 
 class Computed(IntEnum):
-    """What runs of a test compute, one after the other as it needs more."""
+    """The values that successive runs of a test compute, each more than the one before."""
 
     AT_FIRST = 0
-    """What the device has by itself: the simulated one small tensors, the dry one copies."""
+    """The device's default: small tensors on the simulated device, copies on the dry one."""
     SMALL = 1
     """Small tensors: masks, lengths, flags, counters."""
     ALL = 2
-    """Tensors of any size, random numbers too."""
+    """Tensors of any size, including random numbers."""

@@ -38,7 +38,7 @@ def find_device(
     """Return the CUDA device ``index``, ``None`` where torch sees no device at all.
 
     Raises :class:`DeviceError` where it is ``required``, or where there are fewer devices. CUDA is
-    not initialised. ``of_rank`` says that nobody named it: it is that of one of several processes.
+    not initialised. ``of_rank`` is the rank that the index was derived from, not named by the user.
     """
     if not torch.cuda.is_available():
         if not required:
@@ -69,10 +69,10 @@ def device_count() -> int:
 
 
 class CudaDevice:
-    """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` means by itself."""
+    """The CUDA device that tests run on; ``None`` is the one that ``"cuda"`` selects."""
 
     context = CONTEXT
-    """Bytes of a CUDA context where NVML does not tell."""
+    """Bytes of a CUDA context where NVML does not report it."""
 
     def __init__(self, index: int | None) -> None:
         self._chosen = index is not None
@@ -80,12 +80,12 @@ class CudaDevice:
         self._threads = LeftThreads()
         self._notes: tuple[str, ...] = ()
         self._shared: dict[str, tuple[int, NvmlDevice]] = {}
-        """By name: what other processes take from, too, and CUDA's index of it here."""
+        """The devices shared with other processes, by name, with this process's CUDA index."""
         self.extra: Mapping[str, str] = {}
 
     @property
     def environment(self) -> Environment:
-        """What its numbers depend on; initialises CUDA."""
+        """The environment that its numbers depend on; initialises CUDA."""
         return self._environment.with_extra(self.extra)
 
     @cached_property
@@ -108,15 +108,15 @@ class CudaDevice:
 
     @property
     def total_memory(self) -> int:
-        """Bytes; initialises CUDA."""
+        """The bytes of the device's memory; initialises CUDA."""
         total: int = torch.cuda.get_device_properties(self.index).total_memory
         return total
 
     @property
     def machine(self) -> Machine:
-        """What a simulation has to be like: these GPUs, as they describe themselves.
+        """The machine to simulate for comparison: these GPUs with their own properties.
 
-        Named as in the catalogue where that has the model; initialises CUDA.
+        Its name is the catalogue's where that has the model; initialises CUDA.
         """
         properties = torch.cuda.get_device_properties(self.index)
         names = {known.full_name: known.name for known in GPUS.values()}
@@ -133,27 +133,27 @@ class CudaDevice:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Nothing is recorded."""
+        """No recorder: nothing is recorded."""
         return None
 
     @property
     def workspaces(self) -> None:
-        """Nothing: torch does not tell them from other blocks."""
+        """No workspaces: torch does not distinguish them from other blocks."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Make the device the current one, if it was named: else CUDA's own choice stands."""
+        """Make the device the current one if it was named; else keep CUDA's own choice."""
         return torch.cuda.device(self.index) if self._chosen else nullcontext()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """See which threads still run; the memory of a real device cannot be arranged anew."""
+        """Note which threads still run; the memory of a real device cannot be rearranged."""
         self._notes = self._threads.notes
 
     def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return none: all tests have one memory."""
+        """Return an empty sequence: all tests share one memory."""
         return ()
 
     def bring(self, fixture: object) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: the fixture is in memory already."""
 
     def begin_body(self) -> None:
         """Do nothing: fixtures stay where their set-up put them."""
@@ -162,40 +162,40 @@ class CudaDevice:
     def measuring(self, name: str) -> Iterator[None]:
         """Count threads that start inside as those of ``name``.
 
-        The collector goes on by itself: without it a body may not fit.
+        The garbage collector runs as usual: without it a body may not fit.
         """
         with self._threads.started_by(name), imports_watched():
             yield
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: there are no sentences but those of others."""
+        """Return a context that does nothing: the device itself adds no notes."""
         return nullcontext()
 
     def restart_collector(self) -> None:
-        """Let the garbage collector's young generations be empty."""
+        """Collect the young generations of Python's garbage."""
         collect_young()
 
     def begin_unmeasured(self) -> None:
-        """Do nothing: a real device remembers nothing."""
+        """Do nothing: a real device keeps no records."""
 
     def end_body(self) -> None:
-        """Do nothing: a real device runs everything."""
+        """Do nothing: a real device runs every operation."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
-        """Let threads that start inside be the fixture's."""
+        """Count threads that start inside as those of ``fixture`` if tests share it."""
         return self._threads.started_by(None) if is_shared(fixture) else nullcontext()
 
     def forget(self, fixture: object) -> None:
         """Do nothing: there is nothing to drop."""
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` with what it may count of others."""
+        """Return ``measurement`` with notes about threads of earlier tests that it may include."""
         return replace(measurement, notes=measurement.notes + self._notes)
 
     def share(self, folder: Path) -> Sequence[NvmlDevice]:
-        """Return the device and those beside it as NVML sees them.
+        """Return the device and the other visible ones as NVML sees them.
 
-        Raises ``SharingError`` where it does not.
+        Raises ``SharingError`` where NVML does not see one.
         """
         others = [index for index in range(torch.cuda.device_count()) if index != self.index]
         for index in (self.index, *others):
@@ -205,7 +205,7 @@ class CudaDevice:
         return [device for _, device in self._shared.values()]
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return the bytes of the CUDA context, as NVML tells or estimated, and those reserved."""
+        """Return the bytes of the CUDA context, from NVML or estimated, and the reserved ones."""
         index, device = self._shared[name]
         return self._held(index, device)
 
@@ -218,11 +218,11 @@ class CudaDevice:
         return estimate if used is None else max(used - reserved, 0), reserved
 
     def limited(self, size: int) -> AbstractContextManager[None]:
-        """Let this process reserve ``size`` bytes at most inside; raises ``QuotaError``."""
+        """Limit this process to reserving ``size`` bytes inside; raises ``QuotaError``."""
         return limited(self.index, size)
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
-        """Return the list that takes what the allocator cannot serve inside; initialises CUDA."""
+        """Return the list that collects the allocator's refusals inside; initialises CUDA."""
         torch.cuda.init()
 
         def note(index: int, asked: int, free: int) -> Refusal | None:
@@ -235,7 +235,7 @@ class CudaDevice:
         return told_to(RELAY.attach, RELAY.detach, note)
 
     def fault(self) -> str | None:
-        """Return the error that the CUDA context is left with, ``None`` where it is sound."""
+        """Return the sticky error of the CUDA context, ``None`` where it is sound."""
         return fault_of(self.index) if torch.cuda.is_initialized() else None
 
     @property
@@ -244,12 +244,12 @@ class CudaDevice:
         return "MPS" in self.environment.partition.split("-")
 
     def empty_cache(self) -> None:
-        """Give unused segments back to the driver."""
+        """Return unused segments to the driver."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def nvml(self) -> Mapping[str, Any]:
-        """Return what NVML says of the device now, or why it says nothing."""
+        """Return NVML's current reading of the device, or the reason why there is none."""
         properties = torch.cuda.get_device_properties(self.index)
         return read_device(_uuid(properties) or self.index).to_dict()
 

@@ -1,4 +1,4 @@
-"""What the rest of the plugin asks of a device; imported for type checking only."""
+"""The interface of devices to the rest of the plugin; imported for type checking only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_gpumem.values.environment import Environment
 from pytest_gpumem.values.measurement import Measurement
 
 Renewed = Callable[[object, Mapping[int, Bytes], Mapping[int, Bytes]], None]
-"""(fixture, by device: what its set-up holds, and how far it went above its start)."""
+"""A callback: fixture, and by device the bytes its set-up holds and its peak above the start."""
 
 
 class Device(Protocol):
@@ -24,103 +24,103 @@ class Device(Protocol):
 
     @property
     def index(self) -> int:
-        """As in ``cuda:0``."""
+        """The device's index, as in ``cuda:0``."""
 
     @property
     def environment(self) -> Environment:
-        """What its numbers depend on; asking a real device initialises CUDA."""
+        """The environment that its numbers depend on; on a real device this initialises CUDA."""
 
     extra: Mapping[str, str]
-    """What other plugins add to the environment."""
+    """The entries that other plugins add to the environment."""
 
     @property
     def total_memory(self) -> int:
-        """Bytes; asking a real device initialises CUDA."""
+        """The bytes of the device's memory; on a real device this initialises CUDA."""
 
     @property
     def recorder(self) -> Recorder | None:
-        """What remembers every block, ``None`` where nothing is recorded."""
+        """The recorder of every block, ``None`` where nothing is recorded."""
 
     @property
     def workspaces(self) -> Callable[[], frozenset[Block]] | None:
-        """What returns the live workspaces of cuBLAS and cuBLASLt; ``None``: it cannot be told."""
+        """The function returning live cuBLAS and cuBLASLt workspaces, ``None`` if unknown."""
 
     def active(self) -> AbstractContextManager[object]:
         """Serve ``cuda`` from this device inside."""
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Begin the test ``name``: forget earlier ones, but for what its ``fixtures`` hold.
+        """Begin the test ``name``: forget earlier ones, except the memory of its ``fixtures``.
 
-        They are in the order in which pytest sets them up, whether they are set up by now or not.
-        ``renewed`` is told of each whose set-up the device repeats.
+        They are in the order in which pytest sets them up, whether or not they are set up yet.
+        ``renewed`` is called for each one whose set-up the device repeats.
         """
 
     def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return those ``fixtures`` whose blocks are not in the memory of the present test."""
+        """Return those ``fixtures`` whose blocks are not in the memory of the current test."""
 
     def bring(self, fixture: object) -> None:
-        """Repeat in the memory of the present test the set-up of such a fixture."""
+        """Repeat the set-up of such a fixture in the memory of the current test."""
 
     def begin_body(self) -> None:
-        """Begin a run of the test's body: its fixtures are set up."""
+        """Begin a run of the test's body, whose fixtures are set up."""
 
     def measuring(self, name: str) -> AbstractContextManager[object]:
-        """Let the test ``name`` go from set-up to teardown inside.
+        """Run the test ``name`` inside, from set-up to teardown.
 
-        Threads that start there are its own; Python's garbage collector runs as befits numbers.
+        Threads that start there belong to it; the garbage collector runs so that numbers repeat.
         """
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Let what happens inside leave no sentence about the test's numbers."""
+        """Keep code inside from adding notes to the test's numbers."""
 
     def restart_collector(self) -> None:
-        """Let the garbage collector know nothing of what has run so far."""
+        """Clear the garbage collector's state of earlier code."""
 
     def begin_unmeasured(self) -> None:
-        """Forget what was remembered of earlier tests, and leave the memory as it is."""
+        """Drop the records of earlier tests, and leave the memory as it is."""
 
     def end_body(self) -> None:
-        """Raise what threads that a test's body has left to themselves could not run."""
+        """Raise failures of threads that the test's body left running."""
 
     def setting_up(self, fixture: object) -> AbstractContextManager[object]:
-        """Let ``fixture``, which tests share, be set up inside."""
+        """Set up ``fixture``, which tests share, inside."""
 
     def forget(self, fixture: object) -> None:
-        """Drop what is known of a fixture that has been torn down."""
+        """Drop the records of a fixture that has been torn down."""
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` with what only this kind of device knows."""
+        """Return ``measurement`` with the fields that only this kind of device fills."""
 
     def share(self, folder: Path) -> Sequence[HostDevice]:
-        """Share the device, and those beside it, with the processes that meet in ``folder``.
+        """Share the device and the other GPUs with the processes that meet in ``folder``.
 
         Returns them as the host sees them, the tests' own first.
         """
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return what this process holds of the shared device ``name``, between two tests.
+        """Return the bytes that this process holds on the shared device ``name`` between two tests.
 
-        Bytes of its CUDA context, and of what the allocator has reserved.
+        They are those of its CUDA context, and those that the allocator has reserved.
         """
 
     def limited(self, size: int) -> AbstractContextManager[None]:
-        """Let this process reserve ``size`` bytes at most inside.
+        """Limit this process to reserving ``size`` bytes inside.
 
         Raises ``QuotaError`` where that does not take effect.
         """
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
-        """Return the list that takes what the allocator cannot serve inside, in order."""
+        """Return the list that collects the allocator's refusals inside, in order."""
 
     def fault(self) -> str | None:
         """Return the error that every further use of the device raises, ``None`` for none."""
 
     @property
     def shares_faults(self) -> bool:
-        """Whether a fault in another process that uses the device is one in this process, too."""
+        """Whether a fault in another process on the device is also a fault in this process."""
 
     def empty_cache(self) -> None:
-        """Give unused segments back to the driver, where the device has been used at all."""
+        """Return unused segments to the driver, if the device has been used at all."""
 
     def nvml(self) -> Mapping[str, Any] | None:
         """Return a device-level reading as builtin types, ``None`` where there is no device."""

@@ -1,7 +1,7 @@
 """The dry device: torch's own CUDA code over a runtime whose kernels do nothing.
 
-It is measured as a GPU is. What differs is said here: numbers repeat byte for byte, so they are
-named as exact ones, and there is neither a driver nor time.
+It is measured like a GPU. This class holds the differences: numbers repeat byte for byte, so
+they are marked as exact, and there is neither a driver nor timing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class DryDevice(CudaDevice):
     """The first of the process's dry GPUs: of the model ``name``, or of several, ``"H100*2"``.
 
-    ``computed`` says which values the CPU computes. With a ``seat`` the process is one rank of
+    ``computed`` selects the values that the CPU computes. With a ``seat`` the process is a rank of
     several. As many of them share a machine as there are ``gpus``, and the GPU of the rank is the
     tests' own. ``index`` is that of a rank that torchrun has started.
     """
@@ -63,7 +63,7 @@ class DryDevice(CudaDevice):
         self._seat = seat
         self._membership: Membership | None = None
         if seat is not None:
-            # torch.distributed takes a while to import.
+            # torch.distributed is slow to import.
             from pytest_gpumem.dry.ranks import Membership
 
             world = world_of(seat.size, seat.rank, per_machine=gcd(gpus, seat.size))
@@ -79,12 +79,12 @@ class DryDevice(CudaDevice):
 
     @property
     def events(self) -> int:
-        """A hash of what the tests' own allocator did in the present test."""
+        """A hash of the events of the tests' own allocator in the current test."""
         return workspaces.events(self.index)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Show the process its devices inside; a rank of several has its groups."""
+        """Make the dry devices visible inside; a rank also has its process groups."""
         with scope.opened(), super().active(), self._follower.active(), ExitStack() as inside:
             if self._membership is not None:
                 inside.enter_context(self._membership.taken())
@@ -97,7 +97,7 @@ class DryDevice(CudaDevice):
                 self._membership.close()
 
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
-        """Place segments as in a new process, beside those that earlier tests have left."""
+        """Place segments as in a new process, beside those left by earlier tests."""
         super().begin_test(name, fixtures, renewed)
         self._follower.begin()
         self._strays.fill(fixtures)
@@ -105,14 +105,14 @@ class DryDevice(CudaDevice):
         workspaces.forget()
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Let no peak inside have anything to say of the test's estimates."""
+        """Keep peaks inside from adding to the test's notes on estimates."""
         return workspaces.unmeasured()
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Let the test ``name`` go from set-up to teardown inside.
+        """Run the test ``name`` inside, from set-up to teardown.
 
-        The garbage collector runs at moments that the GPUs' blocks decide.
+        The garbage collector runs at times that depend on the GPUs' blocks only.
         """
         with (
             super().measuring(name),
@@ -125,22 +125,22 @@ class DryDevice(CudaDevice):
                 self._strays.release()
 
     def restart_collector(self) -> None:
-        """Let the garbage collector know nothing of what has run so far."""
+        """Clear the garbage collector's state of earlier code."""
         self._collector.restart()
         self._blocks.count_anew()
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
-        """Know the blocks that are made inside as the fixture's."""
+        """Attribute the blocks that are allocated inside to ``fixture``."""
         with super().setting_up(fixture), self._strays.setting_up(fixture):
             yield
 
     def forget(self, fixture: object) -> None:
-        """Drop what is known of a fixture that has been torn down."""
+        """Drop the records of a fixture that has been torn down."""
         self._strays.forget(fixture)
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as dry, with the sentences that go with it."""
+        """Return ``measurement`` marked as dry, with its notes."""
         completed = super().complete(measurement)
         return replace(
             completed,
@@ -151,24 +151,24 @@ class DryDevice(CudaDevice):
 
     @property
     def following(self) -> Computed | None:
-        """What the next run computes of a test that needs more values; ``None``: there is none."""
+        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self._computed is Computed.ALL else Computed(self._computed + 1)
 
     @property
     def decided(self) -> str | None:
-        """What the present test has decided by although it is not known; ``None`` for nothing."""
+        """The unknown value that the current test's control flow used; ``None`` for none."""
         return self._follower.decided
 
     @property
     def made_up(self) -> bool:
-        """Whether the present test has gone by a value that nobody computed."""
+        """Whether the current test used a value that was not computed."""
         return self._follower.made_up
 
     @property
     def work(self) -> Work:
-        """What computing all values of the present test takes."""
+        """The work of computing all values of the current test."""
         return self._follower.work
 
     def note(self, sentence: str) -> None:
-        """Say ``sentence`` with the numbers of the present test."""
+        """Add ``sentence`` to the notes of the current test."""
         self._follower.note(sentence)

@@ -1,7 +1,7 @@
-"""What can be wrong with the device that was asked for."""
+"""The error of a requested device."""
 
 from __future__ import annotations
 
 
 class DeviceError(ValueError):
-    """The device asked for cannot be had; the message is one sentence for the user."""
+    """A requested device that is not available; the message is one sentence for the user."""

@@ -16,15 +16,15 @@ STICKY = (
     "unspecified launch failure",
     "the MPS client has been terminated",
 )
-"""Errors after which, says driver_types.h of CUDA 12.4, "the process must be terminated and
+"""Errors after which, as driver_types.h of CUDA 12.4 has it, "the process must be terminated and
 relaunched": 700, 702, 710, 714 to 719, and 810 of a client that its MPS server has terminated; in
 the words of ``cudaGetErrorString`` of that release."""
 
 
 def fault_of(index: int) -> str | None:
-    """Return the first line of the error that ``cuda:index`` is left with, ``None`` for none.
+    """Return the first line of the sticky error of ``cuda:index``, ``None`` for none.
 
-    Others pass, as that of a stream capture which a test has left open: it ends with the test.
+    Other errors pass, such as that of a stream capture left open by a test: it ends with the test.
     """
     try:
         torch.cuda.synchronize(index)

@@ -1,4 +1,4 @@
-"""The GPUs that CUDA will show this process, as the driver sees them before torch is imported."""
+"""The GPUs that CUDA will show this process, read from the driver before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.option_values import DeviceChoice
 
 DRIVERS: tuple[str, ...] = ("/dev/nvidiactl", "/dev/dxg", "C:\\Windows\\System32\\nvml.dll")
-"""Where NVIDIA's driver is there is one of these: under Linux, WSL2, Windows. Only then is NVML
-asked, for which every run with the plugin installed would pay."""
+"""Files of which one exists where NVIDIA's driver is installed: under Linux, WSL2, Windows. NVML is
+loaded only then, because every run with the plugin installed would pay for it."""
 
 
 def host_gpus(
@@ -31,7 +31,7 @@ def host_gpus(
 
 
 def describe(gpus: Sequence[NvmlReading]) -> list[str]:
-    """Return what is out of the ordinary about them, a clause for each kind."""
+    """Return the unusual properties of ``gpus``, a clause for each kind."""
     kinds = Counter((_model(gpu), gpu.mode.words) for gpu in gpus)
     clauses = [
         f"{f'{count} x ' if count > 1 else ''}{model} ({', '.join(words)})"
@@ -44,9 +44,9 @@ def describe(gpus: Sequence[NvmlReading]) -> list[str]:
 
 
 def refusal(gpus: Sequence[NvmlReading], workers: int, *, placed: bool) -> str | None:
-    """Return why ``workers`` processes cannot use them, ``None`` where they can.
+    """Return why ``workers`` processes cannot use ``gpus``, ``None`` where they can.
 
-    Where they are not ``placed``, all of them use the first.
+    Where they are not ``placed``, all of them use the first GPU.
     """
     if not gpus:
         return None

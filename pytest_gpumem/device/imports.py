@@ -32,7 +32,7 @@ def imports_watched() -> Iterator[None]:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Finds modules as the other finders do, and sees when the outermost import ends."""
+    """A finder that delegates to the other finders, and detects the end of the outermost import."""
 
     def __init__(self) -> None:
         self._busy: set[int] = set()
@@ -41,7 +41,7 @@ class _ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that another finder has; its loader tells when the module has run."""
+        """Return the spec that another finder has; its loader reports when the module has run."""
         thread = get_ident()
         if thread in self._busy or _is_only_asked():
             return None
@@ -67,12 +67,12 @@ class _ImportWatch(MetaPathFinder):
 
 
 def _is_only_asked() -> bool:
-    """Whether the finders are asked by ``importlib.util.find_spec`` and not by an import."""
+    """Return whether ``importlib.util.find_spec`` calls the finders, and not an import."""
     return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
 
 
 class _TidyLoader(Loader):
-    """Gives the module its own loader back, lets it run, and tidies up behind it."""
+    """A loader that restores the module's own loader, runs it, and clears its left frames."""
 
     def __init__(self, loader: Loader, busy: set[int]) -> None:
         self._loader = loader

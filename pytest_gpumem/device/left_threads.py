@@ -1,4 +1,4 @@
-"""Threads that a test leaves running on a real GPU: whose memory it is nobody can tell there."""
+"""Threads that a test leaves running on a real GPU, which cannot attribute their memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LeftThreads:
 
     def __init__(self) -> None:
         self._owners: WeakKeyDictionary[threading.Thread, str | None] = WeakKeyDictionary()
-        """``None``: a fixture that tests share, which outlives each."""
+        """The test that started each; ``None``: a fixture that tests share, which outlives them."""
 
     @contextmanager
     def started_by(self, owner: str | None) -> Iterator[None]:
-        """Let what starts inside and is nobody else's be the ``owner``'s."""
+        """Record ``owner`` for threads that start inside and have no owner yet."""
         before = set(threading.enumerate())
         try:
             yield
@@ -34,7 +34,7 @@ class LeftThreads:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each that runs still."""
+        """The notes of the test: one sentence for each thread that still runs."""
         return tuple(
             f"{owner} left {thread.name!r} running in a thread: what it allocates is counted here"
             for thread, owner in list(self._owners.items())
@@ -43,9 +43,9 @@ class LeftThreads:
 
 
 def _is_of_library(thread: threading.Thread) -> bool:
-    """Whether ``thread`` is a helper of torch's or tqdm's, or was made by C++.
+    """Return whether ``thread`` is a helper of torch's or tqdm's, or was started by C++.
 
-    Inductor's compiling processes and the monitor of progress bars have such, for good.
+    Inductor's compile workers and tqdm's monitor keep such threads permanently.
     """
     if isinstance(thread, threading._DummyThread):
         return True
@@ -54,10 +54,10 @@ def _is_of_library(thread: threading.Thread) -> bool:
 
 
 def is_set_up(fixture: object) -> bool:
-    """Whether pytest's ``fixture`` has a value now."""
+    """Return whether pytest's ``fixture`` has a value now."""
     return getattr(fixture, "cached_result", None) is not None
 
 
 def is_shared(fixture: object) -> bool:
-    """Whether pytest's ``fixture`` outlives a test."""
+    """Return whether pytest's ``fixture`` outlives a test."""
     return getattr(fixture, "scope", "function") != "function"

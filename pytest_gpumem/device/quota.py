@@ -1,4 +1,4 @@
-"""What a process may reserve of a device: a hard limit, kept by the caching allocator."""
+"""Limits on the memory that a process reserves, enforced by the caching allocator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import alloc_conf_variable
 
 SEGMENT = 2 * 2**20
-"""Bytes of the smallest segment that the allocator asks the driver for."""
+"""Bytes of the smallest segment that the allocator requests from the driver."""
 
 
 SETTING = "per_process_memory_fraction"
@@ -25,10 +25,10 @@ class QuotaError(Exception):
 
 @contextmanager
 def limited(index: int, size: int) -> Iterator[None]:
-    """Let this process reserve ``size`` bytes of ``cuda:index`` at most inside.
+    """Limit this process to reserving ``size`` bytes of ``cuda:index`` inside.
 
-    What is cached is given back first: cached blocks count, and are handed out beyond any limit.
-    The limit is tried out. Raises :class:`QuotaError` where more could be reserved all the same,
+    Cached blocks are released first: they count, and are handed out beyond any limit.
+    The limit is tested. Raises :class:`QuotaError` where more can be reserved all the same,
     or more is held already.
     """
     torch.cuda.empty_cache()
@@ -50,10 +50,10 @@ def limited(index: int, size: int) -> Iterator[None]:
 
 @contextmanager
 def inherited(fraction: float) -> Iterator[None]:
-    """Let processes that are started inside reserve ``fraction`` of a device at most, each.
+    """Limit each process that is started inside to reserving ``fraction`` of a device.
 
-    By the allocator setting ``per_process_memory_fraction``, which torch has since 2.10
-    (c10/cuda/CUDAAllocatorConfig.h); earlier releases have nothing that a child would inherit.
+    This sets the allocator's ``per_process_memory_fraction``, which torch has since 2.10
+    (c10/cuda/CUDAAllocatorConfig.h); earlier releases have no setting that a child inherits.
     """
     major, minor = torch.__version__.split(".")[:2]
     release = int(major), int(minor)

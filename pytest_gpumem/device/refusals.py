@@ -1,4 +1,4 @@
-"""Allocations that the caching allocator could not serve, as it tells them to observers."""
+"""Allocations that the caching allocator could not serve, as reported to its observers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ c10/core/CachingDeviceAllocator.h), after the allocator has let go of its lock."
 
 
 class _Relay:
-    """The one observer of this process: torch has no way to take one away again."""
+    """The one observer of this process: torch has no call that removes an observer."""
 
     def __init__(self) -> None:
         self._present: list[Observer] = []
         self._attached = False
 
     def attach(self, observer: Observer) -> None:
-        """Let ``observer`` be told from now on."""
+        """Call ``observer`` from now on."""
         if not self._attached:
             attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # undeclared
             attach(self._tell)
@@ -31,7 +31,7 @@ class _Relay:
         self._present.append(observer)
 
     def detach(self, observer: Observer) -> None:
-        """Tell ``observer`` no more."""
+        """Stop calling ``observer``."""
         self._present.remove(observer)
 
     def _tell(self, device: int, asked: int, allowed: int, free: int) -> None:
@@ -48,9 +48,9 @@ def told_to(
     detach: Callable[[Observer], Any],
     note: Callable[[int, int, int], Refusal | None],
 ) -> Iterator[list[Refusal]]:
-    """Yield the list that refusals inside are put into.
+    """Yield the list that refusals inside are added to.
 
-    ``note`` is given the device's index, the bytes that were asked for and those that were free.
+    ``note`` is called with the device's index, the requested bytes and the free bytes.
     """
     found: list[Refusal] = []
 

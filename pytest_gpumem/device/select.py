@@ -1,4 +1,4 @@
-"""Which device a test runs on: options and marker -> one active device."""
+"""The choice of the device that a test runs on, from options and marker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceSelector:
-    """Decides on first use, and once: torch is imported here and not before."""
+    """A selector that decides once, on first use: torch is imported only then."""
 
     def __init__(self, choice: DeviceChoice) -> None:
         self._choice = choice
@@ -33,12 +33,12 @@ class DeviceSelector:
         self._real: Device | None = None
         self._decided = False
         self.extra: Callable[[Device], Mapping[str, str]] | None = None
-        """What other plugins add to the environment of a device."""
+        """The function returning the entries that other plugins add to a device's environment."""
         self._extended: set[Device] = set()
 
     @property
     def seat(self) -> Seat | None:
-        """The rank that torchrun has started this process as, ``None`` where it is no such."""
+        """The rank that torchrun has started this process as, ``None`` for any other process."""
         if self.world is None:
             return None
         from pytest_gpumem.values.world import Seat
@@ -52,7 +52,7 @@ class DeviceSelector:
 
     @property
     def description(self) -> str:
-        """What is known without torch of where tests will be measured."""
+        """The words for where tests will be measured, known without torch."""
         if self._choice.kind == "dry":
             return ", ".join(f"dry {model}" for model in self._choice.models)
         models = ", ".join(f"simulated {model}" for model in self._choice.models)
@@ -66,14 +66,14 @@ class DeviceSelector:
 
     @property
     def only_model(self) -> str | None:
-        """The model of the dry device, which a process has one of; ``None`` for other devices."""
+        """The model of the dry device, of which a process has one; ``None`` for other devices."""
         return self._choice.models[0] if self._choice.kind == "dry" else None
 
     def models(self, expectation: Expectation | None) -> Sequence[str]:
         """Return the GPU models that a test is to be simulated on, one by one.
 
-        Known without torch, so that collecting does not import it; where a GPU is found later, the
-        first of them stands for it.
+        This imports no torch, so that collecting does not either; where a GPU is found later,
+        it runs as the first of them.
         """
         if expectation is not None and expectation.gpu:
             return expectation.gpu
@@ -90,8 +90,8 @@ class DeviceSelector:
     ) -> Device:
         """Return the real device, or a simulated one of ``model`` (``None``: as the options say).
 
-        One of which more is ``computed`` is another device. So is
-        that of a rank; the real one is the rank's own, as torchrun has started it.
+        Devices differ by how much is ``computed``, and by rank; the real one is always this
+        process's own, as torchrun has started it.
         Raises ``DeviceError`` where the options ask for a CUDA device that is not there, the
         environment has allocator settings that no device takes, or a plugin that adds to it fails.
         """
@@ -121,7 +121,7 @@ class DeviceSelector:
     ) -> Device | None:
         """Return the real or dry device to measure on, ``None`` where tests are simulated.
 
-        Of the dry one another for each way in which values are ``computed``, and for each rank.
+        There is one dry device for each way in which values are ``computed``, and for each rank.
         """
         if not self._decided:
             self.check_torch()
@@ -132,7 +132,7 @@ class DeviceSelector:
         return self._real
 
     def _dry(self, computed: Computed, seat: Seat | None) -> DryDevice:
-        """Return the dry device, or that of a rank, which leaves the groups of other ranks."""
+        """Return the dry device, or a rank's; that leaves the process groups of other ranks."""
         key = computed, seat
         if key not in self._dry_devices:
             from pytest_gpumem.device.dry import DryDevice
@@ -146,7 +146,7 @@ class DeviceSelector:
         return self._dry_devices[key]
 
     def forget(self, fixture: object) -> None:
-        """Drop what any device knows of a fixture that has been torn down."""
+        """Drop every device's records of a fixture that has been torn down."""
         for device in (*self._simulated.values(), *self._dry_devices.values()):
             device.forget(fixture)
 
@@ -195,4 +195,4 @@ class DeviceSelector:
 
 
 SELECTOR = pytest.StashKey[DeviceSelector]()
-"""Of a config whose devices another plugin chooses."""
+"""The stash key of the selector where another plugin chooses the devices of the config."""

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 class SimulatedDevice:
-    """The simulated machine of one name; it serves all tests of the process, as a real one would.
+    """The simulated machine of one name; it serves all tests of the process, as a real one does.
 
     ``name`` is a model or several of it, ``"A100-80GB*2"``; the first GPU is the tests' own. With
-    ``real_values`` the CPU computes what is simulated, so that tests can read every value.
-    With ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` says what
-    becomes of compiled code, as ``simulate`` takes it. With a ``seat`` the process is one rank of
+    ``real_values`` the CPU computes all values, so that tests can read them.
+    With ``stand_ins`` tests may import flash-attn where it is not installed. ``compile`` selects
+    the treatment of compiled code, as in ``simulate``. With a ``seat`` the process is one rank of
     several, whose GPU is the tests' own.
     """
 
@@ -61,7 +61,7 @@ class SimulatedDevice:
         self._membership: Membership | None = None
         world = None
         if seat is not None:
-            # torch.distributed takes a while to import.
+            # torch.distributed is slow to import.
             from pytest_gpumem.simulated.distributed.process_groups import Membership
 
             per_machine = machine.per_machine or seat.per_machine
@@ -75,24 +75,24 @@ class SimulatedDevice:
         self._own = self._gpus[self._simulation.first_index]
         self._set_up: dict[object, _SetUp] = {}
         self._expected: list[object] = []
-        """Fixtures of the present test whose memory is not there yet, in order."""
+        """The fixtures of the current test whose memory is not allocated yet, in order."""
         self._present: set[object] = set()
-        """Those whose memory is there."""
+        """The fixtures whose memory is allocated."""
         self._renewed: Renewed = lambda *_: None
         self._stray: dict[str, int] = {}
         self._shared: dict[str, SimulatedGPU] = {}
-        """By name: the GPUs whose memory other processes take from, too."""
+        """The GPUs whose memory other processes share, by name."""
         self._collector = Collector()
         self.extra: Mapping[str, str] = {}
 
     @property
     def index(self) -> int:
-        """As in ``cuda:0``."""
+        """The device's index, as in ``cuda:0``."""
         return self._own.index
 
     @property
     def environment(self) -> Environment:
-        """What its numbers depend on."""
+        """The environment that its numbers depend on."""
         own = self._own.environment
         if self._seat is not None:
             own = replace(own, gpu=self._name, ranks=self._seat.name)
@@ -100,17 +100,17 @@ class SimulatedDevice:
 
     @property
     def total_memory(self) -> int:
-        """Bytes of one GPU, as the catalogue says."""
+        """The bytes of one GPU in the catalogue."""
         return self._own.model.total_memory
 
     @property
     def events(self) -> int:
-        """A hash of what the tests' own allocator did in the present test."""
+        """A hash of the events of the tests' own allocator in the current test."""
         return hash_of_events(self._own)
 
     @property
     def recorder(self) -> Recorder:
-        """What remembers every block: a simulated device always does."""
+        """The recorder of every block, which a simulated device always has."""
         return SimulatedRecorder(self._simulation)
 
     def workspaces(self) -> frozenset[Block]:
@@ -119,7 +119,7 @@ class SimulatedDevice:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Serve ``cuda`` from this device inside; captures that are left open end with it."""
+        """Serve ``cuda`` from this device inside; abandon captures that are left open."""
         with ExitStack() as inside:
             inside.enter_context(self._simulation.active())
             if self._membership is not None:
@@ -132,10 +132,10 @@ class SimulatedDevice:
     def begin_test(self, name: str, fixtures: Sequence[object], renewed: Renewed) -> None:
         """Begin with an empty device on which only ``fixtures`` are set up, in this order.
 
-        Each that is set up by now follows those before it, which the test may still have to set up.
+        Those that are set up follow those before them, which the test may still have to set up.
 
         A leak, or a traceback that keeps tensors of a failed test, then changes no number; nor does
-        the device that another test made the current one.
+        the current device that another test selected.
         """
         self._forget()
         self._simulation.threads.begin(name)
@@ -163,11 +163,11 @@ class SimulatedDevice:
         self._stray = {str(gpu.torch_device): gpu.left_behind for gpu in self._gpus}
 
     def absent(self, fixtures: Iterable[object]) -> Sequence[object]:
-        """Return those that the body asked for and that an earlier test has set up."""
+        """Return the fixtures that the body requested and an earlier test has set up."""
         return [one for one in fixtures if one in self._set_up and one not in self._present]
 
     def bring(self, fixture: object) -> None:
-        """Repeat the set-up of ``fixture`` in the memory of the present test."""
+        """Repeat the set-up of ``fixture`` in the memory of the current test."""
         self._present.add(fixture)
         logs = self._set_up[fixture].logs
         taken = [gpu.repeat(log) for gpu, log in zip(self._gpus, logs, strict=True)]
@@ -183,15 +183,15 @@ class SimulatedDevice:
         self._repeat()
 
     def _repeat(self) -> None:
-        """Repeat the set-ups that are next, as far as they are known."""
+        """Repeat the set-ups that are next, as far as their logs exist."""
         while self._expected and self._expected[0] in self._set_up:
             self.bring(self._expected.pop(0))
 
     @contextmanager
     def measuring(self, name: str) -> Iterator[None]:
-        """Let the test ``name`` go from set-up to teardown inside.
+        """Run the test ``name`` inside, from set-up to teardown.
 
-        The garbage collector runs at moments that the GPUs' blocks decide.
+        The garbage collector runs at times that depend on the GPUs' blocks only.
         """
         with (
             self._simulation.threads.owned_by(name),
@@ -202,14 +202,14 @@ class SimulatedDevice:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Let no peak inside have anything to say of the test's estimates."""
+        """Keep peaks inside from adding to the test's notes on estimates."""
         with ExitStack() as paused:
             for gpu in self._gpus:
                 paused.enter_context(gpu.estimates.unmeasured())
             yield
 
     def restart_collector(self) -> None:
-        """Begin anew what depends on all that has run: the collector, autograd's numbering."""
+        """Reset state that depends on all earlier code: the collector, autograd's numbering."""
         self._collector.restart()
         running.begin()
         self._simulation.numbering.begin()
@@ -217,9 +217,9 @@ class SimulatedDevice:
             gpu.restart_collector(self._collector)
 
     def begin_unmeasured(self) -> None:
-        """Forget what happened in earlier tests: a long run would hold and search all of it.
+        """Forget the events of earlier tests: a long run would hold and search all of them.
 
-        What the code under test has asked the allocator to record stays, as on a GPU.
+        A recording that the code under test has switched on stays, as on a GPU.
         """
         self._forget()
         for gpu in self._gpus:
@@ -233,12 +233,12 @@ class SimulatedDevice:
         self._simulation.forget_reads()
 
     def end_body(self) -> None:
-        """Raise what a thread that nobody joined could not run: :class:`SimulationError`."""
+        """Raise the failure of a thread that was not joined: a :class:`SimulationError`."""
         self._simulation.threads.raise_failures()
 
     @contextmanager
     def setting_up(self, fixture: object) -> Iterator[None]:
-        """Log what the set-up of ``fixture``, which goes on inside, allocates."""
+        """Log the allocations of the set-up of ``fixture``, which runs inside."""
         before = self._simulation.current_index
         sizes = self._own.workspaces.settings.chosen
         earlier = dict(sizes)
@@ -267,7 +267,7 @@ class SimulatedDevice:
         self._set_up.pop(fixture, None)
 
     def complete(self, measurement: Measurement) -> Measurement:
-        """Return ``measurement`` marked as simulated, with the sentences that go with it."""
+        """Return ``measurement`` marked as simulated, with its notes."""
         return replace(
             measurement,
             simulated=True,
@@ -282,31 +282,31 @@ class SimulatedDevice:
 
     @property
     def following(self) -> Computed | None:
-        """What the next run computes of a test that needs more values; ``None``: there is none."""
+        """The values that a further run of the test computes; ``None`` where there is none."""
         return None if self.has_values else Computed.ALL
 
     @property
     def decided(self) -> None:
-        """Nothing: who decides by a value that is not known is stopped."""
+        """Nothing: a test whose control flow uses an unknown value is stopped."""
 
     @property
     def made_up(self) -> bool:
-        """Whether the present test has gone by a value that nobody computed."""
+        """Whether the current test used a value that was not computed."""
         return self._simulation.granted or bool(self._simulation.neutral_reads)
 
     @property
     def work(self) -> Work:
-        """What computing the values of the present test takes."""
+        """The work of computing the values of the current test."""
         return self._simulation.values.work
 
     def note(self, sentence: str) -> None:
-        """Say ``sentence`` with the numbers of the present test."""
+        """Add ``sentence`` to the notes of the current test."""
         self._simulation.note(sentence)
 
     def share(self, folder: Path) -> Sequence[SharedSimulatedDevice]:
-        """Take memory from the devices of the same name that other processes simulate too.
+        """Take memory from the devices of the same name that other processes simulate, too.
 
-        Of several in the machine, this process's ``cuda:0`` is the least loaded one.
+        If the machine has several, this process's ``cuda:0`` is the least loaded one.
         """
         model, count = self._own.model, len(self._gpus)
         devices = [
@@ -324,12 +324,12 @@ class SimulatedDevice:
         return shared
 
     def held(self, name: str) -> tuple[int, int]:
-        """Return the bytes that stand for a context, none, and those that are reserved."""
+        """Return the bytes of a context, 0, and the reserved bytes."""
         return 0, self._shared[name].allocator.reserved
 
     @contextmanager
     def limited(self, size: int) -> Iterator[None]:
-        """Let the first GPU's allocator reserve ``size`` bytes at most inside."""
+        """Limit the first GPU's allocator to reserving ``size`` bytes inside."""
         gpu = self._own
         if size >= gpu.model.total_memory:
             yield
@@ -344,7 +344,7 @@ class SimulatedDevice:
             gpu.allocator.set_memory_fraction(1.0)
 
     def refusals(self) -> AbstractContextManager[Sequence[Refusal]]:
-        """Return the list that takes what the first GPU's allocator cannot serve inside."""
+        """Return the list that collects the refusals of the first GPU's allocator inside."""
         gpu = self._own
 
         def note(index: int, asked: int, free: int) -> Refusal:
@@ -354,35 +354,35 @@ class SimulatedDevice:
         return told_to(observers.append, observers.remove, note)
 
     def fault(self) -> str | None:
-        """Return nothing: what is simulated has no kernels that could fail."""
+        """Return ``None``: a simulation has no kernels that could fail."""
         return None
 
     @property
     def shares_faults(self) -> bool:
-        """No: what is simulated is this process's own."""
+        """False: a simulated device belongs to one process."""
         return False
 
     def empty_cache(self) -> None:
-        """Give unused segments back."""
+        """Release unused segments and the workspaces."""
         for gpu in self._gpus:
             gpu.workspaces.clear()
             gpu.allocator.empty_cache()
 
     def nvml(self) -> None:
-        """Return nothing: there is no device to read."""
+        """Return ``None``: there is no device to read."""
 
 
 @dataclass(frozen=True)
 class _SetUp:
-    """What the set-up of a fixture did to the machine."""
+    """The effect of a fixture's set-up on the machine."""
 
     logs: list[SetupLog]
-    """One of each GPU."""
+    """The logs, one for each GPU."""
     current_index: int | None
-    """The device that it made the current one."""
+    """The device that it made the current one, ``None`` if it did not change it."""
     workspace_sizes: dict[str, int]
     """Bytes by library, where it set a workspace's size; see ``WorkspaceSettings.chosen``."""
     has_real_meta: bool
-    """Whether there were meta tensors of the user's own by then."""
+    """Whether there were meta tensors of the user's own at its end."""
     has_streams: bool
-    """Whether there were streams of the user's own by then."""
+    """Whether there were streams of the user's own at its end."""

@@ -1,4 +1,4 @@
-"""Phases that nobody had to name: forward, backward and step."""
+"""Phases that are found automatically: forward, backward and step."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ BACKWARD = "backward"
 STEP = "step"
 
 _BACKWARD_ENTRIES = (torch.autograd, torch.autograd.graph)
-"""Where ``_engine_run_backward`` is looked up: ``backward()`` finds it in the first."""
+"""The modules that hold ``_engine_run_backward``: ``backward()`` finds it in the first."""
 
 
 @dataclass
 class _Step:
-    """An optimizer step that has begun; torch tells of its end only if it succeeds."""
+    """An optimizer step that has begun; torch reports its end only if it succeeds."""
 
     phase: Phase | None
     frame: FrameType
@@ -39,12 +39,12 @@ class _Step:
 
     @property
     def is_over(self) -> bool:
-        """Whether the step was left by an exception, so that nobody told of its end."""
+        """Whether the step was left by an exception, so that its end was not reported."""
         return get_ident() == self.thread and not _is_running(self.frame)
 
 
 class AutomaticPhases:
-    """Finds the phases of a body by itself: what is outermost counts, whatever it calls.
+    """The automatic phases of a body: the outermost call counts, whatever it calls.
 
     Automatic phases never contain each other: a module that checkpointing runs again during
     backward belongs to backward. A step that is handed a closure, as Lightning's loop does, is
@@ -91,7 +91,7 @@ class AutomaticPhases:
             self._close_step()
 
     def _outermost(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        # Modules inside modules come here, too, a thousand times a step.
+        # Modules inside modules call this, too, a thousand times a step.
         is_compiling = torch.compiler.is_compiling
 
         @functools.wraps(function)

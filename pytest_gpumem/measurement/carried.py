@@ -1,4 +1,4 @@
-"""What one step of a loop leaves for the next one, and the variable that holds it."""
+"""Blocks that one step of a loop leaves for the next one, and the variable that holds them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pytest_gpumem.measurement.leaks import graph_of
 from pytest_gpumem.simulated.common.callsite import is_internal
 
 Held = Callable[[], Iterable[tuple[int, int, Origin | None]]]
-"""Returns address, bytes and origin of every live block."""
+"""A function returning address, bytes and origin of every live block."""
 
 LOOKS = 5
-"""Forwards at whose beginning it is looked."""
+"""The number of forwards at whose beginning live blocks are inspected."""
 MOST_ITEMS = 10_000
-"""Of a container that are looked at."""
+"""The most items of a container that are inspected."""
 DEEPEST = 3
-"""Containers within containers."""
+"""The deepest nesting of containers that is inspected."""
 
 _TESTERS = ("_pytest", "pluggy", "pytest_gpumem")
 _CONTAINERS = (list, dict, tuple, set, deque)
@@ -41,20 +41,20 @@ class _Variable:
 
 
 class _Holder(NamedTuple):
-    """A variable that keeps what an earlier step has made."""
+    """A variable that keeps tensors of an earlier step."""
 
     holder: str
     where: str
     kind: str
-    """The container that it is, empty for a tensor."""
+    """The type of the variable if it is a container, empty for a tensor."""
     graph: bool
     """Whether tensors in it keep the graph that computed them."""
 
 
 class Carried:
-    """Looks at the beginning of each forward for what earlier forwards have left.
+    """Blocks that earlier forwards have left, collected at the beginning of each forward.
 
-    That are blocks made since the first one began, and by no backward, that no module and no
+    These are blocks made since the first one began, and by no backward, that no module and no
     optimizer holds.
     """
 
@@ -64,10 +64,10 @@ class Carried:
         self._forwards = 0
         self._bytes: list[int] = []
         self._seen: list[dict[_Holder, int]] = []
-        """Bytes by who holds them, at each look."""
+        """The bytes by holder, at each inspection."""
 
     def forward(self, known: Callable[[], Iterable[int]]) -> None:
-        """A forward begins; ``known`` are the addresses that modules and optimizers hold."""
+        """Record the beginning of a forward; ``known`` are addresses of modules and optimizers."""
         self._forwards += 1
         if self._forwards > LOOKS:
             return
@@ -84,7 +84,7 @@ class Carried:
         self._seen.append(_holders_of(left) if left else {})
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: bytes that were there at each look, and who held the most of them."""
+        """Return the JSON form: the left bytes at each inspection, and their largest holder."""
         if not any(self._bytes):
             return {}
         last = next((seen for seen in reversed(self._seen) if seen), {})
@@ -100,9 +100,9 @@ def _of_forward(origin: Origin | None) -> bool:
 
 
 def _holders_of(left: Mapping[int, int]) -> dict[_Holder, int]:
-    """Return the variables that hold some of these blocks, and how many bytes of them.
+    """Return the variables that hold some of the ``left`` blocks, and their bytes.
 
-    Graphs are not walked: to look at what a node has saved runs the hooks that unpack it, which
+    Graphs are not walked: reading a node's saved tensors runs the hooks that unpack them, which
     under checkpointing compute a module again.
     """
     found: dict[_Holder, int] = {}
@@ -119,7 +119,7 @@ def _holders_of(left: Mapping[int, int]) -> dict[_Holder, int]:
 
 
 def _variables() -> Iterator[_Variable]:
-    """Yield the variables of the functions of the user that run, and of their modules."""
+    """Yield the variables of the user's functions that run, and of their modules."""
     frame: FrameType | None = sys._getframe(1)
     modules: set[str] = set()
     while frame is not None:
@@ -136,10 +136,10 @@ def _variables() -> Iterator[_Variable]:
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of ``frame``, without letting it keep them.
+    """Return the local variables of ``frame``, without making it keep them alive.
 
-    Until Python 3.12 a frame holds on to the dictionary that it shows, and so to values that the
-    function has given up since.
+    Until Python 3.12 a frame keeps the dictionary that it returns, and so values that the
+    function has released since.
     """
     shown = frame.f_locals
     found = dict(shown)

@@ -1,9 +1,9 @@
-"""What torch allocates while it compiles, kept out of the peaks of the test that makes it compile.
+"""Allocations of torch while it compiles, kept out of the peaks of the test that compiles.
 
 Inductor measures kernels on copies of their arguments and beside a buffer that empties the cache,
-and folds constants. All that is given back before the first call goes on. Dynamo tells when it
+and folds constants. It frees all of that before the first call continues. Dynamo reports when it
 compiles a frame or a backward pass; kernels with several configurations are measured when they are
-first launched. The recording of a CUDA graph is no compiling: its pool is the program's own.
+first launched. The recording of a CUDA graph is no compiling: its pool belongs to the program.
 
 Source: torch/_dynamo/callback.py and torch/_inductor/runtime/triton_heuristics.py, torch 2.6 to
 2.13.
@@ -28,7 +28,7 @@ _RECORDING = "CUDAGRAPH_RECORDING"
 
 
 class Compiling:
-    """Lets no phase of ``tracker`` have a peak while torch compiles."""
+    """A guard that keeps peaks during compilation out of the phases of ``tracker``."""
 
     def __init__(self, tracker: PhaseTracker) -> None:
         self._tracker = tracker
@@ -38,11 +38,11 @@ class Compiling:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Hear of each compilation inside."""
+        """Register callbacks for each compilation inside."""
         with pytest.MonkeyPatch.context() as self._patches:
             if _CALLBACKS in sys.modules:
                 self._listen()
-            else:  # it takes as long to import as torch, for who compiles
+            else:  # its import takes as long as torch's, and only programs that compile need it
                 self._patches.setattr(torch, "compile", self._first(torch.compile))
             try:
                 yield

@@ -1,4 +1,4 @@
-"""From what was recorded and seen of a test to the compositions of its peaks."""
+"""Compositions of a test's peaks, from its recorded events and the witness's observations."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ HOLDERS = (torch.nn.Module, torch.optim.Optimizer)
 
 @dataclass
 class Beginning:
-    """What every device held when the body began, and how far its allocator had come."""
+    """The live blocks of every device when the body began, and the positions of its allocators."""
 
     positions: Positions
     held: Mapping[int, list[tuple[int, int, Origin | None]]]
     segments: Mapping[int, Segments] = field(default_factory=dict)
-    """What was held from the driver, where a report shows it over time."""
+    """The segments held from the driver, where a report shows them over time."""
 
     @classmethod
     def of(cls, recorder: Recorder, own: frozenset[Block] | None) -> Beginning:
-        """Return the present state; ``own`` are the test's own blocks, ``None`` where all are."""
+        """Return the current state; ``own`` are the test's own blocks, ``None`` where all are."""
         positions = recorder.positions()
         addresses = None if own is None else {block.address for block in own}
         held = {
@@ -64,7 +64,7 @@ class Beginning:
 
 
 class Account:
-    """Accounts for the bytes of one test: composes its peaks, and what it left behind."""
+    """An account of the bytes of one test: the compositions of its peaks, and its leaks."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Account:
         locate: Callable[[Origin], tuple[str, int, str] | None] | None = None,
     ) -> None:
         self.timelines = timelines
-        """Whether a report shows what was allocated over time."""
+        """Whether a report shows the allocated bytes over time."""
         self._classify, self._locate = classify, locate
-        """As of :class:`History`."""
+        """The functions of the same names in :class:`History`."""
         self._recorder = recorder
         self._root = root
         self._set_up = self._beginning = Beginning((), {})
@@ -89,13 +89,13 @@ class Account:
         self.positions = recorder.positions
 
     def set_up(self) -> None:
-        """The test is about to be set up: its fixtures may have phases, too."""
+        """Record the state before the test's fixtures are set up, which may have phases, too."""
         self._set_up = Beginning.of(self._recorder, None)
 
     def begin(self, fixtures: Iterable[Any], own: frozenset[Block] | None) -> None:
-        """A run of the body begins; ``fixtures`` are the values that the test was given.
+        """Begin a run of the body; ``fixtures`` are the values that the test was given.
 
-        ``own`` are the blocks that are the test's, ``None`` where there are no others.
+        ``own`` are the test's blocks, ``None`` where there are no others.
         """
         self.witness.begin_run()
         for holder in _holders(fixtures):
@@ -106,21 +106,21 @@ class Account:
             self._beginning.segments = {one: self._recorder.segments(one) for one in devices}
 
     def found(self, values: Iterable[Any]) -> None:
-        """Know ``values`` of fixtures that the body has asked for."""
+        """Watch the ``values`` of fixtures that the body has requested."""
         for holder in _holders(values):
             self.witness.watch(holder)
 
     def watching(self, tracker: PhaseTracker) -> AbstractContextManager[None]:
-        """See what memory is for inside, and find the phases of ``tracker``."""
+        """Observe what memory is used for inside, and find the phases of ``tracker``."""
         return AutomaticPhases(tracker, self.witness).watching()
 
     def end(self) -> None:
-        """The run is over: a last look at what is still there."""
+        """End the run with a last inspection of live state."""
         self.witness.look()
         self._end = self._recorder.positions()
 
     def facts(self, sites: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what the run did, and the releases of the libraries whose lines ``sites`` name."""
+        """Return the run's facts, and the releases of the libraries that ``sites`` name."""
         libraries = releases_of(filter(None, (site.get("site") for site in sites)), self._root)
         found = self.witness.facts.to_dict()
         return {**found, "libraries": libraries} if libraries else found
@@ -128,7 +128,7 @@ class Account:
     def out_of_memory(
         self, device: int, tracker: PhaseTracker, *, total: int, version: tuple[int, int]
     ) -> OutOfMemory | None:
-        """Return what there is to say of the last allocation that failed, ``None`` without one.
+        """Return the analysis of the last allocation that failed, ``None`` without one.
 
         ``total`` are the bytes of the device, ``version`` is the torch release.
         """
@@ -152,7 +152,7 @@ class Account:
         )
 
     def compositions(self, device: int, tracker: PhaseTracker) -> dict[str, Composition]:
-        """Return what was live at the peaks of the phases that fixtures had, before the run."""
+        """Return the compositions at the peaks of the fixtures' phases before the run."""
         begin = position_on(device, self._beginning.positions)
         windows = [window for phase in tracker.phases.values() for window in phase.windows]
         if all(position_on(device, opened) >= begin for opened, _ in windows):
@@ -163,7 +163,7 @@ class Account:
         return compositions(history)
 
     def history(self, device: int, tracker: PhaseTracker, workspaces: Iterable[Block]) -> History:
-        """Return what the last run did on ``device``; ``workspaces`` are its blocks of cuBLAS."""
+        """Return the last run's history on ``device``; ``workspaces`` are its blocks of cuBLAS."""
         return self._history(device, tracker, workspaces, self._beginning)
 
     def _history(
@@ -219,7 +219,7 @@ class Account:
 def composed(
     phases: Mapping[str, PhaseRecord], found: Mapping[str, Composition]
 ) -> dict[str, PhaseRecord]:
-    """Return ``phases`` with what was live at their peaks, to the byte."""
+    """Return ``phases`` with the blocks live at their peaks, to the byte."""
     return {
         name: _holding(phase, settled(found[name], phase.peak_allocated))
         if name in found
@@ -229,7 +229,7 @@ def composed(
 
 
 def explained_by(first: Measurement, again: Measurement) -> Measurement:
-    """Return the numbers of ``first`` with what ``again``, the same run repeated, tells of them."""
+    """Return the numbers of ``first`` with the explanations of ``again``, the same run repeated."""
     found = {
         name: Composition(phase.composition, tuple(map(Site.from_dict, phase.sites)))
         for name, phase in again.phases.items()
@@ -256,9 +256,9 @@ def _holding(phase: PhaseRecord, composition: Composition) -> PhaseRecord:
 def leaks(
     history: History, device: int, blocks: Iterable[Block], *, named: bool
 ) -> tuple[dict[str, Any], ...]:
-    """Return the sites of the ``blocks`` on ``device`` that were left behind.
+    """Return the sites of the leaked ``blocks`` on ``device``.
 
-    Who holds them is found out where they are to be ``named``: that reads the whole heap.
+    Their holders are searched only where they are to be ``named``: that reads the whole heap.
     """
     left = frozenset(block for block in blocks if block.device == device)
     addresses = {block.address for block in left}
@@ -268,7 +268,7 @@ def leaks(
 
 
 def _holders(values: Iterable[Any]) -> Iterable[torch.nn.Module | torch.optim.Optimizer]:
-    """Yield the modules and optimizers among ``values`` and in what these hold directly."""
+    """Yield the modules and optimizers among ``values`` and directly inside of them."""
     for value in values:
         inner = [value, *_parts(value)]
         yield from (part for part in inner if isinstance(part, HOLDERS))

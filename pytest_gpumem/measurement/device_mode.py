@@ -1,7 +1,7 @@
-"""How a device is divided, who may use it, and how much of it this container may have.
+"""The partition of a device, its permitted users, and the part of it this container may use.
 
-The driver tells of MIG, vGPU, compute modes, MPS and memory limits of cgroups; HAMi and cGPU tell
-by variables of the container's environment.
+The driver reports MIG, vGPU, compute modes, MPS and memory limits of cgroups; HAMi and cGPU use
+variables of the container's environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from pytest_gpumem.sizes import GIB, format_size
 
 MPS_DIRECTORY = "/tmp/nvidia-mps"
-"""Where MPS meets its clients unless CUDA_MPS_PIPE_DIRECTORY says otherwise (NVIDIA's MPS guide,
+"""The directory of MPS's pipes unless CUDA_MPS_PIPE_DIRECTORY names another (NVIDIA's MPS guide,
 "Appendix: Environment Variables")."""
 _MPS_PID = "nvidia-cuda-mps-control.pid"
 
@@ -24,27 +24,27 @@ _HAMI_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 @dataclass(frozen=True)
 class NvmlMode:
-    """How the device is divided and who may use it."""
+    """The partition of a device and the processes that may use it."""
 
     mig_profile: str | None = None
-    """``1g.5gb``; empty for a MIG instance whose name does not tell; ``None`` for a whole GPU."""
+    """``1g.5gb``; empty for a MIG instance whose name lacks it; ``None`` for a whole GPU."""
     vgpu: bool = False
     mps: bool = False
     exclusive_process: bool = False
-    """One process at a time may have a context; under MPS its server is that process."""
+    """Whether one process at a time may have a context; under MPS its server is that process."""
     prohibited: bool = False
-    """No process may have a context."""
+    """Whether no process may have a context."""
     limited_by: str | None = None
-    """What limits this container's part of the device: ``HAMi``, ``cGPU`` or ``cgroup``."""
+    """The software that limits this container's part: ``HAMi``, ``cGPU`` or ``cgroup``."""
     limit: int | None = None
-    """Bytes of that part."""
+    """The bytes of that part."""
 
     @property
     def partition(self) -> str:
-        """What of it numbers may depend on: ``MIG-1g.5gb``, ``vGPU``, ``MPS`` or a combination.
+        """The mode that numbers may depend on: ``MIG-1g.5gb``, ``vGPU``, ``MPS`` or a combination.
 
         Empty for a whole device in its default mode. A limit counts without its size: the
-        allocator's numbers do not depend on what it may not have.
+        allocator's numbers do not depend on memory that it may not have.
         """
         parts = (
             None if self.mig_profile is None else f"MIG-{self.mig_profile}".rstrip("-"),
@@ -62,7 +62,7 @@ class NvmlMode:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What a person is told of it; nothing of a whole device in its default mode."""
+        """The mode in words for a reader; empty for a whole device in its default mode."""
         limit = "" if self.limit is None else f" leaves {format_size(self.limit)}"
         words = (
             None if self.mig_profile is None else f"MIG {self.mig_profile}".rstrip(),
@@ -76,9 +76,9 @@ class NvmlMode:
 
 
 def mps_daemon_runs(environ: Mapping[str, str]) -> bool:
-    """Whether processes of this environment would be clients of MPS.
+    """Return whether processes of this environment would be clients of MPS.
 
-    Where CUDA_MPS_PIPE_DIRECTORY is set, somebody wants them to be; else by the daemon's PID file.
+    They are if CUDA_MPS_PIPE_DIRECTORY is set; else the daemon's PID file decides.
     """
     if "CUDA_MPS_PIPE_DIRECTORY" in environ:
         return True
@@ -88,16 +88,16 @@ def mps_daemon_runs(environ: Mapping[str, str]) -> bool:
         return False
     import psutil
 
-    # Not os.kill(pid, 0), which only asks under Linux and macOS: Windows sends Ctrl-C.
+    # Not os.kill(pid, 0), which is a mere test under Linux and macOS only: Windows sends Ctrl-C.
     return bool(psutil.pid_exists(pid))
 
 
 def container_limit(
     environ: Mapping[str, str], index: int, total: int
 ) -> tuple[str, int | None] | None:
-    """Return who limits this container's part of NVML's device ``index``, and to how many bytes.
+    """Return the name and bytes of the limit on this container's part of NVML's device ``index``.
 
-    ``total`` are those that NVML shows of it. ``None`` where neither HAMi nor cGPU does.
+    ``total`` are the bytes that NVML reports. ``None`` where neither HAMi nor cGPU limits it.
     """
     if hami := _hami_limit(environ, index):
         return "HAMi", hami
@@ -108,7 +108,7 @@ def container_limit(
 
 
 def _hami_limit(environ: Mapping[str, str], index: int) -> int | None:
-    """Bytes by HAMi-core's rule: the device's own variable, else that of all; 0 is no limit.
+    """Return the bytes by HAMi-core's rule: the device's own variable, else that of all; 0 is none.
 
     Source: HAMi-core's README and src/multiprocess/multiprocess_memory_limit.c,
     do_init_device_memory_limits; its indices are NVML's.
@@ -121,11 +121,11 @@ def _hami_limit(environ: Mapping[str, str], index: int) -> int | None:
 
 
 def _cgpu_limit(environ: Mapping[str, str], total: int) -> int | None:
-    """Bytes by Alibaba's cGPU: so many of the so many GiB that its variables divide the card into.
+    """Return the bytes by Alibaba's cGPU: some of the GiB that its variables divide the card into.
 
     Source: Alibaba Cloud, "Use Docker to install and use cGPU": CGPU_DISABLE switches it off, and
-    without ALIYUN_COM_GPU_MEM_CONTAINER it does not start. NVML in the container shows the part
-    alone, or the whole card where only the scheduler goes by the variables.
+    without ALIYUN_COM_GPU_MEM_CONTAINER it does not start. NVML in the container shows only the
+    part, or the whole card where only the scheduler uses the variables.
     """
     if environ.get("CGPU_DISABLE", "").lower() in ("1", "true"):
         return None

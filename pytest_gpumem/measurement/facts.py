@@ -1,4 +1,4 @@
-"""What a running test did that memory depends on, noted while it does it: evidence for causes."""
+"""Events of a running test that memory depends on, recorded as evidence for causes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pytest_gpumem.measurement.carried import Carried, Held
 from pytest_gpumem.values.errors import SimulationError
 
 MOST_NAMES = 20
-"""Modules that are named of each kind."""
+"""The most modules that are named of each kind."""
 MOST_LARGEST = 8
-"""Parameters of a model whose shapes are kept."""
+"""The number of a model's parameters whose shapes are kept."""
 
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
 """Classes of torch that a module has where its parameters are sharded."""
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Those that some fused kernel of attention takes: ``check_tensor_dtype`` in
+"""Dtypes that some fused kernel of attention takes: ``check_tensor_dtype`` in
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
 _BFLOAT16_SINCE = 8, 0
-"""Compute capability; below, the memory-efficient kernel takes the two others alone."""
+"""The compute capability from which the memory-efficient kernel takes bfloat16."""
 _ALIGNED_HEAD = 8
 """Elements that a head is a multiple of, in half precision (``check_head_dim_size_*``)."""
 
@@ -43,11 +43,11 @@ class Facts:
         self._attention: dict[str, int] = {}
         self._unfused: dict[str, None] = {}
         self.failed_unfused = ""
-        """Why the kernel of attention was no fused one in which memory ran out."""
+        """The reason why the attention kernel in which memory ran out was not a fused one."""
         self._carried = Carried(held)
 
     def forward(self, known: Callable[[], Iterable[int]]) -> None:
-        """An outermost forward begins; ``known`` are the addresses that modules and optimizers
+        """Record an outermost forward; ``known`` are the addresses that modules and optimizers
         hold."""
         on = torch.is_grad_enabled()
         self._grad["on" if on else "off"] += 1
@@ -56,7 +56,7 @@ class Facts:
         self._carried.forward(known)
 
     def model(self, module: torch.nn.Module) -> None:
-        """A model is known: its size, its largest parameters and how it is sharded."""
+        """Record a model: its size, its largest parameters and how it is sharded."""
         named = [(name, one) for name, one in module.named_parameters() if _has_shape(one)]
         named.sort(key=lambda pair: (-pair[1].numel(), pair[0]))
         units = {
@@ -69,27 +69,27 @@ class Facts:
         }
 
     def given(self, tensor: torch.Tensor) -> None:
-        """A model is called with ``tensor``."""
+        """Record the shape of a ``tensor`` that a model is called with."""
         shape = tuple(tensor.shape)
         if shape not in self._inputs and len(self._inputs) < MOST_LARGEST:
             self._inputs.append(shape)
 
     def recomputed(self, path: str) -> None:
-        """The module ``path`` runs within backward."""
+        """Record that the module ``path`` runs within backward."""
         if len(self._recomputed) < MOST_NAMES:
             self._recomputed[_general(path)] = None
 
     def backward(self, retained: bool) -> None:
-        """Backward runs, and keeps its graph or not."""
+        """Record a backward, and whether it keeps its graph."""
         self._graphs = 0
         self._retained += retained
 
     def zeroed(self, set_to_none: bool) -> None:
-        """Gradients are freed or filled with zeros."""
+        """Record that gradients are freed or filled with zeros."""
         self._kept_zeros += not set_to_none
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has stepped."""
+        """Record the kind and state of an optimizer that has stepped."""
         kind = type(optimizer).__name__
         if kind not in self._optimizers:
             states: Mapping[str, Any] = next((s for s in optimizer.state.values() if s), {})
@@ -97,7 +97,7 @@ class Facts:
             self._optimizers[kind] = {"kind": _implementation(optimizer), "state": sorted(names)}
 
     def called(self, path: str, arguments: tuple[Any, ...]) -> None:
-        """A module is called with ``arguments``; the layout of an image is of interest."""
+        """Record the memory layout of an image among the ``arguments`` of a module."""
         image = arguments[0] if arguments else None
         if isinstance(image, torch.Tensor) and image.dim() == 4 and image.is_cuda:
             last = image.is_contiguous(memory_format=torch.channels_last)
@@ -105,9 +105,9 @@ class Facts:
                 self._layouts[_general(path)] = "channels_last" if last else "contiguous"
 
     def attends(self, *params: Any) -> str:
-        """Attention runs on query, key, value, mask, dropout, causality and grouping.
+        """Record a call of attention on query, key, value, mask, dropout, causality and grouping.
 
-        Returns why no fused kernel takes that, empty where one does or torch does not say.
+        Returns why no fused kernel takes it, empty where one does or torch cannot tell.
         """
         query = params[0]
         if not isinstance(query, torch.Tensor) or not query.is_cuda:
@@ -123,7 +123,7 @@ class Facts:
         return why
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types; what did not occur is left out."""
+        """Return the JSON form: builtin types; events that did not occur are left out."""
         found: dict[str, Any] = {
             "grad": {word: count for word, count in self._grad.items() if count},
             "graphs": self._most_graphs if self._most_graphs > 1 else 0,
@@ -145,7 +145,7 @@ class Facts:
 
 def _implementation(optimizer: torch.optim.Optimizer) -> str:
     """Return ``fused``, ``foreach`` or ``for-loop``: ``_default_to_fused_or_foreach`` in
-    torch/optim/optimizer.py takes the second where neither is asked for and all is on CUDA."""
+    torch/optim/optimizer.py takes the second where neither is requested and all is on CUDA."""
     group: Mapping[str, Any] = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"
@@ -168,7 +168,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _has_fused_kernel(*params: Any) -> bool | None:
-    """Return whether a fused kernel takes such a call; ``None`` where torch does not say."""
+    """Return whether a fused kernel takes such a call; ``None`` where torch cannot tell."""
     cuda = torch.backends.cuda
     try:
         call = cuda.SDPAParams(*params)

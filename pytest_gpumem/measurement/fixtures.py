@@ -1,6 +1,6 @@
-"""Who pays for what fixtures hold: each fixture's set-up is metered by itself.
+"""Charges for the memory of fixtures: each fixture's set-up is metered separately.
 
-A fixture of module scope is set up by whichever of its tests comes first. Its bytes are remembered
+A fixture of module scope is set up by the first of its tests. Its bytes are remembered
 with the instance, and every test that uses it is charged the same.
 """
 
@@ -15,19 +15,19 @@ from pytest_gpumem.measurement.phases import Bytes, Extent
 from pytest_gpumem.measurement.statistics import Reading, Readings, Statistics
 
 FixtureKey = Any
-"""A pytest ``FixtureDef``: one per fixture function and place, of which one instance lives."""
+"""A pytest ``FixtureDef``: one per fixture function and place, with one live instance."""
 
 
 @dataclass(eq=False)
 class FixtureRecord:
-    """What the set-up of one fixture instance took, without the fixtures it asked for."""
+    """The memory that one fixture instance's set-up took, without fixtures it requested."""
 
     held: Mapping[int, Bytes] = field(default_factory=dict)
-    """By device: what was there after the set-up and not before."""
+    """The bytes present after the set-up and not before, by device."""
     peak: Mapping[int, Bytes] = field(default_factory=dict)
-    """By device: how far the set-up went above its start."""
+    """The bytes by which the set-up's peak exceeded its start, by device."""
     nested: tuple[FixtureKey, ...] = ()
-    """Fixtures that its function asked for by ``getfixturevalue``, set up by it or found."""
+    """Fixtures requested by its function with ``getfixturevalue``, set up by it or before."""
 
 
 class _SetUp:
@@ -41,7 +41,7 @@ class _SetUp:
         self.nested: list[FixtureKey] = []
 
     def reach(self, readings: Readings) -> None:
-        """Take in a window in which no fixture that it asked for was being set up."""
+        """Include the peaks of a window in which no requested fixture was being set up."""
         for device, reading in readings.items():
             above = Bytes(reading.peak_allocated, reading.peak_reserved) - self.base(device)
             known = self.peak.get(device, Bytes())
@@ -50,12 +50,12 @@ class _SetUp:
             )
 
     def base(self, device: int) -> Bytes:
-        """Return what was on ``device`` at the start, and what nested fixtures hold."""
+        """Return the bytes on ``device`` at the start, and those that nested fixtures hold."""
         nested = self.nested_bytes.get(device, Bytes())
         return self.start.get(device, Bytes()) + nested
 
     def finish(self, statistics: Statistics, tidy: Callable[[], None]) -> dict[int, Bytes]:
-        """Return what the set-up left behind, by device, without nested fixtures."""
+        """Return the bytes that the set-up left, by device, without nested fixtures."""
         end = statistics.harvest()
         if _allocations(end) != self.allocations:
             tidy()
@@ -64,7 +64,7 @@ class _SetUp:
         return {device: _present(now) - self.base(device) for device, now in end.items()}
 
     def take(self, fixture: FixtureKey, inner: _SetUp, held: Mapping[int, Bytes]) -> None:
-        """Leave what a nested set-up did to the inner fixture."""
+        """Assign the bytes of a nested set-up to its own fixture."""
         self.nested.append(fixture)
         self.allocations += inner.allocations
         _add(self.nested_bytes, held)
@@ -78,14 +78,14 @@ class FixtureLedger:
         self._records: dict[FixtureKey, FixtureRecord] = {}
         self._open: list[_SetUp] = []
         self._known: dict[int, int] = {}
-        """Bytes by device that are no garbage: left by the last collection, or held since."""
+        """The bytes by device that are no garbage: left by the last collection, or held since."""
 
     def explains(self, readings: Readings) -> bool:
-        """Whether nothing is allocated but what is known to be no garbage."""
+        """Return whether all allocated bytes are known to be no garbage."""
         return all(now.allocated <= self._known.get(device, 0) for device, now in readings.items())
 
     def garbage_collected(self, readings: Readings) -> None:
-        """Take what is allocated right after a collection as no garbage."""
+        """Count the bytes allocated right after a collection as no garbage."""
         self._known = {device: now.allocated for device, now in readings.items()}
 
     def record(self, fixture: FixtureKey) -> FixtureRecord:
@@ -95,9 +95,9 @@ class FixtureLedger:
     def renewed(
         self, fixture: FixtureKey, held: Mapping[int, Bytes], peak: Mapping[int, Bytes]
     ) -> None:
-        """Take what the set-up of ``fixture`` holds and reached where the device has repeated it.
+        """Replace the record of ``fixture`` where the device has repeated its set-up.
 
-        How many bytes it reserves depends on what was set up before it.
+        Its reserved bytes depend on the fixtures that were set up before it.
         """
         record = self._records.get(fixture)
         if record is not None:
@@ -114,10 +114,10 @@ class FixtureLedger:
     def metering(
         self, fixture: FixtureKey, statistics: Statistics, tidy: Callable[[], None]
     ) -> Iterator[list[FixtureKey]]:
-        """Meter the set-up of ``fixture``, which goes on inside.
+        """Meter the set-up of ``fixture``, which runs inside.
 
-        Yields the list of fixtures that its function asks for, which the caller completes with
-        those it found set up. ``tidy`` frees what is nobody's.
+        Yields the list of fixtures that its function requests, which the caller completes with
+        those it found set up. ``tidy`` frees memory that nothing holds.
         """
         own = _SetUp(statistics.harvest())
         outer = self._open[-1] if self._open else None
@@ -144,7 +144,7 @@ class FixtureLedger:
             self._known[device] = self._known.get(device, 0) + sign * amount.allocated
 
     def with_nested(self, fixtures: Iterable[FixtureKey]) -> list[FixtureKey]:
-        """Return ``fixtures`` in order, each once, those that one asked for in front of it."""
+        """Return ``fixtures`` in order, each once, with those that one requested in front of it."""
         ordered: dict[FixtureKey, None] = {}
 
         def visit(fixture: FixtureKey) -> None:
@@ -158,14 +158,14 @@ class FixtureLedger:
         return list(ordered)
 
     def held(self, fixtures: Iterable[FixtureKey]) -> dict[int, Bytes]:
-        """Return what ``fixtures`` hold together, by device."""
+        """Return the bytes that ``fixtures`` hold together, by device."""
         total: dict[int, Bytes] = {}
         for fixture in self.with_nested(fixtures):
             _add(total, self.record(fixture).held)
         return total
 
     def setup_extents(self, fixtures: Iterable[FixtureKey]) -> dict[int, Extent]:
-        """Return how far the set-up of ``fixtures``, one after the other from nothing, goes."""
+        """Return the extents of setting up ``fixtures``, one after the other from nothing."""
         running: dict[int, Bytes] = {}
         extents: dict[int, Extent] = {}
         for fixture in self.with_nested(fixtures):

@@ -1,4 +1,4 @@
-"""Where allocations were made: the device's own recording, and snapshots of it as files."""
+"""The origins of allocations: the device's own recording, and snapshots of it as files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_NAME = 120
 
 @contextmanager
 def recording(stacks: str | None) -> Iterator[None]:
-    """Have the allocator remember its events and their stacks inside.
+    """Record the allocator's events and their stacks inside.
 
     ``stacks`` is ``python`` or ``all`` (C++ frames too, where torch can unwind them); ``None``
     records nothing, the default on a GPU because stacks cost time. A simulated device records
@@ -39,7 +39,7 @@ def recording(stacks: str | None) -> Iterator[None]:
 
 
 def _unwinds_cpp() -> bool:
-    """Whether torch finds C++ frames here; elsewhere it warns or raises at the first allocation.
+    """Return whether torch finds C++ frames; elsewhere it warns or raises at the first allocation.
 
     Source: torch/csrc/profiler/unwind/unwind.cpp; Arm is in the first release known to have it.
     """

@@ -1,4 +1,4 @@
-"""What still refers to a tensor: a chain of references down to a variable with a name."""
+"""The references to a tensor: a chain that leads to it from a variable with a name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pytest_gpumem.measurement.referrers import Referrers
 from pytest_gpumem.measurement.statistics import Block
 
 LONGEST_CHAIN = 8
-"""References between a tensor and the variable that is named."""
+"""The most references between a tensor and the variable that is named."""
 MOST_SEARCHES = 60
-"""Objects whose referrers are followed, from one tensor."""
+"""The most objects whose referrers are followed, from one tensor."""
 MOST_GRAPHS = 200
-"""Tensors whose graphs are searched for what autograd has saved."""
+"""The most tensors whose graphs are searched for saved tensors."""
 
 _OWN = __name__.partition(".")[0]
 _FOREIGN = (_OWN, "_pytest", "pluggy", "pytest", "gc")
 
 
 def holders_of(blocks: frozenset[Block]) -> dict[int, str]:
-    """Return by address what refers to each of the ``blocks``, as far as it can be found.
+    """Return the expressions that refer to ``blocks``, by address, as far as they can be found.
 
     ``cache.KEPT[2]`` for a tensor that a global keeps, ``the graph of train.losses[0]`` for one
     that autograd saved.
@@ -68,12 +68,12 @@ def _named_ones(heap: Referrers, groups: Mapping[int, list[torch.Tensor]]) -> di
 
 
 class _Link(NamedTuple):
-    """An object on the way from a tensor to a variable, and how it leads to the tensor."""
+    """An object on the way from a tensor to a variable, and its path to the tensor."""
 
     value: Any
     path: tuple[str, ...] = ()
     key: object = None
-    """The first step's, where ``value`` is a dictionary: that of an object has attributes."""
+    """The key of the path's first step, where ``value`` is a dictionary, perhaps of attributes."""
 
     @property
     def as_attribute(self) -> str:
@@ -91,7 +91,7 @@ class _Search:
         self._left = MOST_SEARCHES
 
     def advance(self, heap: Referrers) -> None:
-        """Go from the frontier to what refers to it, or to the name."""
+        """Replace the frontier by the objects that refer to it, or find the name."""
         links, self.frontier = self.frontier[: self._left], []
         self._left -= len(links)
         for link in links:
@@ -108,7 +108,7 @@ class _Search:
 
 
 def _followed(heap: Referrers, referrer: Any, link: _Link) -> _Link | None:
-    """Return the link of ``referrer``, ``None`` where it does not say how it leads on."""
+    """Return the link of ``referrer``, ``None`` where its path cannot be named."""
     value, path, _ = link
     if isinstance(referrer, dict):
         key = heap.key(referrer, value)
@@ -143,13 +143,13 @@ def _named(heap: Referrers, referrer: Any, link: _Link) -> str | None:
 
 
 def _module(namespace: dict[Any, Any]) -> str | None:
-    """Return the module whose variables these are, ``None`` where they are no module's."""
+    """Return the module whose variables ``namespace`` holds, ``None`` if it is no module's."""
     module = namespace.get("__name__")
     if not isinstance(module, str):
         return None
     if getattr(sys.modules.get(module), "__dict__", None) is namespace:
         return module
-    # One that is no longer imported, as pytest's rewriting leaves them.
+    # A module that is no longer imported, as pytest's rewriting leaves them.
     return module if "__builtins__" in namespace else None
 
 

@@ -1,4 +1,4 @@
-"""What a test left behind: blocks that live on and that nothing of the test's own set-up holds."""
+"""Leaks of a test: blocks that stay alive and are not held by the test's own set-up."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pytest_gpumem.measurement.statistics import Block
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_OBJECTS = 1_000_000
-"""A walk ends here: what a fixture reaches through a larger heap is not its own any more."""
+"""The most objects of a walk: a larger heap is no longer a fixture's own."""
 
 _NOT_ENTERED = (type, types.ModuleType, types.FrameType, types.CodeType, str, bytes, int, float)
-"""Everything is reachable through these, or nothing is."""
+"""Types whose references are not followed, because they lead to everything or to nothing."""
 
 _FOREIGN = ("_pytest", "pytest", "pluggy", "pytest_gpumem", "xdist")
-"""Packages whose objects lead to the whole session, so to other tests' values."""
+"""Packages whose objects lead to the whole session, and so to values of other tests."""
 
 
 def leaked_blocks(
@@ -34,14 +34,14 @@ def leaked_blocks(
 
 
 def blocks_reachable(roots: Iterable[Any], blocks: frozenset[Block]) -> frozenset[Block]:
-    """Return those ``blocks`` that tensors reachable from ``roots`` lie in."""
+    """Return the ``blocks`` that contain tensors reachable from ``roots``."""
     places = Places(blocks)
     found = (places.of(tensor) for tensor in reachable_tensors(roots))
     return frozenset(block for block in found if block is not None)
 
 
 class Places:
-    """Finds the block that a tensor lies in."""
+    """A lookup of the block that a tensor lies in."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._ordered = sorted(blocks, key=lambda block: block.address)
@@ -63,7 +63,7 @@ def reachable_tensors(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def reachable_objects(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield what ``roots`` hold, themselves included, but not what everybody can reach."""
+    """Yield the objects that ``roots`` hold, and themselves, but not generally shared ones."""
     queue = list(roots)
     seen: dict[int, Any] = {}  # keeps the objects: while one lives its id is its own
     while queue and len(seen) < MOST_OBJECTS:
@@ -126,7 +126,7 @@ def _referents(value: Any) -> Iterable[Any]:
 
 
 def _tensor_parts(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield what a tensor holds in C++, where the garbage collector does not look."""
+    """Yield a tensor's references in C++, which the garbage collector does not see."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # .grad of a tensor that is no leaf
         for name in ("grad", "_base", "grad_fn"):

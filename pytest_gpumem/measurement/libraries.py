@@ -1,6 +1,6 @@
-"""What libraries keep on the device until their process ends: workspaces, masks, histories.
+"""Memory that libraries keep on the device until the process ends: workspaces, masks, histories.
 
-It is a leak of no test, as the workspaces of cuBLAS are none.
+It is no leak of a test, like the workspaces of cuBLAS.
 
 Source: Transformer Engine 2.8, pytorch/module/base.py (``get_workspace``), pytorch/fp8.py
 (``FP8GlobalStateManager``) and pytorch/attention/dot_product_attention/utils.py and softmax.py.
@@ -26,7 +26,7 @@ _KEPT = (
     (f"{_ATTENTION}.softmax", ("_default_causal_mask",)),
     (f"{_ATTENTION}.dot_product_attention", ("_alibi_cache",)),
 )
-"""Modules, and where in them it is."""
+"""Modules, and the paths of the attributes that hold such memory."""
 
 
 def kept_by_libraries() -> list[Any]:
@@ -41,9 +41,9 @@ def _found(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def releases_of(sites: Iterable[str], root: str) -> dict[str, str]:
-    """Return by name the installed releases of the packages in which ``sites``, path:line, lie.
+    """Return the installed releases, by name, of the packages in which ``sites``, path:line, lie.
 
-    What lies under ``root`` is the project's own.
+    Files under ``root`` are the project's own.
     """
     paths = {site.rpartition(":")[0] for site in sites}
     packages = {

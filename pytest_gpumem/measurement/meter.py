@@ -1,4 +1,4 @@
-"""The meter: one test, from a clean start to its measurement."""
+"""The meter of one test, from a clean start to its measurement."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from pytest_gpumem.values.measurement import CALL, SETUP, Measurement, PhaseReco
 
 
 class Meter:
-    """Measures one test on every device that it touches.
+    """A meter of one test on every device that it uses.
 
     :meth:`setting_up` meters each fixture, :meth:`running` each run of the body; the last run
-    counts. :meth:`measurements` says what came of it.
+    counts. :meth:`measurements` returns the result.
 
-    Garbage in cycles is collected only where memory could be garbage: with torch loaded a
+    Cyclic garbage is collected only where memory could be garbage: with torch loaded a
     collection takes a tenth of a second.
     """
 
@@ -50,12 +50,12 @@ class Meter:
         numbered: bool = False,
     ) -> None:
         self._numbered = numbered
-        """Whether each window of a phase is one of its own."""
+        """Whether each window of a phase is a phase of its own."""
         self._statistics = statistics
         self._account = account
         self._ledger = ledger
         self._charged: list[FixtureKey] = []
-        """The fixtures that have been told from strangers so far."""
+        """The fixtures whose bytes have been separated from stray ones so far."""
         self._stray: dict[int, Bytes] | None = None
         self._before: frozenset[Block] = frozenset()
         self._running = False
@@ -72,9 +72,9 @@ class Meter:
             with self._ledger.metering(fixture, self._statistics, tidy) as nested:
                 yield nested
             return
-        # The body asked for it. Another test may have set it up before, so neither its set-up nor
-        # the moment of it may count; and what the body uses by now, workspaces and its own garbage
-        # too, is left alone.
+        # The body requested it. Another test may have set it up before, so neither its set-up nor
+        # the time of it may count; and memory the body uses already, including workspaces and its
+        # own garbage, is not touched.
         with (
             garbage_kept(),
             self.tracker.aside(lambda: self._ledger.held([fixture])),
@@ -110,17 +110,17 @@ class Meter:
                 self._account.end()
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Know what ``holder`` holds, where anybody asks what memory is for."""
+        """Watch the memory of ``holder``, where memory is attributed."""
         if self._account is not None:
             self._account.witness.watch(holder)
 
     def begin_set_up(self) -> None:
-        """The fixtures of the test come next."""
+        """Record the start of the test's set-up."""
         if self._account is not None:
             self._account.set_up()
 
     def account_by(self, account: Account) -> None:
-        """Let ``account`` say what holds the memory of the runs to come."""
+        """Attribute the memory of further runs by ``account``."""
         self._account = account
         self.tracker = self._tracker()
 
@@ -137,9 +137,9 @@ class Meter:
         return self._account.out_of_memory(device, self.tracker, total=total, version=version)
 
     def found(self, fixture: FixtureKey, bring: Callable[[], None]) -> None:
-        """Meter a fixture that the body asks for and that an earlier test has set up.
+        """Meter a fixture that the body requests and that an earlier test has set up.
 
-        ``bring`` puts what it holds into the memory of this test, as its set-up would do now.
+        ``bring`` puts its blocks into the memory of this test, as its set-up would do now.
         """
         with (
             garbage_kept(),
@@ -149,20 +149,20 @@ class Meter:
         self._know(fixture)
 
     def _know(self, fixture: FixtureKey) -> None:
-        """Charge a fixture that the body has asked for, and know what it holds."""
+        """Charge a fixture that the body has requested, and watch its values."""
         self._charged.append(fixture)
         if self._account is not None:
             self._account.found(values_of([fixture]))
 
     def watching(self) -> AbstractContextManager[None]:
-        """Find phases by themselves inside, and see what memory is for."""
+        """Find automatic phases inside, and observe what memory is used for."""
         if self._account is not None:
             return self._account.watching(self.tracker)
         return AutomaticPhases(self.tracker).watching()
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Charge nothing for what happens inside, but from its end on for what it keeps."""
+        """Exclude allocations inside, except that memory kept counts from the end on."""
         with ExitStack() as paused:
             paused.enter_context(self.tracker.unmeasured())
             if self._account is not None:
@@ -171,7 +171,7 @@ class Meter:
             yield
 
     def phases(self, device: int) -> Mapping[str, PhaseRecord]:
-        """Return the phases left so far; their cuBLAS workspaces are known only in the end."""
+        """Return the phases left so far; their cuBLAS workspaces are known only at the end."""
         return self.tracker.records(device, self._stray_on(device))
 
     def measurements(
@@ -183,11 +183,12 @@ class Meter:
         passed: bool,
         max_leak: int | None = None,
     ) -> dict[int, Measurement]:
-        """Return what the last run came to, by device; of ``device`` also where it was not used.
+        """Return the results of the last run, by device; ``device`` is included even if unused.
 
-        ``fixtures`` are all that the test used in the end and ``roots`` what may keep memory
-        without leaking it. Frees the workspaces. Leaks are judged only where the body ``passed``:
-        after a failure its frames live on. Who holds a leak is found out above ``max_leak`` bytes.
+        ``fixtures`` are all that the test used in the end and ``roots`` the objects that may keep
+        memory without leaking it. Frees the workspaces. Leaks are judged only where the body
+        ``passed``: after a failure its frames stay alive. Holders are searched for leaks above
+        ``max_leak`` bytes.
         """
         self._max_leak = max_leak
         self._charge(fixtures)
@@ -251,7 +252,7 @@ class Meter:
         self._statistics.forget_peaks()
 
     def _tidy_set_up(self, fixture: FixtureKey, before: frozenset[Block]) -> None:
-        """Free what the set-up of ``fixture`` has left and does not hold."""
+        """Free the memory that the set-up of ``fixture`` has left and does not hold."""
         self._statistics.synchronize()
         _, after = clear_workspaces(self._statistics)
         self._left_behind(before, after, values_of(self._ledger.with_nested([fixture])))
@@ -268,7 +269,7 @@ class Meter:
         return left & self._statistics.live_blocks()
 
     def _charge(self, fixtures: Iterable[FixtureKey]) -> None:
-        """Take what ``fixtures`` hold out of what belongs to strangers."""
+        """Subtract the bytes that ``fixtures`` hold from the stray ones."""
         new = [fixture for fixture in fixtures if fixture not in self._charged]
         known = self._ledger.held(self._charged)
         self._charged += new
@@ -282,7 +283,7 @@ class Meter:
 
 
 def compiled_beside(nbytes: int) -> tuple[str, ...]:
-    """Return the note on what torch took while it compiled, none where that was nothing."""
+    """Return the note on torch's memory while it compiled, none where that was nothing."""
     if not nbytes:
         return ()
     return (

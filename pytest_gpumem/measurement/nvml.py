@@ -1,7 +1,7 @@
-"""What NVML says of a device: memory used by everyone, not only by the caching allocator.
+"""NVML's readings of a device: memory used by all processes, not only by the caching allocator.
 
 These numbers never mix with the allocator's: they hold contexts, library code and other
-processes. Whatever NVML does not tell is ``None``; where it tells nothing, the answer is one
+processes. A value that NVML does not provide is ``None``; if it provides none, the result is one
 :class:`NvmlAbsent` with the reason, never an exception.
 """
 
@@ -36,40 +36,40 @@ NOT_INSTALLED = "the package nvidia-ml-py is not installed"
 
 @dataclass(frozen=True)
 class NvmlAbsent:
-    """NVML cannot be read; ``reason`` is one clause that says why."""
+    """NVML cannot be read; ``reason`` is one clause on the cause."""
 
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {"absent": self.reason}
 
 
 @dataclass(frozen=True)
 class NvmlProcess:
-    """One process on the device; ``used`` in bytes, ``None`` where NVML does not say."""
+    """A process on the device; ``used`` in bytes, ``None`` where NVML does not report it."""
 
     pid: int
-    """As the driver counts: in a container it may be the host's."""
+    """The PID as the driver sees it: in a container it may be the host's."""
     name: str | None
     used: int | None
     gpu_percent: int | None = None
-    """Share of its last sample period in which its kernels ran; ``None`` without a sample."""
+    """The share of its last sample period in which its kernels ran; ``None`` without a sample."""
 
 
 @dataclass(frozen=True)
 class NvmlReading:
-    """One moment of one device (or MIG instance) as NVML sees it; memory in bytes."""
+    """A reading of one device (or MIG instance) by NVML; memory in bytes."""
 
     uuid: str
     name: str
     driver: str | None
     total: int
     used: int
-    """By everyone: contexts, allocators, other processes; without the driver's own reserve."""
+    """The bytes of all contexts, allocators and processes, without the driver's own reserve."""
     free: int
     process_used: int | None
-    """By this process; ``None`` where :attr:`unattributed` says why."""
+    """The bytes of this process; ``None`` where :attr:`unattributed` gives the reason."""
     unattributed: str | None
     others: tuple[NvmlProcess, ...] | None
     """The other processes; ``None`` where NVML lists none at all. When this process is not
@@ -78,13 +78,13 @@ class NvmlReading:
     """Whether no other process is on the device; ``None`` where that cannot be known."""
     mode: NvmlMode
     gpu_percent: int | None = None
-    """Share of the last sample period in which a kernel ran."""
+    """The share of the last sample period in which a kernel ran."""
     memory_percent: int | None = None
-    """Share of the last sample period in which device memory was read or written."""
+    """The share of the last sample period in which device memory was read or written."""
     process_gpu_percent: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only."""
+        """Return the JSON form: builtin types only."""
         others = None if self.others is None else [asdict(other) for other in self.others]
         return {**asdict(self), "others": others}
 
@@ -100,7 +100,7 @@ def read_device(
 
     ``device`` is a UUID (``GPU-...``, ``MIG-...``, the bare digits torch prints, or the
     beginning of one) or CUDA's index, which is mapped through ``CUDA_VISIBLE_DEVICES``. CUDA and
-    NVML may count differently, so prefer the UUID where torch tells it. To see this process, and
+    NVML may count differently, so prefer the UUID where torch provides it. To see this process, and
     to see MPS, read after the CUDA context exists.
     """
     known = os.environ if environ is None else environ
@@ -130,7 +130,7 @@ def _reading(
 def read_all(nvml: Nvml | None = None) -> list[NvmlReading] | NvmlAbsent:
     """Read every device of the host once, and every instance of those that MIG divides.
 
-    Whatever ``CUDA_VISIBLE_DEVICES`` says.
+    ``CUDA_VISIBLE_DEVICES`` has no effect on it.
     """
     return _reading(nvml, lambda session: session.read_all(os.getpid()), os.environ)
 
@@ -140,16 +140,16 @@ def read_visible(
 ) -> list[NvmlReading] | NvmlAbsent:
     """Read every device that CUDA shows a process of this environment, in CUDA's order.
 
-    Of a GPU that MIG divides, every instance, though CUDA shows a process one alone.
+    Of a GPU that MIG divides, every instance is read, though CUDA shows a process only one.
     """
     known = os.environ if environ is None else environ
     return _reading(nvml, lambda session: session.read_visible(os.getpid()), known)
 
 
 class NvmlMemory:
-    """Asks again and again what one device holds; NVML stays initialised meanwhile.
+    """A repeated reading of one device's memory; NVML stays initialised until it is closed.
 
-    Raises :class:`LookupError`, with one clause, where NVML does not tell.
+    Raises :class:`LookupError`, with one clause, where NVML provides none.
     """
 
     def __init__(self, uuid: str, nvml: Nvml | None = None) -> None:
@@ -160,7 +160,7 @@ class NvmlMemory:
         self._process = 0
 
     def read(self) -> tuple[int, dict[int, int | None]]:
-        """Return the bytes used by everyone, and by each process that NVML lists."""
+        """Return the bytes used by all processes, and by each process that NVML lists."""
         session = self._opened()
         try:
             used = int(session.memory(self._handle).used)
@@ -248,7 +248,7 @@ class _Reader(NvmlSession):
         )
 
     def _limit(self, handle: Any, uuid: str, total: int) -> tuple[str, int | None] | None:
-        """Who leaves this container a part of the device, and how many bytes."""
+        """Return the software that limits this container's part of a device, and its bytes."""
         uuids = [self.ask(self.nvml.nvmlDeviceGetUUID, one) for one in self.handles()]
         index = uuids.index(uuid) if uuid in uuids else 0
         by_cgroup = self._cgroup_limit(handle)
@@ -258,7 +258,7 @@ class _Reader(NvmlSession):
         return "cgroup", by_cgroup
 
     def _cgroup_limit(self, handle: Any) -> int | None:
-        # Of newer drivers and of nvidia-ml-py since 13; for Linux, and not for MIG handles.
+        # In newer drivers and in nvidia-ml-py since 13; for Linux, and not for MIG handles.
         question = getattr(self.nvml, "nvmlDeviceGetMemoryLimits_v1", None)
         if question is None:
             return None
@@ -280,7 +280,7 @@ class _Reader(NvmlSession):
         }
 
     def _percents(self, handle: Any) -> dict[int, int]:
-        """By process; of several samples the latest counts."""
+        """Return each process's share of kernel time; of several samples the latest counts."""
         # NVML raises "not found" where it has no sample, which is the rule for a short test, and
         # has been seen to return numbers above 100 (github.com/Syllo/nvtop/issues/110).
         samples = self.ask(self.nvml.nvmlDeviceGetProcessUtilization, handle, 0) or ()
@@ -289,7 +289,7 @@ class _Reader(NvmlSession):
 
 
 def own_cgroup() -> str:
-    """Return the folder of this process's cgroup; the root of them where it is not known."""
+    """Return the folder of this process's cgroup; the root where it is not known."""
     root = "/sys/fs/cgroup"
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -300,7 +300,7 @@ def own_cgroup() -> str:
 
 
 def _answered(question: Callable[..., None], *args: Any) -> bool:
-    """Ask what is answered into an argument."""
+    """Call a function of NVML that writes its result into an argument."""
     question(*args)
     return True
 

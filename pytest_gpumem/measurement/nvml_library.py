@@ -1,7 +1,7 @@
-"""NVML's library: how it is loaded, asked, and searched for a device.
+"""NVML's library: loading it, calling it, and searching for a device.
 
-What a device, a driver or a permission does not answer is ``None``; what makes every question
-vain is one exception whose reason :func:`reason_of` says.
+A value that a device, driver or permission does not give is ``None``; an error that makes every
+call fail is one exception whose cause :func:`reason_of` returns.
 """
 
 # ruff: noqa: D102, N802, N803 - the protocol repeats pynvml's own names
@@ -18,7 +18,7 @@ from pytest_gpumem.measurement.visible import visible_devices
 
 T = TypeVar("T")
 
-# nvml.h, nvmlReturn_t: what users meet, in their words.
+# nvml.h, nvmlReturn_t: the errors that users meet, in plain words.
 REASONS: Mapping[int, str] = {
     4: "NVML refuses access to the device (insufficient permissions)",
     9: "the NVIDIA driver is not loaded",
@@ -27,12 +27,12 @@ REASONS: Mapping[int, str] = {
     18: "the NVIDIA driver and NVML's library are of different versions (reboot after an update)",
 }
 
-MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without what the driver reserves
+MEMORY_INFO_V2 = 0x02000028  # nvml.h, nvmlMemory_v2: `used` without the driver's reserve
 MIG_ENABLED = 1  # nvml.h, NVML_DEVICE_MIG_ENABLE
 
 
 class Nvml(Protocol):
-    """The part of the ``pynvml`` module (package nvidia-ml-py) that is used here."""
+    """The part of the ``pynvml`` module (package nvidia-ml-py) that this package uses."""
 
     NVMLError: type[Exception]
 
@@ -59,14 +59,14 @@ class Nvml(Protocol):
 
 
 class NoDeviceError(Exception):
-    """The device asked for cannot be found; the message is the reason."""
+    """A requested device that cannot be found; the message is the reason."""
 
 
 def load_nvml() -> Nvml | None:
     """Return the library, ``None`` where the package nvidia-ml-py is not installed."""
     try:
         with warnings.catch_warnings():
-            # The superseded package `pynvml` warns on import; it answers all the same.
+            # The superseded package `pynvml` warns on import; it works all the same.
             warnings.simplefilter("ignore")
             return cast(Nvml, import_module("pynvml"))
     except ImportError:
@@ -74,7 +74,7 @@ def load_nvml() -> Nvml | None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return one clause that says why NVML does not answer."""
+    """Return one clause on the cause of an error of NVML."""
     if isinstance(error, NoDeviceError):
         return str(error)
     code = getattr(error, "value", None)
@@ -83,20 +83,20 @@ def reason_of(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class NvmlSession:
-    """Asks the initialised library; ``environ`` says which devices CUDA would show."""
+    """A session of the initialised library; ``environ`` determines CUDA's visible devices."""
 
     nvml: Nvml
     environ: Mapping[str, str]
 
     def ask(self, call: Callable[..., T], *args: Any) -> T | None:
-        """Return the answer, ``None`` where device, driver or permission do not give one."""
+        """Return the result of ``call``, ``None`` where device, driver or permission deny it."""
         try:
             return call(*args)
         except (self.nvml.NVMLError, UnicodeDecodeError):
             return None
 
     def memory(self, handle: Any) -> Any:
-        """Return bytes in all, used and free."""
+        """Return the total, used and free bytes."""
         # Drivers before 510 only know the first form, whose `used` includes the driver's reserve.
         newer = self.ask(self.nvml.nvmlDeviceGetMemoryInfo, handle, MEMORY_INFO_V2)
         return self.nvml.nvmlDeviceGetMemoryInfo(handle) if newer is None else newer
@@ -113,13 +113,13 @@ class NvmlSession:
         used: dict[int, int | None] = {}
         for entries in listed:
             for entry in entries or ():
-                # A process that computes and draws stands in two lists with the same bytes.
+                # A process that computes and draws is in two lists with the same bytes.
                 known = max(used.get(entry.pid) or 0, entry.usedGpuMemory or 0)
                 used[entry.pid] = known or None
         return used
 
     def process_name(self, pid: int) -> str | None:
-        """Return the program that a process runs."""
+        """Return the name of the program that a process runs."""
         name = self.ask(self.nvml.nvmlSystemGetProcessName, pid)
         return re.split(r"[/\\]", name.split(" ")[0])[-1] or None if name else None
 
@@ -129,7 +129,7 @@ class NvmlSession:
         return self.by_uuid(wanted) if isinstance(wanted, str) else wanted
 
     def _visible(self, index: int) -> Any:
-        """What CUDA's ``index`` stands for: a UUID (possibly shortened) or a handle of NVML's."""
+        """Return the device of CUDA's ``index``: a UUID (possibly shortened) or NVML's handle."""
         handles = list(self.handles())
         visible = self.environ.get("CUDA_VISIBLE_DEVICES")
         entries = visible_devices(visible, len(handles))
@@ -147,7 +147,7 @@ class NvmlSession:
 
     def require_one_order(self, handles: Sequence[Any]) -> None:
         """Raise :class:`NoDeviceError` where CUDA's indices may mean other devices than NVML's."""
-        # CUDA counts the fastest first unless told otherwise, NVML by PCI bus: only equal devices
+        # CUDA counts the fastest first by default, NVML by PCI bus: only equal devices
         # are counted alike.
         if self.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
             return
@@ -194,7 +194,7 @@ class NvmlSession:
     def instance(self, handle: Any) -> Any:
         """Return the device itself, or the instance of a GPU in MIG mode that CUDA would use.
 
-        That is the first, unless CUDA_VISIBLE_DEVICES names another: torch may tell the UUID of
+        It is the first, unless CUDA_VISIBLE_DEVICES names another: torch may report the UUID of
         the whole GPU.
         """
         visible = self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

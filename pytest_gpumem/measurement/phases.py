@@ -11,27 +11,27 @@ from pytest_gpumem.measurement.statistics import Block, Reading, Readings, Stati
 from pytest_gpumem.values.measurement import CALL, SETUP, PhaseRecord
 
 Positions = Sequence[int]
-"""By device: how many events its allocator has seen."""
+"""The number of events of each device's allocator."""
 
 
 def position_on(device: int, positions: Positions) -> int:
-    """Return the position of ``device``; one that CUDA did not have yet had seen nothing."""
+    """Return the position of ``device``; 0 for one that CUDA did not have yet."""
     return positions[device] if device < len(positions) else 0
 
 
 KEPT_NAMES = (SETUP, CALL)
 
 MOST_NUMBERED = 100
-"""Windows of one phase that are phases of their own; those beyond are part of the whole alone."""
+"""The most windows of one phase that are phases of their own; later ones only extend the whole."""
 
 SNAPSHOTS_OF_EACH_ENTRY = 8
-"""A phase entered more often has its blocks looked at on entries that are powers of two: workspaces
-live on once they exist, and a snapshot of a large model costs milliseconds."""
+"""The entries after which a phase's blocks are read only at powers of two: workspaces
+stay alive once they exist, and a snapshot of a large model costs milliseconds."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """An amount of each of the two sizes that the allocator keeps."""
+    """Allocated and reserved bytes."""
 
     allocated: int = 0
     reserved: int = 0
@@ -45,7 +45,7 @@ class Bytes:
 
 @dataclass
 class Extent:
-    """How far one device's memory went within a phase; bytes, not yet charged to anybody."""
+    """The range of one device's memory within a phase; bytes, before charging."""
 
     peak_allocated: int = 0
     peak_reserved: int = 0
@@ -53,13 +53,13 @@ class Extent:
     allocated_after: int = 0
 
     def reach(self, reading: Reading) -> None:
-        """Take in a reading of the window that has just ended."""
+        """Include a reading of the window that has just ended."""
         self.peak_allocated = max(self.peak_allocated, reading.peak_allocated)
         self.peak_reserved = max(self.peak_reserved, reading.peak_reserved)
         self.allocated_after = reading.allocated
 
     def raise_by(self, amount: Bytes) -> None:
-        """Count ``amount`` as if it had been there all along."""
+        """Count ``amount`` as if it had been present from the start."""
         self.peak_allocated += amount.allocated
         self.peak_reserved += amount.reserved
         self.allocated_before += amount.allocated
@@ -79,20 +79,20 @@ class Phase:
     entered: int = 0
     open: bool = False
     thread: int = 0
-    """That which entered it last."""
+    """The thread that entered it last."""
     in_window: bool = False
-    """Whether a ``with`` has entered it, which will leave it."""
+    """Whether a ``with`` statement has entered it, which will leave it."""
     extents: dict[int, Extent] = field(default_factory=dict)
     blocks: frozenset[Block] = frozenset()
-    """What was live when the phase was last left and looked at."""
+    """The live blocks when the phase was last left and inspected."""
     loop: str | None = None
-    """The phase one of whose windows it is, where windows are numbered."""
+    """The phase whose window it is, where windows are numbered."""
     opened: Positions = ()
     windows: list[tuple[Positions, Positions]] = field(default_factory=list)
-    """How far the allocators had come when each window began and ended."""
+    """The allocators' positions when each window began and ended."""
 
     def copy(self) -> Phase:
-        """Return a copy that goes its own way."""
+        """Return an independent copy."""
         extents = {device: replace(extent) for device, extent in self.extents.items()}
         return replace(self, extents=extents, windows=list(self.windows))
 
@@ -101,27 +101,27 @@ class Phase:
         return self.extents.get(device, Extent())
 
     def begin(self, readings: Readings) -> None:
-        """Open a window at the present values."""
+        """Open a window at the current values."""
         self.entered += 1
         self.open = True
         self.thread = get_ident()
         self.begin_at(readings)
 
     def begin_at(self, readings: Readings) -> None:
-        """Begin, or go on, at the present values."""
+        """Begin, or resume, at the current values."""
         for device, now in readings.items():
             extent = self.extents.setdefault(device, Extent(allocated_before=now.allocated))
             extent.reach(now.at_rest)
 
     def reach(self, readings: Readings) -> None:
-        """Take in a harvest made while a window was open."""
+        """Include a harvest made while a window was open."""
         for device, reading in readings.items():
             # A device that CUDA did not have yet when the phase began was empty then.
             self.extents.setdefault(device, Extent()).reach(reading)
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether this end of the phase is one to look for workspaces."""
+        """Whether live blocks are to be inspected for workspaces at this end of the phase."""
         count = self.entered
         return count <= SNAPSHOTS_OF_EACH_ENTRY or count & (count - 1) == 0
 
@@ -150,15 +150,15 @@ class PhaseTracker:
         self._kept: tuple[Phase, ...] | None = None
         self.phases: dict[str, Phase] = {}
         self.asides: list[tuple[Positions, Positions]] = []
-        """When something happened that belongs to no phase."""
+        """The positions around events that belong to no phase."""
         self.unmeasured_windows: list[tuple[Positions, Positions]] = []
-        """When peaks did not count."""
+        """The positions between which peaks did not count."""
         self._unmeasured = False
         self.compiled: dict[int, int] = {}
-        """By device: the most that torch took beside what was there while it compiled."""
+        """The most bytes that torch took in addition while it compiled, by device."""
 
     def restart(self) -> None:
-        """Forget every phase but those from before the first restart."""
+        """Forget every phase except those from before the first restart."""
         with self._lock:
             if self._kept is None:
                 self._kept = tuple(phase.copy() for phase in self.phases.values())
@@ -170,10 +170,10 @@ class PhaseTracker:
 
     @contextmanager
     def window(self, name: str) -> Iterator[None]:
-        """Be in the phase ``name``; inside a phase of the same name nothing new begins.
+        """Enter the phase ``name`` inside; within a phase of the same name nothing new begins.
 
-        Raises :class:`NestingError` where another window that began inside is left later. What the
-        test itself leaves open ends with it.
+        Raises :class:`NestingError` where another window that began inside is left later. Phases
+        that the test itself leaves open end with it.
         """
         phase = self.enter(name)
         if phase is None:
@@ -215,9 +215,9 @@ class PhaseTracker:
         return phase
 
     def leave(self, phase: Phase) -> list[Phase]:
-        """End a phase that :meth:`enter` began, and what its thread has left open inside it.
+        """End a phase that :meth:`enter` began, and those that its thread has left open inside it.
 
-        Returns the latter, outermost first. Phases of other threads go on, but for the body's end.
+        Returns the inner ones, outermost first. Other threads' phases go on until the body's end.
         """
         with self._lock:
             if phase not in self._open:  # ended with another one, or of a run before this one
@@ -235,9 +235,9 @@ class PhaseTracker:
 
     @contextmanager
     def interrupted(self, phase: Phase) -> Iterator[None]:
-        """Leave what happens inside out of ``phase``, and of what it has open inside it.
+        """Exclude events inside from ``phase``, and from the phases open inside it.
 
-        It goes on afterwards: it has been entered once.
+        The phase is resumed afterwards: it counts as entered once.
         """
         with self._lock:
             self._statistics.harvest()
@@ -258,21 +258,21 @@ class PhaseTracker:
         phase.opened = self._positions()
         phase.begin_at(readings)
         if phase.entered == len(phase.windows) == 1:
-            # What happened meanwhile came before its own work: it stands behind that, and begins
-            # with what that has left.
+            # The events inside came before its own work: it is listed behind them, and begins
+            # with the memory that they left.
             self.phases[phase.name] = self.phases.pop(phase.name)
             for device, now in readings.items():
                 phase.extents[device].allocated_before = now.allocated
 
     def is_open(self, name: str) -> bool:
-        """Whether a window of this name is open."""
+        """Return whether a window of this name is open."""
         return name in self.phases and self.phases[name].open
 
     @contextmanager
     def aside(self, amounts: Callable[[], Mapping[int, Bytes]]) -> Iterator[None]:
-        """Leave what happens inside out of every phase.
+        """Exclude events inside from every phase.
 
-        What it keeps, ``amounts()`` by device, counts as if it had been there before every phase.
+        Memory kept, ``amounts()`` by device, counts as if it had been there before every phase.
         """
         self._statistics.harvest()
         self._paused = True
@@ -291,7 +291,7 @@ class PhaseTracker:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Give no phase a peak inside; what is kept is there from its end on."""
+        """Exclude peaks inside from all phases; memory kept counts from the end on."""
         before = self._statistics.harvest()
         begin = self._positions()
         self._paused = True
@@ -309,7 +309,7 @@ class PhaseTracker:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Begin no phase inside; those that are open have no peak there."""
+        """Begin no phase inside; phases that are open have no peak there."""
         begin = self._positions()
         self._unmeasured = True
         try:

@@ -1,4 +1,4 @@
-"""The history that a real CUDA device records, as attribution reads it."""
+"""The history that a real CUDA device records, in attribution's interface."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FACTORIES = (
     *("empty", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "eye", "linspace"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "resize"),
 )
-"""How operators begin that make tensors, for users and inside of other operators."""
+"""Prefixes of operators that make tensors, for users and inside of other operators."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedOrigin:
-    """Where a block comes from, as the frames of its allocation tell."""
+    """The origin of a block, from the frames of its allocation."""
 
     frames: Sequence[dict[str, Any]]
     sequence: int = -1
@@ -51,12 +51,12 @@ class RecordedOrigin:
 
     @cached_property
     def library(self) -> str | None:
-        """cuBLAS, where C++ frames show that it asked for a workspace."""
+        """The library, cuBLAS, whose workspace request appears in C++ frames."""
         return "cuBLAS" if self._found(_WORKSPACE) else None
 
     @cached_property
     def node(self) -> str | None:
-        """Autograd's node; needs C++ frames."""
+        """The autograd node; needs C++ frames."""
         return self._found(_NODE)
 
     @cached_property
@@ -77,7 +77,7 @@ class RecordedOrigin:
 
     @property
     def _operator(self) -> str | None:
-        """The innermost operator that is more than memory for another one, without overload.
+        """The innermost operator that does more than allocate for another one, without overload.
 
         The block of ``relu`` is ``empty_memory_format``'s, called by ``empty_like``, called by it.
         """
@@ -87,7 +87,7 @@ class RecordedOrigin:
 
     @cached_property
     def _symbols(self) -> list[str]:
-        """What runs of ``at::_ops`` below Python, innermost first; needs C++ frames."""
+        """The functions of ``at::_ops`` below Python, innermost first; needs C++ frames."""
         names = (frame["name"] for frame in takewhile(_is_cpp, self.frames))
         return [match[1] for name in names if (match := _OPERATOR.search(name))]
 
@@ -129,7 +129,7 @@ def _without_overload(symbol: str) -> str:
 
 
 class RecordedHistory:
-    """What ``torch.cuda`` records of every device since :meth:`during` began."""
+    """The history that ``torch.cuda`` records of every device since :meth:`during` began."""
 
     def __init__(self) -> None:
         self._start: Sequence[int] = ()
@@ -142,7 +142,7 @@ class RecordedHistory:
             yield
 
     def positions(self) -> Sequence[int]:
-        """Return by device how often something was allocated or freed."""
+        """Return the number of allocations and frees, by device."""
         if not torch.cuda.is_initialized():
             return ()
         return [
@@ -161,9 +161,9 @@ class RecordedHistory:
         ]
 
     def events(self, device: int, begin: int) -> Iterator[Event]:
-        """Yield what happened from position ``begin`` on, one event for each position.
+        """Yield the events from position ``begin`` on, one for each position.
 
-        Sizes are those asked for, rounded: a large block that was not split can be larger.
+        Sizes are the requested ones, rounded: a large block that was not split can be larger.
         """
         counted = [entry for entry in _trace(device) if entry["action"] in _ACTIONS]
         for entry in counted[max(begin - self._started(device), 0) :]:
@@ -174,7 +174,7 @@ class RecordedHistory:
     def reserved(self, device: int, begin: int) -> Sequence[int]:
         """Return the bytes held from the driver at position ``begin``, and after each event.
 
-        A segment belongs to the event that follows: it was got for that allocation.
+        A segment belongs to the event that follows: it was obtained for that allocation.
         """
         position = self._started(device)
         changes = [0]
@@ -192,13 +192,13 @@ class RecordedHistory:
         return series
 
     def segments(self, device: int) -> Sequence[dict[str, Any]]:
-        """Return nothing: recorded sizes are those asked for, from which no split follows."""
+        """Return an empty sequence: splits cannot be derived from the recorded, requested sizes."""
         return ()
 
     def splits(
         self, device: int, begin: int, segments: Sequence[Mapping[str, Any]]
     ) -> Sequence[int]:
-        """Return nothing, for the same reason."""
+        """Return an empty sequence, for the same reason."""
         return ()
 
     def last_failure(self, device: int) -> tuple[int, Origin | None] | None:
@@ -216,7 +216,7 @@ class RecordedHistory:
 
 
 _SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""What changes the bytes held from the driver, and in which direction."""
+"""The actions that change the bytes held from the driver, and their signs."""
 _COUNTED = ("allocated", "freed")
 _ACTIONS = ("alloc", "free_requested")
 

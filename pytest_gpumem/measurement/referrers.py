@@ -1,4 +1,4 @@
-"""Who refers to what, for many objects at once: each look at the heap is for all of them."""
+"""References between objects, for many at once: each pass over the heap is for all of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 CHUNK = 128
-"""Objects that are looked at together: most have no reference of interest among theirs."""
+"""The number of objects examined together: most have no relevant reference."""
 
 
 class Referrers:
-    """The heap as it is now; objects that are made later are not in it."""
+    """The heap at one moment; objects that are made later are not in it."""
 
     def __init__(self, objects: list[Any]) -> None:
         self._objects = objects
@@ -25,8 +25,8 @@ class Referrers:
 
     @classmethod
     def now(cls) -> Referrers:
-        """Return the present heap."""
-        # Before there is an instance, or it would refer to itself and outlive its use.
+        """Return the current heap."""
+        # Called before there is an instance, or it would refer to itself and outlive its use.
         return cls(gc.get_objects())
 
     def tensors(self) -> list[Any]:
@@ -34,7 +34,7 @@ class Referrers:
         return list(filter(holds_memory, self._objects))
 
     def find(self, values: Iterable[Any]) -> None:
-        """Look for what refers to any of ``values``."""
+        """Find the objects that refer to any of ``values``."""
         wanted = {id(value) for value in values} - self._found.keys()
         if not wanted:
             return
@@ -46,7 +46,7 @@ class Referrers:
                         self._found[key].append(referrer)
 
     def of(self, value: Any) -> list[Any]:
-        """Return what refers to ``value``, which :meth:`find` was given."""
+        """Return the objects that refer to ``value``, which :meth:`find` was given."""
         return self._found[id(value)]
 
     def key(self, container: Any, value: Any) -> Any:
@@ -61,6 +61,6 @@ class Referrers:
 
 
 def holds_memory(value: Any) -> bool:
-    """Whether ``value`` is a tensor, and none that torch's compilers keep for its shape alone."""
+    """Return whether ``value`` is a tensor, but none that torch's compilers keep for its shape."""
     kind = type(value)
     return issubclass(kind, torch.Tensor) and kind.__module__ != "torch._subclasses.fake_tensor"

@@ -1,4 +1,4 @@
-"""Parameters in parts: the memory of tensors that are made of others, and what FSDP sets aside.
+"""Sharded parameters: the memory of tensors that are made of others, and tensors kept by FSDP.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py (``FSDPParam``), _fsdp_state.py,
 torch/distributed/_composable_state.py and torch/utils/_python_dispatch.py, torch 2.6 to 2.13.
@@ -30,7 +30,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def parameters_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Yield owner, name and parameter of what ``fully_shard`` keeps for ``part`` elsewhere.
+    """Yield owner, name and parameter of those that ``fully_shard`` keeps for ``part`` elsewhere.
 
     While a module is whole its shards are not registered, and the whole ones are not otherwise;
     these hold the gradients of steps that do not reduce them.
@@ -51,7 +51,7 @@ def gradients_aside(part: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, st
 
 
 def _sharded_by(part: torch.nn.Module) -> Iterator[Any]:
-    """Yield what ``fully_shard`` knows of each parameter of the group of ``part``."""
+    """Yield the ``fully_shard`` data of each parameter of the group of ``part``."""
     states = sys.modules.get("torch.distributed._composable_state")
     state: Any = states._get_module_state(part) if states else None
     if hasattr(state, "_fsdp_param_groups"):

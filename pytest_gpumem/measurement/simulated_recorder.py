@@ -1,4 +1,4 @@
-"""What simulated GPUs remember of their blocks, as attribution reads it."""
+"""The blocks and events of simulated GPUs, in attribution's interface."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 _SUPPLY = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-"""What changes the bytes held from the driver, and in which direction."""
+"""The actions that change the bytes held from the driver, and their signs."""
 
 
 class SimulatedRecorder:
-    """Blocks and events of the simulated GPUs; they are recorded in any case."""
+    """A recorder of the simulated GPUs, whose blocks and events are always recorded."""
 
     def __init__(self, simulation: SimulatedMachine) -> None:
         self._gpus = simulation.gpus
 
     def positions(self) -> tuple[int, ...]:
-        """Return how many events each device has seen."""
+        """Return the number of events of each device."""
         return tuple([gpu.allocator.trace.position for gpu in self._gpus])
 
     def held(self, device: int) -> list[tuple[int, int, Origin | None]]:
@@ -37,7 +37,7 @@ class SimulatedRecorder:
         ]
 
     def events(self, device: int, begin: int) -> Iterator[Event]:
-        """Yield what happened from position ``begin`` on, one event for each position."""
+        """Yield the events from position ``begin`` on, one for each position."""
         for action, address, size, _, context in self._gpus[device].allocator.trace.raw(begin):
             yield _event(action, address, size, context)
 
@@ -48,7 +48,7 @@ class SimulatedRecorder:
         return list(accumulate(changes, initial=memory.reserved - sum(changes)))
 
     def segments(self, device: int) -> Sequence[Mapping[str, Any]]:
-        """Return what is held from the driver now, as a snapshot has it."""
+        """Return the segments held from the driver now, in the form of a snapshot."""
         return self._gpus[device].allocator.segments(frames=False)
 
     def splits(
@@ -56,8 +56,8 @@ class SimulatedRecorder:
     ) -> Sequence[int]:
         """Return the bytes of free parts of segments in use, as :meth:`reserved` does.
 
-        ``segments`` are those at position ``begin``. Nothing is returned where what follows from
-        the events is not what the allocator says.
+        ``segments`` are those at position ``begin``. Empty where the result of the events differs
+        from the allocator's own number.
         """
         memory = self._gpus[device].allocator
         splits = Splits(segments)
@@ -79,5 +79,5 @@ class SimulatedRecorder:
 def _event(action: str, address: int, size: int, context: Any) -> Event:
     if action == "alloc":
         return Event(True, address, context.nbytes if context else size, context)
-    # A free that a stream delays has been requested by then: its bytes are no more allocated.
+    # A free that a stream delays has been requested by then: its bytes no longer count.
     return Event(False, address if action in (FREE, "free_requested") else 0, 0, None)

@@ -1,9 +1,9 @@
-"""The caching allocator's statistics, read so that the body of a test does not notice.
+"""The caching allocator's statistics, read without visible effects on the body of a test.
 
 The meter resets peaks wherever a phase begins or ends. A body must not see that in
 ``torch.cuda.max_memory_allocated()``, and its own ``torch.cuda.reset_peak_memory_stats()`` must not
-blind the meter. So while a test runs the body's entry points are wrapped: what the meter reset is
-remembered and folded into what the body reads.
+disturb the meter. So while a test runs the body's entry points are wrapped: peaks that the meter
+reset are remembered and included in the values that the body reads.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from pytest_gpumem.measurement.workspace import possible_sizes
 Path = tuple[str, ...]
 
 MOST_HARVESTED = 64
-"""Statistics of a device that are kept as they were read; each has some hundred numbers."""
+"""The statistics of a device that are kept as they were read; each has some hundred numbers."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One device's statistics since the last harvest, in bytes."""
+    """A device's statistics since the last harvest, in bytes."""
 
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
     allocations: int = 0
-    """Bytes ever handed out: a counter that moves with every allocation."""
+    """The bytes ever handed out: a counter that grows with every allocation."""
 
     @property
     def at_rest(self) -> Reading:
-        """The present values, as if they had never been higher."""
+        """The current values, as if they had never been higher."""
         return replace(self, peak_allocated=self.allocated, peak_reserved=self.reserved)
 
 
@@ -53,15 +53,15 @@ class Block(NamedTuple):
 
 
 Readings = Mapping[int, Reading]
-"""By device index."""
+"""Readings by device index."""
 
 
 class Statistics(Protocol):
-    """What the meter asks of a machine's devices."""
+    """The interface of the meter to a machine's devices."""
 
     @property
     def listeners(self) -> list[Callable[[Readings], None]]:
-        """Who is told of every harvest: peaks can be taken only once."""
+        """The callbacks for every harvest, because peaks can be taken only once."""
 
     def harvest(self) -> Readings:
         """Return each device's reading, and begin new peaks."""
@@ -79,20 +79,20 @@ class Statistics(Protocol):
         """Free the cuBLAS and cuBLASLt workspaces."""
 
     def empty_cache(self) -> None:
-        """Give unused segments back to the driver."""
+        """Return unused segments to the driver."""
 
     def forget_peaks(self) -> None:
-        """Let the body's peaks begin here, too."""
+        """Restart the body's peaks at the current values, too."""
 
     def unmeasured(self) -> AbstractContextManager[None]:
-        """Return a context in which nobody is told how high memory goes."""
+        """Return a context in which peaks are not reported to listeners."""
 
 
 def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozenset[Block]]:
     """Free the cuBLAS and cuBLASLt workspaces; return the blocks they were, and those left.
 
-    torch does not say which of its blocks are workspaces: those that can be and that vanish by
-    clearing them are. Garbage does not vanish meanwhile.
+    torch does not mark its workspace blocks: those are the candidates that disappear when they
+    are cleared. Garbage does not disappear, because the collector is paused.
     """
     with paused():
         candidates = statistics.possible_workspaces()
@@ -104,9 +104,9 @@ def clear_workspaces(statistics: Statistics) -> tuple[frozenset[Block], frozense
 class CudaStatistics:
     """``torch.cuda``'s statistics of every visible device, real or simulated.
 
-    Nothing here initialises CUDA: before the test does so itself, every reading is empty. Must be
-    created, and used, while the device is active. ``workspaces`` returns those that are live, where
-    somebody knows; else their sizes tell.
+    It does not initialise CUDA: before the test does so itself, every reading is empty. Must be
+    created, and used, while the device is active. ``workspaces`` returns the live ones, where
+    they are known; else they are recognised by size.
     """
 
     def __init__(self, workspaces: Callable[[], frozenset[Block]] | None = None) -> None:
@@ -115,7 +115,7 @@ class CudaStatistics:
         self._reset_peaks: Callable[[int], None] = torch._C._cuda_resetPeakMemoryStats
         self._remembered: dict[int, dict[Path, int]] = {}
         self._harvested: dict[int, list[Mapping[str, Any]]] = {}
-        """Of each device what was harvested, and its peaks are not yet among the remembered."""
+        """Each device's harvested statistics whose peaks are not among the remembered ones yet."""
         self.listeners: list[Callable[[Readings], None]] = []
         self._unmeasured = False
 
@@ -134,20 +134,20 @@ class CudaStatistics:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Tell nobody how high memory goes inside."""
+        """Report no peaks inside to listeners."""
         self.harvest()
         self._unmeasured = True
         try:
             yield
         finally:
-            self.harvest()  # what was reached inside
+            self.harvest()  # the peaks inside
             self._unmeasured = False
             self.harvest()
 
     def live_blocks(self) -> frozenset[Block]:
-        """Return every block in use; not those that were given up while a stream works on them.
+        """Return every block in use, except those freed while a stream works on them.
 
-        They are "active" until the allocator is next asked for memory: nobody leaks them.
+        They are "active" until the allocator's next allocation, and are no leaks.
         """
         return frozenset(block for block, _ in self._requested())
 
@@ -165,7 +165,7 @@ class CudaStatistics:
         )
 
     def synchronize(self) -> None:
-        """Wait for every device in use; one that nothing was allocated on is left alone."""
+        """Wait for every device in use; one without allocations is left untouched."""
         for device in self._devices():
             if _current(self._stats(device), "reserved_bytes"):
                 torch.cuda.synchronize(device)
@@ -176,11 +176,11 @@ class CudaStatistics:
             torch._C._cuda_clearCublasWorkspaces()
 
     def empty_cache(self) -> None:
-        """Give unused segments back to the driver."""
+        """Return unused segments to the driver."""
         torch.cuda.empty_cache()
 
     def forget_peaks(self) -> None:
-        """Let the body's peaks begin at the present values."""
+        """Restart the body's peaks at the current values."""
         self._remembered.clear()
         self._harvested.clear()
         for device in self._devices():
@@ -188,7 +188,7 @@ class CudaStatistics:
 
     @contextmanager
     def screened(self) -> Iterator[None]:
-        """Show the body its own peaks, as if nobody else had reset them."""
+        """Show the body its own peaks, as if only the body had reset them."""
         replacements = {
             "_cuda_memoryStats": self._body_stats,
             "_cuda_resetPeakMemoryStats": self._body_reset,
@@ -211,7 +211,7 @@ class CudaStatistics:
         self._reset_peaks(device)
 
     def _keep(self, device: int, stats: Mapping[str, Any]) -> None:
-        # Few bodies ask for their peaks, and each harvest has dozens.
+        # Few bodies read their peaks, and each harvest has dozens.
         harvested = self._harvested.setdefault(device, [])
         harvested.append(stats)
         if len(harvested) >= MOST_HARVESTED:
@@ -226,7 +226,7 @@ class CudaStatistics:
         return remembered
 
     def _requested(self) -> Iterator[tuple[Block, int]]:
-        """Yield each block in use and the bytes that were asked for."""
+        """Yield each block in use and its requested bytes."""
         if not _initialized():
             return
         for segment in torch.cuda.memory_snapshot(**self._snapshot_options):

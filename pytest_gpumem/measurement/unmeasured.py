@@ -1,4 +1,4 @@
-"""Work that a test is not charged for: searches that run until memory is out."""
+"""Work that a test is not charged for: searches that run until memory is exhausted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 Pause = Callable[[], AbstractContextManager[None]]
 
 _pauses: list[Pause] = []
-"""Of the measurements under way: what they measure is the process, so the list is its."""
+"""The pauses of the current measurements, which all measure this process."""
 
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Leave what happens inside out of every measurement; what it keeps counts from its end on."""
+    """Exclude events inside from every measurement; memory kept counts from the end on."""
     with ExitStack() as paused:
         for pause in _pauses:
             paused.enter_context(pause())
@@ -22,7 +22,7 @@ def unmeasured() -> Iterator[None]:
 
 @contextmanager
 def pausable(pause: Pause) -> Iterator[None]:
-    """Let ``pause`` surround what is :func:`unmeasured` inside."""
+    """Enter ``pause`` around :func:`unmeasured` work inside."""
     _pauses.append(pause)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which devices CUDA shows a process, and in which order."""
+"""The devices that CUDA shows a process, and their order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 
 def visible_devices(value: str | None, count: int) -> list[int | str]:
-    """The devices CUDA sees, in CUDA's order: indices of ``count`` devices, or UUID beginnings.
+    """Return CUDA's devices in its order: indices of ``count`` devices, or UUID beginnings.
 
     ``value`` is ``CUDA_VISIBLE_DEVICES``: enumeration stops at the first entry that is no device,
     and a repeated entry makes all of them invisible (CUDA C++ Programming Guide, "CUDA

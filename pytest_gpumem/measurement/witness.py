@@ -1,4 +1,4 @@
-"""What is seen of a running test: whose tensors lie where, and which module runs when."""
+"""Observations of a running test: which tensors lie where, and which module runs when."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from pytest_gpumem.measurement.sharded import gradients_aside, parameters_aside,
 Function = Callable[..., Any]
 
 _FSDP = "_fsdp_wrapped_module"
-"""What ``FullyShardedDataParallel`` calls the module inside, as part of every path."""
+"""The name under which ``FullyShardedDataParallel`` holds a module, part of every path."""
 
 DEEPEST_INPUT = 4
-"""Levels of containers in which the arguments of a module are looked for."""
+"""The levels of containers in which the arguments of a module are searched."""
 
 
 class Witness:
-    """Notes what memory holds while it holds it; afterwards nobody could tell.
+    """A record of the contents of memory during a test; afterwards they cannot be determined.
 
-    ``positions`` says how far the allocator of each device has come. Everything that is watched is
+    ``positions`` returns the position of each device's allocator. Watched objects are
     held weakly: watching must not keep memory alive.
     """
 
@@ -45,11 +45,11 @@ class Witness:
         self._positions = positions
         self._held = held
         self.facts = Facts(held)
-        """Of the present run of the body."""
+        """The facts of the current run of the body."""
         self._roots: WeakSet[torch.nn.Module] = WeakSet()
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self._called: WeakSet[torch.nn.Module] = WeakSet()
-        """Those that were called by nobody else, since something moved."""
+        """The outermost modules that have been called since something moved."""
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._stepped: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._running: list[str] = []
@@ -61,7 +61,7 @@ class Witness:
         self._sightings: list[tuple[Positions, int, str, str, str]] = []
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Know the module or optimizer ``holder`` from now on."""
+        """Watch the module or optimizer ``holder`` from now on."""
         if isinstance(holder, torch.optim.Optimizer):
             self._optimizers.add(holder)
             self._see_optimizer(self._positions(), holder)
@@ -70,32 +70,32 @@ class Witness:
             self._see_module(self._positions(), holder)
 
     def begin_run(self) -> None:
-        """A run of the body begins: the facts are its own."""
+        """Begin a run of the body with facts of its own."""
         self.facts = Facts(self._held)
 
     def look(self) -> None:
-        """See what known optimizers hold that have not stepped: their state may have been loaded.
+        """Record the state of known optimizers that have not stepped: it may have been loaded.
 
-        Everything else was seen when it came about.
+        Everything else was recorded when it was made.
         """
         for optimizer in list(self._optimizers - self._stepped):
             self._see_optimizer(self._positions(), optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """See the state of ``optimizer``, which has just stepped."""
+        """Record the state of ``optimizer``, which has just stepped."""
         self._stepped.add(optimizer)
         self.facts.stepped(optimizer)
         self.watch(optimizer)
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Forget what goes on inside, but for the modules and optimizers that there are then."""
+        """Drop the records of code inside, except for its remaining modules and optimizers."""
         notes: tuple[list[Any], ...] = (self._marks, self._spans, self._sightings)
         known, span = [len(each) for each in notes], self._span
         try:
             yield
         finally:
-            self._span = span  # a step that ran out of memory has not told of its end
+            self._span = span  # a step that ran out of memory has not reported its end
             for each, count in zip(notes, known, strict=True):
                 del each[count:]
             for module in list(self._roots):
@@ -103,10 +103,10 @@ class Witness:
             for optimizer in list(self._optimizers):
                 self.watch(optimizer)
 
-    # What surrounds torch's functions while a test runs.
+    # Wrappers of torch's functions while a test runs.
 
     def calling(self, call: Function) -> Function:
-        """Return ``Module.__call__`` as ``call`` does it, seen."""
+        """Return a wrapper of ``call``, ``Module.__call__``, that records it."""
 
         @functools.wraps(call)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class Witness:
         return called
 
     def moving(self, apply: Function) -> Function:
-        """Return ``Module._apply`` as ``apply`` does it: what ``cuda()`` and ``to()`` come to."""
+        """Return a wrapper of ``apply``, ``Module._apply``, which ``cuda()`` and ``to()`` call."""
 
         @functools.wraps(apply)
         def moved(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +156,7 @@ class Witness:
         return moved
 
     def making(self, new: Function) -> Function:
-        """Return ``Parameter.__new__`` as ``new`` does it: modules may never be called."""
+        """Return a wrapper of ``new``, ``Parameter.__new__``: modules may never be called."""
 
         @functools.wraps(new)
         def made(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +168,7 @@ class Witness:
         return made
 
     def restoring(self, set_state: Function) -> Function:
-        """Return ``Module.__setstate__`` as ``set_state`` does it: what ``deepcopy`` comes to."""
+        """Return a wrapper of ``set_state``, ``Module.__setstate__``, which ``deepcopy`` calls."""
 
         @functools.wraps(set_state)
         def restored(module: torch.nn.Module, state: Any) -> None:
@@ -181,7 +181,7 @@ class Witness:
         return restored
 
     def running_backward(self, run: Function) -> Function:
-        """Return autograd's entry as ``run`` does it, seen."""
+        """Return a wrapper of ``run``, autograd's entry, that records it."""
 
         @functools.wraps(run)
         def ran(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ class Witness:
         return ran
 
     def zeroing(self, zero: Function) -> Function:
-        """Return ``Optimizer.zero_grad`` as ``zero`` does it, seen."""
+        """Return a wrapper of ``zero``, ``Optimizer.zero_grad``, that records it."""
 
         @functools.wraps(zero)
         def zeroed(owner: Any, set_to_none: bool = True) -> Any:
@@ -207,7 +207,7 @@ class Witness:
         return zeroed
 
     def attending(self, attend: Function) -> Function:
-        """Return ``scaled_dot_product_attention`` as ``attend`` does it, seen."""
+        """Return a wrapper of ``attend``, ``scaled_dot_product_attention``, that records it."""
 
         @functools.wraps(attend)
         def attended(
@@ -232,7 +232,7 @@ class Witness:
         return attended
 
     def begin(self, name: str) -> bool:
-        """Begin an automatic phase; ``False`` within another one, whose part it is."""
+        """Begin an automatic phase; return ``False`` within another one, which includes it."""
         if self._span is not None:
             return False
         self._span = name, self._positions()
@@ -245,17 +245,17 @@ class Witness:
             self._spans.append((name, begin, self._positions()))
             self._span = None
 
-    # What attribution reads.
+    # The interface of attribution.
 
     def sightings(self, device: int) -> list[Sighting]:
-        """Return what was seen; positions are those of ``device``."""
+        """Return the sightings; positions are those of ``device``."""
         return [
             Sighting(position_on(device, positions), address, category, path, name)
             for positions, address, category, path, name in self._sightings
         ]
 
     def modules(self, device: int) -> list[tuple[int, str]]:
-        """Return from which position on which module ran."""
+        """Return the positions at which modules began to run, and their paths."""
         return [(position_on(device, positions), path) for positions, path in self._marks]
 
     def spans(self, device: int) -> list[Span]:
@@ -266,7 +266,7 @@ class Witness:
         ]
 
     def _outermost_called(self, module: torch.nn.Module, arguments: Any) -> bool:
-        """Return whether it is the first time since something moved."""
+        """Record an outermost call; return whether it is the first since something moved."""
         first = module not in self._called
         if first:
             self._called.add(module)
@@ -336,7 +336,7 @@ class Witness:
                     self._see(now, value, OPTIMIZER_STATE, path, f"{kind}.{name}")
 
     def _owned(self) -> Iterator[int]:
-        """Yield the addresses of what known modules and optimizers hold now."""
+        """Yield the addresses of the tensors that known modules and optimizers hold now."""
         for module in list(self._roots):
             for held in (*module.parameters(), *module.buffers()):
                 yield from map(_address, parts_of(held))

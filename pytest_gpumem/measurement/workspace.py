@@ -1,4 +1,4 @@
-"""Which sizes cuBLAS workspaces have."""
+"""The sizes of cuBLAS workspaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pytest_gpumem.simulated.gpu.workspace_settings import (
 
 
 def possible_sizes(device: int) -> frozenset[int] | None:
-    """Return the bytes that torch asks for a workspace on ``device``; ``None``: not known.
+    """Return the bytes that torch requests for a workspace on ``device``; ``None``: not known.
 
     None are known where every operation takes a workspace and returns it, as since 2.15.
     See :mod:`pytest_gpumem.simulated.gpu.workspaces`, which has the sources; not for ROCm.
@@ -36,7 +36,7 @@ def _per_operation() -> bool:
 
 
 def _set_by_code() -> set[int]:
-    """The sizes that 2.13 and later tell, and that code may set (torch.backends.cuda)."""
+    """Return the sizes that 2.13 and later report, which code may set (torch.backends.cuda)."""
     names = ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize")
     return {getattr(torch._C, name)() for name in names if hasattr(torch._C, name)}
 
@@ -45,6 +45,6 @@ def _set_by_code() -> set[int]:
 def _sizes(config: str | None, capability: tuple[int, int]) -> frozenset[int]:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     ours = workspace_bytes(config, (major, minor), capability)
-    # 2.14 knows more GPUs that have the large one than earlier releases: a size too many here
-    # costs nothing, one too few would let a workspace pass for something else.
+    # 2.14 lists more GPUs with the large one than earlier releases: a size too many
+    # costs nothing, one too few would count a workspace as something else.
     return frozenset({ours, lt_workspace_bytes((major, minor), ours), LARGE_BYTES})

@@ -1,4 +1,4 @@
-"""The process that one run of a script has for itself."""
+"""The process of one run of a script."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pytest_gpumem.values.errors import (
 
 
 def main(path: str) -> None:
-    """Do what the request in the file ``path`` asks for, and write the answer."""
+    """Run the request in the file ``path``, and write the answer."""
     request = Request.read(Path(path))
     sys.path.pop(0)  # where this package was found; Python puts the script's folder there
     resources = ExitStack()
@@ -52,7 +52,7 @@ def main(path: str) -> None:
     answer = _answer(run, device)
     sys.stdout.flush()
     if answer.wants_values and answer.work <= request.seconds:
-        pass  # it runs again: what went wrong is a matter of values
+        pass  # it runs again: the error depends on values
     elif answer.ending == endings.RAISED:
         show_traceback(run.error or AssertionError())
     elif answer.ending in (endings.EXITED, endings.ENDED) and run.error is not None:
@@ -99,7 +99,7 @@ def _answer(run: Run, device: Device) -> Answer:
 
 
 def _ending(run: Run) -> tuple[str, str]:
-    """Return how a run ended, and what there is to say of that."""
+    """Return how a run ended, and the sentence on it, which may be empty."""
     error = run.error
     if error is None:
         return endings.ENDED, ""
@@ -128,7 +128,7 @@ def _undescribed(run: Run) -> UndescribedKernelError | None:
 
 
 def _code(ended: SystemExit) -> str:
-    """Return what a shell would see of ``sys.exit(code)``: any other object is 1."""
+    """Return a shell's exit code of ``sys.exit(code)``: any other object is 1."""
     if ended.code is None:
         return "0"
     return str(ended.code & 0xFF) if isinstance(ended.code, int) else "1"

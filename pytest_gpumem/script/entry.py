@@ -22,9 +22,9 @@ _STARTERS = ("<frozen runpy>", runpy.__file__)
 
 
 class ScriptError(ValueError):
-    """What cannot be run; the message is one sentence for the user.
+    """A script that cannot be run; the message is one sentence for the user.
 
-    ``snippet`` describes ``kernel``, where that is all that is missing.
+    ``snippet`` describes ``kernel`` where only a kernel's description is missing.
     """
 
     def __init__(self, sentence: str, kernel: str = "", snippet: str = "") -> None:
@@ -35,7 +35,7 @@ class ScriptError(ValueError):
 
 @dataclass(frozen=True)
 class Script:
-    """What stands behind ``python``: a file, or ``-m`` and a module, and its arguments."""
+    """The arguments of ``python``: a file, or ``-m`` and a module, and what follows."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Script:
         if not path.is_file():
             raise ScriptError(f"{quoted(self.name)} is no file; give a script")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script's own run says them
+            warnings.simplefilter("ignore")  # the script's own run shows them
             self._compiled()
 
     def _compiled(self) -> CodeType:
@@ -77,7 +77,7 @@ class Script:
         return os.path.abspath(self.name)  # noqa: PTH100 - which does not follow links
 
     def run(self) -> None:
-        """Run it as ``__main__``, which it stays; raises whatever it raises.
+        """Run the script as ``__main__``, which it stays; raises whatever it raises.
 
         Sources: pymain_run_python() of Modules/main.c for ``sys.path``, and runpy.
         """
@@ -112,7 +112,7 @@ class Script:
 
 
 def find_spec_of(module: str) -> object:
-    """Return what Python knows of ``module`` before it runs; ``None`` where there is no such."""
+    """Return the spec of ``module``, found without running it; ``None`` where there is none."""
     try:
         return find_spec(module)
     except (ImportError, ValueError):
@@ -120,7 +120,7 @@ def find_spec_of(module: str) -> object:
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield ``error`` and what it was raised from, or while handling it."""
+    """Yield ``error`` and the exceptions in its chain of causes and contexts."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -130,7 +130,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def process_as_it_was() -> Iterator[None]:
-    """Give back inside's ``sys.argv``, ``sys.path`` and ``__main__`` to who had them before."""
+    """Restore ``sys.argv``, ``sys.path`` and ``__main__`` after the script inside."""
     argv, main, path = sys.argv, sys.modules["__main__"], list(sys.path)
     try:
         yield
@@ -142,14 +142,14 @@ def process_as_it_was() -> Iterator[None]:
 def show_traceback(error: BaseException) -> None:
     """Print ``error`` as Python does, from the script's first line on and without our frames.
 
-    Where the script has a hook of its own for that, by it.
+    A hook that the script has set for that is used.
     """
     error.__traceback__ = own_frames(error.__traceback__)  # which hooks read, whatever they get
     sys.excepthook(type(error), error, error.__traceback__)
 
 
 def own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return ``traceback`` without the frames of this package, and of who starts a script."""
+    """Return ``traceback`` without the frames of this package and of the script's starter."""
     if traceback is None:
         return None
     following = own_frames_of(traceback)

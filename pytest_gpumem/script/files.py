@@ -1,4 +1,4 @@
-"""Checkpoints that were there before stay: a simulation has shapes to write, and no values."""
+"""Protection of existing checkpoints: a simulation has shapes to write, and no values."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from pytest_gpumem.simulated.common.callsite import callers_line, user_line
 from pytest_gpumem.simulated.surface.checkpoints import gives_no_values, restore_unknown
 
 _MARK = restore_unknown.__name__.encode()
-"""What the pickle of a tensor without values calls; zip archives of torch.save compress nothing.
-The metadata of a file of safetensors, which are at its beginning, have it, too."""
+"""The name that the pickle of a tensor without values calls; torch.save does not compress it.
+Metadata of safetensors, at the beginning of the file, contain it, too."""
 
 _METADATA = {"pytest_gpumem": _MARK.decode()}
 
 _LOOKED_AT = 1 << 24
-"""Bytes of a file: its pickle comes first."""
+"""Bytes that are read of a file, which begins with its pickle."""
 
 
 @contextmanager
 def checkpoints_kept(note: Callable[[str], None]) -> Iterator[None]:
-    """Let ``torch.save`` and safetensors inside write no shapes over a file that holds values.
+    """Keep ``torch.save`` and safetensors inside from writing shapes over a file that holds values.
 
-    Neither does a distributed checkpoint write to a folder that holds one with values. ``note`` is
-    told.
+    A distributed checkpoint is not written to a folder that holds one with values either. ``note``
+    is called with a sentence for each.
     """
     save = torch.save
     prepare = FileSystemWriter.prepare_local_plan

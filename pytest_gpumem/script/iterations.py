@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 LOAD = "load"
-"""What a script does before its first forward."""
+"""The phase before a script's first forward."""
 
 ITERATION = "iteration"
 
@@ -14,6 +14,6 @@ def numbered(part: str, iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int | None:
-    """Return which iteration the phase ``name`` belongs to, ``None`` for none."""
+    """Return the iteration that the phase ``name`` belongs to, ``None`` for none."""
     part, _, number = name.rpartition("_")
     return int(number) if part and number.isdecimal() else None

@@ -1,4 +1,4 @@
-"""A script in a test: what keeps the number that ``gpumem run`` has found."""
+"""A script in a test, which keeps the number that ``gpumem run`` found."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run_script(name: str, *arguments: str, steps: int = 2, module: bool = False)
         steps: how many steps of its optimizer it is to do. One that does fewer runs to its end.
         module: whether ``name`` is a module, as with ``python -m``.
 
-    ``sys.argv``, ``sys.path`` and ``__main__`` are the script's meanwhile. What it raises, a
-    ``SystemExit`` with a code other than 0 too, goes through. Raises ``ValueError`` where there is
+    ``sys.argv``, ``sys.path`` and ``__main__`` are the script's while it runs. Exceptions of it, a
+    ``SystemExit`` with a code other than 0 too, propagate. Raises ``ValueError`` where there is
     nothing to run.
     """
     from pytest_gpumem.script.stopping import Steps, StopError
@@ -55,9 +55,9 @@ def run_script(name: str, *arguments: str, steps: int = 2, module: bool = False)
 
 
 def kept_test(script: Script, gpu: str, measured: Measurement, steps: int) -> str:
-    """Return the source of a test that keeps the peak which ``script`` had on ``gpu``."""
+    """Return the source of a test that keeps the peak of ``script`` on ``gpu``."""
     peak = measured.peak_allocated
-    # A simulated peak repeats to the byte; a measured one is given the default tolerance.
+    # A simulated peak repeats to the byte; a measured one gets the default tolerance.
     limit = peak if measured.simulated else math.ceil(peak * 1.01) + MIB
     marker = [f"max={limit:_}", *([f'gpu="{gpu}"'] if measured.simulated else [])]
     call = [

@@ -1,4 +1,4 @@
-"""One run of a script on a device, from its first line until it ends or is ended."""
+"""A run of a script on a device, from its first line until it ends or is ended."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from pytest_gpumem.script.stopping import Alarm, Steps
 from pytest_gpumem.values.measurement import Measurement
 
 STACKS = "all"
-"""What is recorded of a real device's allocations: Python's stacks, and C++'s."""
+"""The recorded stacks of a real device's allocations: Python's and C++'s."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of it."""
+    """The result of one run."""
 
     error: BaseException | None
-    """What the script ended with; ``None`` where it ran to its last line."""
+    """The exception that the script ended with; ``None`` where it ran to its last line."""
     steps: int
     time_is_over: bool
     seconds: float
     measurement: Measurement
-    """Of the device that was asked for."""
+    """The measurement of the requested device."""
     others: tuple[Measurement, ...]
-    """Of further ones that it used."""
+    """The measurements of other devices that the script used."""
     out_of_memory: OutOfMemory | None
 
 
 class _Meter(Meter):
-    """A meter whose phases are those of iterations."""
+    """A meter whose phases are iterations of a script."""
 
     tracker: Iterations
 
@@ -65,8 +65,8 @@ def run_measured(
 ) -> Run:
     """Run ``script`` on ``device``, for ``steps`` steps of its optimizer and ``seconds`` at most.
 
-    ``note`` is said with its numbers. The device is there until ``resources`` are closed: what the
-    script does at exit needs it.
+    ``note`` is added to its numbers. The device is active until ``resources`` are closed: exit
+    handlers of the script need it.
     """
     resources.enter_context(device.active())
     resources.enter_context(device.measuring(script.name))
@@ -131,5 +131,5 @@ def _post_mortem(meter: Meter, device: Device) -> OutOfMemory | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether ``error`` is, or comes of, an allocation that found no memory."""
+    """Return whether ``error`` is, or was caused by, an allocation that found no memory."""
     return any(isinstance(one, torch.OutOfMemoryError) for one in chain(error))

@@ -1,4 +1,4 @@
-"""Which iteration of a script's loop memory was needed in, and what for."""
+"""The iterations of a script's loop as phases of its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = (FORWARD, BACKWARD, STEP)
 class Iterations(PhaseTracker):
     """The phases of a script: ``load``, then ``iteration_1`` with ``forward_1`` and so on in it.
 
-    One that accumulates gradients has several forwards in an iteration, which are one phase.
+    A script that accumulates gradients has several forwards in an iteration, which are one phase.
     """
 
     _count = 0
@@ -24,21 +24,21 @@ class Iterations(PhaseTracker):
     _is_over = False
 
     def load(self) -> None:
-        """The script begins."""
+        """Begin the phase before the first iteration."""
         self._present = super().enter(LOAD)
 
     def enter(self, name: str) -> Phase | None:
-        """Begin the phase ``name``, of the present iteration where that is found by itself."""
+        """Begin the phase ``name``, numbered by iteration where it is an automatic phase."""
         if name not in PARTS:
             return super().enter(name)
-        if self._is_over:  # what a script does on its way out is no iteration
+        if self._is_over:  # code at a script's exit is no iteration
             return None
         if not self._count:
             self.iterated(more=True)
         return super().enter(numbered(name, self._count))
 
     def iterated(self, *, more: bool) -> None:
-        """What went on has ended, and another iteration begins where there are ``more``."""
+        """End the current phase, and begin another iteration if there are ``more``."""
         if self._present is not None:
             self.leave(self._present)
         self._present = None
@@ -49,9 +49,9 @@ class Iterations(PhaseTracker):
 
 
 def shown_phases(found: Mapping[str, PhaseRecord], steps: int) -> dict[str, PhaseRecord]:
-    """Return those of ``found`` that tell something, in order.
+    """Return the informative ones of ``found``, in order.
 
-    Without a step there are no iterations: a script that infers has one ``forward``.
+    Without an optimizer's step there are no iterations: inference has one ``forward``.
     """
     return {phase.name: phase for phase in _shown(found, steps)}
 

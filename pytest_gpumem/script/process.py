@@ -1,4 +1,4 @@
-"""Starts the process in which a script runs, again where one run does not tell enough."""
+"""The process in which a script runs, started again where one run does not suffice."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ sys.path[0] = sys.argv[1]
 from pytest_gpumem.script.child import main
 main(sys.argv[2])
 """
-"""Ctrl-C ends it without a word until the script begins."""
+"""The child's start; it makes Ctrl-C end the process silently until the script begins."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long a script runs, and where what it prints goes."""
+    """The length of a script's run, and the destination of its output."""
 
     steps: int = 2
     seconds: float = 60.0
@@ -46,16 +46,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of a script on one GPU."""
+    """The results of a script on one GPU."""
 
     answer: Answer
     fits: bool = True
     larger: Answer | None = None
-    """Where it does not fit: the same with as much memory as it wants."""
+    """The answer of a second run with unlimited memory, if the script does not fit."""
 
     @property
     def told(self) -> Answer:
-        """The run whose numbers are those of the script."""
+        """The answer whose numbers are the script's."""
         return self.larger or self.answer
 
 
@@ -106,7 +106,7 @@ def _answered(request: Request, *, quiet: bool) -> Answer:
 
 
 def _variables(gpu: str) -> Mapping[str, str]:
-    """Return the variables that give the process its device; raises :class:`ScriptError`."""
+    """Return the variables that select the process's device; raises :class:`ScriptError`."""
     if not gpu.startswith(endings.DRY):
         return {}
     from pytest_gpumem.dry.load import environment
@@ -119,7 +119,7 @@ def _variables(gpu: str) -> Mapping[str, str]:
 
 
 def _check(answer: Answer, request: Request) -> None:
-    """Raise :class:`ScriptError` where a run says nothing of the script."""
+    """Raise :class:`ScriptError` where a run has no result for the script."""
     name = request.script.name
     if answer.ending == endings.UNKNOWN and not request.again:
         raise ScriptError(
@@ -137,13 +137,13 @@ def _check(answer: Answer, request: Request) -> None:
 
 
 def _waited(process: subprocess.Popen[bytes], request: Request) -> int | None:
-    """Return the exit code, ``None`` where it had to be killed."""
+    """Return the exit code, ``None`` where the process had to be killed."""
     try:
         return process.wait(request.seconds + GRACE)
     except subprocess.TimeoutExpired:
         process.kill()
         return None
-    except KeyboardInterrupt:  # which the process has heard, too
+    except KeyboardInterrupt:  # which the process has received, too
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(5)
         process.kill()

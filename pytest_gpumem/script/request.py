@@ -1,4 +1,4 @@
-"""What is asked of the process that runs a script, and what it answers."""
+"""The request to the process that runs a script, and its answer."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pytest_gpumem.script.entry import Script
 from pytest_gpumem.values.measurement import Measurement
 
 MEASURED = "cuda"
-"""In the place of a model to be simulated: the CUDA device that there is."""
+"""The name of the real CUDA device, in place of a model to simulate."""
 DRY = "dry:"
-"""How the name of a machine begins that is the dry device."""
+"""The prefix of a machine's name that selects the dry device."""
 
 STOPPED = "stopped"
-"""After as many steps as were asked for."""
+"""The ending after the requested number of steps."""
 TIME = "time"
-"""Its time was over."""
+"""The ending after the requested time."""
 ENDED = "ended"
-"""It ran to its end."""
+"""The ending of a script that ran to its last line."""
 EXITED = "exited"
-"""It ended itself with an exit code that is not 0."""
+"""The ending with an exit code other than 0."""
 OUT_OF_MEMORY = "out of memory"
 RAISED = "raised"
-"""Anything else."""
+"""The ending with any other exception."""
 UNKNOWN = "unknown value"
-"""It asked for a value that a simulated device does not have."""
+"""The ending of a script that read a value which a simulated device does not have."""
 REFUSED = "refused"
-"""A simulated device cannot do what it asked for."""
+"""The ending of a script that used something a simulated device cannot do."""
 NOT_RUN = "not run"
-"""There was nothing to run."""
+"""The ending where there was nothing to run."""
 INTERRUPTED = "interrupted"
-"""By Ctrl-C."""
+"""The ending by Ctrl-C."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One run; ``gpu`` is a machine of the catalogue or :data:`MEASURED`."""
+    """The request for one run; ``gpu`` is a machine of the catalogue or :data:`MEASURED`."""
 
     script: Script
     gpu: str
@@ -47,18 +47,18 @@ class Request:
     seconds: float
     answer: Path
     unbounded: bool = False
-    """Whether the simulated device has as much memory as anybody wants."""
+    """Whether the simulated device has unlimited memory."""
     again: str = ""
-    """Why the CPU computes what is simulated; empty where it does not."""
+    """The reason why the CPU computes values; empty where it does not."""
 
     def write(self, path: Path) -> None:
-        """Write it for :meth:`read`."""
+        """Write the request for :meth:`read`."""
         data = {**vars(self), "script": asdict(self.script), "answer": str(self.answer)}
         path.write_text(json.dumps(data), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Request:
-        """Read what :meth:`write` wrote."""
+        """Read a request that :meth:`write` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
         script = data["script"]
         script["arguments"] = tuple(script["arguments"])
@@ -67,46 +67,46 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one run; sizes in bytes."""
+    """The result of one run; sizes in bytes."""
 
     ending: str
-    """One of the constants above."""
+    """The ending, one of the constants above."""
     sentence: str = ""
-    """What it raised or was refused for."""
+    """The message of its exception, or the reason of its refusal."""
     steps: int = 0
     seconds: float = 0.0
     gpu: str = ""
     total_memory: int = 0
     torch: str = ""
     measurements: tuple[Measurement, ...] = ()
-    """Of the device that was asked for, then of others that were used."""
+    """The measurements of the requested device first, then of others that were used."""
     out_of_memory: Mapping[str, Any] | None = None
-    """Why the last allocation that failed did so."""
+    """The reason why the last allocation that failed did so."""
     post_mortem: tuple[str, ...] = ()
-    """The same in lines."""
+    """The reason as lines of text."""
     kernel: str = ""
-    """The kernel that nobody described, where it was refused for that."""
+    """The kernel without a description that the run was refused for, if any."""
     snippet: str = ""
-    """What describes it."""
+    """The lines of Python that describe it."""
     made_up: bool = False
-    """Whether it went by a value that nobody computed."""
+    """Whether the run used a value that was not computed."""
     work: float = 0.0
-    """Seconds that computing its values takes at the least."""
+    """The least seconds that computing its values takes."""
 
     @property
     def wants_values(self) -> bool:
-        """Whether another run, with real values, may come further."""
+        """Whether another run, with real values, may get further."""
         failed = self.ending in (RAISED, EXITED) and self.made_up
         return self.ending == UNKNOWN or failed
 
     def write(self, path: Path) -> None:
-        """Write it for :meth:`read`."""
+        """Write the answer for :meth:`read`."""
         measurements = [one.to_dict() for one in self.measurements]
         path.write_text(json.dumps({**vars(self), "measurements": measurements}), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Answer:
-        """Read what :meth:`write` wrote."""
+        """Read an answer that :meth:`write` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
         measurements = tuple(map(Measurement.from_dict, data["measurements"]))
         lines = tuple(data["post_mortem"])

@@ -1,4 +1,4 @@
-"""What ends a script that would go on: enough steps, or enough time."""
+"""The end of a script that would continue: enough steps, or enough time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 from pytest_gpumem.simulated.common.callsite import is_internal
 
 PATIENCE = 0.01
-"""Seconds after which a script is asked again that was in the middle of an operator."""
+"""Seconds before a further attempt to stop a script that was inside an operator."""
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -30,32 +30,32 @@ _DEVICE = f"{_PACKAGE}simulated{os.sep}"
 
 
 class StopError(BaseException):
-    """Ends a script that has been seen for long enough.
+    """The exception that ends a script after enough steps or time.
 
-    No ``Exception``: a loop that goes on after those must end, too, and ``finally`` has its turn.
+    Not an ``Exception``: a loop that catches those must end, too, and ``finally`` blocks run.
     """
 
 
 class Steps:
-    """Counts the steps of a script: those of the optimizer that steps first.
+    """The counter of a script's steps, those of the optimizer that steps first.
 
-    Where others step between its first two, as a generator does beside a discriminator, a step is
-    over with the last of them. What an optimizer does not do, as where ``GradScaler`` found an
-    infinity, is no step.
+    If others step between its first two, as a generator's does beside a discriminator's, a step
+    ends with the last of them. A step that an optimizer skips, as where ``GradScaler`` found an
+    infinity, does not count.
     """
 
     def __init__(self, most: int, over: Callable[[bool], None] = lambda more: None) -> None:
         self._most = most
         self._over = over
-        """Told at the end of each iteration whether there are more."""
+        """The function called at the end of each iteration with whether there are more."""
         self._leader: Callable[[], Optimizer | None] = _nobody
         self._last: Callable[[], Optimizer | None] = _nobody
-        """Of those that step in one iteration, where that is another one."""
+        """The last optimizer to step in one iteration, if it is not the leader."""
         self.count = 0
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count inside, and raise :class:`StopError` after as many steps as are wanted."""
+        """Count steps inside, and raise :class:`StopError` after the requested number."""
         before = register_optimizer_step_pre_hook(self._begins)
         after = register_optimizer_step_post_hook(self._ended)
         try:
@@ -95,7 +95,7 @@ def _nobody() -> None:
 
 
 class Alarm:
-    """Raises :class:`StopError` in the main thread after so many seconds."""
+    """A timer that raises :class:`StopError` in the main thread after a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -103,7 +103,7 @@ class Alarm:
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Let the time run inside."""
+        """Run the timer inside."""
         if not hasattr(signal, "setitimer"):  # Windows
             with self._interrupting():
                 yield
@@ -138,7 +138,7 @@ class Alarm:
 
 
 def _computes(frame: FrameType | None) -> bool:
-    """Whether ``frame`` is within what the device does for an operator, which has to end."""
+    """Return whether ``frame`` is inside the device's work for an operator, which has to finish."""
     innermost = True
     while frame is not None and is_internal(frame.f_code.co_filename):
         own = frame.f_code.co_filename.startswith(_PACKAGE)

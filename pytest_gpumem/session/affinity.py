@@ -1,6 +1,6 @@
 """Shared fixtures and the device that they were set up on.
 
-A module's fixture may be set up by an unmarked test, where there is no GPU, and then be asked for
+A module's fixture may be set up by an unmarked test, where there is no GPU, and then be requested
 by a marked one, where there is one; or by tests of two GPU models. Its value would belong to the
 wrong machine, and numbers would depend on the order of tests. So a shared fixture that depends on
 the device is set up anew for a test of another one.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.device.device import Device
 
 _QUESTIONS = ("is_available", "device_count")
-"""Functions of torch.cuda whose answer tells one machine from the other."""
+"""Functions of torch.cuda whose result tells one machine from the other."""
 
 _DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -31,20 +31,20 @@ _DEVICE_NAME = re.compile(r"cpu|cuda(:\d+)?")
 @dataclass
 class _Origin:
     device: Device | None
-    """``None``: the machine as it is."""
+    """The device of the set-up; ``None`` for the machine as it is."""
     asked: bool = False
-    """Whether the set-up asked torch about CUDA devices."""
+    """Whether the set-up called torch's functions on CUDA devices."""
 
 
 class FixtureDevices:
-    """Remembers where shared fixtures were set up."""
+    """A record of the devices that shared fixtures were set up on."""
 
     def __init__(self) -> None:
         self._origins: dict[FixtureDef[Any], _Origin] = {}
 
     @contextmanager
     def setting_up(self, fixture: FixtureDef[Any], device: Device | None) -> Iterator[None]:
-        """Note that ``fixture`` is set up inside, for a test on ``device``."""
+        """Record that ``fixture`` is set up inside, for a test on ``device``."""
         if fixture.scope == "function":
             yield
             return
@@ -57,7 +57,7 @@ class FixtureDevices:
         self._origins.pop(fixture, None)
 
     def renew(self, item: pytest.Item, device: Device | None) -> None:
-        """Tear down what ``item`` shares with earlier tests and was set up for another device."""
+        """Tear down fixtures that ``item`` shares with earlier tests of another device."""
         for fixture in self._origins.keys() & _shared_with(item):
             origin = self._origins.get(fixture)  # finishing one finishes those that depend on it
             if origin is None or origin.device is device or fixture.cached_result is None:

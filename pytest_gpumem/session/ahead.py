@@ -1,4 +1,4 @@
-"""Imported before the first measured test: what is used after bodies, which may break importing.
+"""Imports made before the first measured test: modules used after bodies, which may break imports.
 
 A body that empties ``sys.path``, or leaves a folder that is deleted, must not cost the reports of
 the tests that are over.

@@ -1,4 +1,4 @@
-"""The GPU that a run asks for by name is there, or the run ends before its first test."""
+"""The check that a GPU requested by name exists, made before the first test."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def check_device(
     selector: DeviceSelector,
     items: Sequence[pytest.Item],
 ) -> None:
-    """Raise ``pytest.UsageError`` where no GPU is there, in a run that asks for ``cuda``.
+    """Raise ``pytest.UsageError`` where no GPU is present, in a run that requests ``cuda``.
 
-    A worker of pytest-xdist cannot end a run: there the first test says it.
+    A worker of pytest-xdist cannot end a run: in it the first test fails instead.
     """
     if hasattr(config, "workerinput"):
         return

@@ -1,6 +1,6 @@
-"""What has to be before the first conftest is imported: the process's device.
+"""The process's device, chosen before the first conftest is imported.
 
-With ``--gpumem-sim-scope=session`` the simulated GPU, because there suites decide for good:
+With ``--gpumem-sim-scope=session`` it is the simulated GPU, because conftests decide for good:
 ``torch_device = "cuda" if torch.cuda.is_available() else "cpu"``.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import World
 
 _OF_TORCH = ("PYTORCH_", "CUBLAS", "TORCH_")
-"""How variables begin that a device reads when it is made."""
+"""Prefixes of variables that a device reads when it is made."""
 
 
 class Ambient(NamedTuple):
@@ -35,7 +35,7 @@ class Ambient(NamedTuple):
     device: Device
     resources: ExitStack
     variables: dict[str, str]
-    """Of the environment, when the device was made."""
+    """The environment variables when the device was made."""
 
     @property
     def is_current(self) -> bool:
@@ -47,9 +47,9 @@ AMBIENT = pytest.StashKey[Ambient]()
 
 
 def begin_early(config: pytest.Config) -> None:
-    """Choose the process's device, and let a simulated one exist, where the options say so.
+    """Choose the process's device, and activate a simulated one, where the options require it.
 
-    What is wrong with them is said when pytest configures itself.
+    Errors in the options are reported when pytest configures itself.
     """
     options = config.known_args_namespace
     will_run_tests = _will_run_tests(config, options)
@@ -82,18 +82,18 @@ def begin_early(config: pytest.Config) -> None:
     selector = config.stash.get(SELECTOR, None) or DeviceSelector(settings.device)
     selector.stand_ins = settings.stand_ins
     selector.compile = settings.sim_compile
-    with suppress(pytest.UsageError):  # said when pytest configures itself
+    with suppress(pytest.UsageError):  # reported when pytest configures itself
         selector.world = world_of_run(config)
     with suppress(DeviceError):
-        # A real device is there anyway: that it is the current one can wait for the conftests.
+        # A real device exists anyway: making it the current one can wait for the conftests.
         if selector.real() is None:
             begin(config, settings, selector)
 
 
 def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -> Ambient:
-    """Let the ambient device exist from now on, until pytest is no longer configured.
+    """Activate the ambient device until pytest is unconfigured.
 
-    Raises ``DeviceError`` where it cannot be had.
+    Raises ``DeviceError`` where it is not available.
     """
     computed = Computed.ALL if settings.sim_values == "always" else Computed.AT_FIRST
     device = selector.select(None, computed=computed, seat=selector.seat)
@@ -107,7 +107,7 @@ def begin(config: pytest.Config, settings: Settings, selector: DeviceSelector) -
 def world_of_run(config: pytest.Config) -> World | None:
     """Return the rank that torchrun has started this process as, ``None`` for any other.
 
-    One that is there to make predictions asks as a process of its own. Raises
+    A process that makes predictions counts as a process of its own. Raises
     ``pytest.UsageError``.
     """
     if "WORLD_SIZE" not in os.environ or SELECTOR in config.stash:
@@ -125,7 +125,7 @@ def _variables() -> dict[str, str]:
 
 
 def _will_run_tests(config: pytest.Config, options: argparse.Namespace) -> bool:
-    """Whether tests run in this process: not in the controller of pytest-xdist."""
+    """Return whether tests run in this process: not in the controller of pytest-xdist."""
     if SELECTOR in config.stash or "PYTEST_XDIST_WORKER" in os.environ:
         return True
     if options.help or options.version:

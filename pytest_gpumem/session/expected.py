@@ -1,7 +1,7 @@
-"""What the markers of tests expect, and which tests are measured.
+"""The expectations in the markers of tests, and the choice of measured tests.
 
-Every project with the plugin installed pays for this module: what only measured tests need is
-imported on use.
+Every project with the plugin installed pays for this module: imports that only measured tests
+need are local.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RANKS_PARAMETER = "_gpumem_ranks"
 
 
 class Expectations:
-    """What tests expect of their memory.
+    """The memory expectations of tests.
 
     Args:
         settings: of this run.
-        selector: returns what chooses devices, which the start of the session may replace.
+        selector: returns the selector of devices, which the start of the session may replace.
     """
 
     def __init__(self, settings: Settings, selector: Callable[[], DeviceSelector]) -> None:
@@ -42,11 +42,11 @@ class Expectations:
         self._selector = selector
 
     def of(self, item: pytest.Item) -> Expectation | None:
-        """Return what the markers of ``item`` expect, ``None`` where it has none."""
+        """Return the expectation of ``item``'s markers, ``None`` where it has none."""
         return self._read(item)[0]
 
     def problem(self, item: pytest.Item) -> str:
-        """Return what is wrong with the markers of ``item``, one sentence; empty for nothing."""
+        """Return the error in the markers of ``item``, one sentence; empty for none."""
         expectation, problem = self._read(item)
         if expectation is None:
             return problem
@@ -63,7 +63,7 @@ class Expectations:
         return problem
 
     def is_measured(self, item: pytest.Item) -> bool:
-        """Whether ``item``, of whose markers nothing is wrong, is measured."""
+        """Return whether ``item`` is measured; one with an error in its markers is not."""
         expectation, problem = self._read(item)
         if problem or self._selector().off or item.get_closest_marker("skip"):
             return False
@@ -75,9 +75,9 @@ class Expectations:
         return model_of(item) or (models[0] if models else None), tuple(models)
 
     def seat(self, item: pytest.Item, rank: int = 0) -> Seat | None:
-        """Return the rank that ``item`` is, ``None`` where it is a process of its own.
+        """Return the rank of ``item``, ``None`` where it is a process of its own.
 
-        Of one that several ranks run, it is ``rank``, the first one to begin with.
+        For an item that runs as several ranks, it is ``rank``, the first one to begin with.
         """
         expectation, size = self.of(item), self.ranks(item)
         if expectation is None or size is None or self._selector().world is not None:
@@ -90,9 +90,9 @@ class Expectations:
         return Seat(size, int(expectation.rank or 0))
 
     def processes(self, item: pytest.Item) -> int | None:
-        """Return how many processes of its own ``item`` runs in, ``None`` where in this one.
+        """Return the number of processes of its own for ``item``, ``None`` for this process.
 
-        Several where there is a GPU for each of its ranks.
+        There are several where there is a GPU for each of its ranks.
         """
         expectation = self.of(item)
         if expectation is None or self._selector().off or item.get_closest_marker("skip"):
@@ -107,20 +107,20 @@ class Expectations:
             if self._selector().real() is None:
                 return alone
         except DeviceError:
-            return alone  # said where the test begins
+            return alone  # reported where the test begins
         from pytest_gpumem.device.cuda import device_count
 
         return size if device_count() >= size else alone
 
     def ranks(self, item: pytest.Item) -> int | None:
-        """Return of how many ranks ``item`` asks to be one; ``None`` where it does not."""
+        """Return the number of ranks that ``item`` requests; ``None`` where it does not."""
         expectation = self.of(item)
         if expectation is None or not expectation.ranks:
             return None
         return _parameter(item, RANKS_PARAMETER) or expectation.ranks[0]
 
     def worst(self, item: pytest.Item) -> WorstOfTest | None:
-        """Return what finds the worst rank of ``item``, ``None`` where nobody asks for it."""
+        """Return the search for the worst rank of ``item``, ``None`` where it is not requested."""
         seat = self.seat(item) if self.is_measured(item) else None
         if seat is None or not seat.is_worst:
             return None
@@ -132,7 +132,7 @@ class Expectations:
         """Make one test id of each GPU model and number of ranks that a test names."""
         expectation, problem = self._read(metafunc.definition)
         if problem:
-            return  # said when the module has been collected, with the test's id
+            return  # reported when the module has been collected, with the test's id
         if expectation is None and not self._measures_unmarked(metafunc.fixturenames):
             return
         models = self._selector().models(expectation)
@@ -147,7 +147,7 @@ class Expectations:
 
     @cached_property
     def torch_is_there(self) -> bool:
-        """Whether tests that ask for nothing could be measured."""
+        """Whether torch is installed, so that tests without expectations can be measured."""
         from pytest_gpumem.device.errors import DeviceError
 
         try:
@@ -162,7 +162,7 @@ class Expectations:
         return FIXTURE_NAME in fixture_names or (self._settings.all and self.torch_is_there)
 
     def _read(self, node: pytest.Item) -> tuple[Expectation | None, str]:
-        """Return what the markers of a test expect, and what is wrong with them."""
+        """Return the expectation of a test's markers, and the error in them."""
         markers = list(node.iter_markers(MARKER_NAME))
         if not markers:
             return None, ""

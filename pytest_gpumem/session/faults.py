@@ -1,4 +1,4 @@
-"""A process whose CUDA context is lost runs no further test: it leaves, and another takes over.
+"""Replacement of a process whose CUDA context is lost: it leaves and runs no further test.
 
 After an illegal access or an assertion on the device every CUDA call of the process fails
 (``device/fault.py``), so tests that come later would fail for it, too.
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.session.sharing import Sharing
 
 EXIT_CODE = 70
-"""Of a process that leaves in the middle: EX_SOFTWARE of sysexits.h."""
+"""The exit code of a process that leaves during a run: EX_SOFTWARE of sysexits.h."""
 
 
 class Faults:
-    """What becomes of this process after a fault of its device."""
+    """The handling of this process after a fault of its device."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -38,10 +38,10 @@ class Faults:
         device: Device,
         sharing: Sharing | None,
     ) -> None:
-        """See after a test that failed whether its process can run others.
+        """Check after a failed test whether its process can run others.
 
         Under MPS a fault of one client is one of all: a test that did not run alone on its device
-        is a suspect, and runs again by itself.
+        is a suspect, and is rerun without others.
         """
         if self._lost or (fault := device.fault()) is None:
             return
@@ -62,20 +62,20 @@ class Faults:
             self._leave(item)
 
     def _leave(self, item: pytest.Item) -> None:
-        with suppress(BaseException):  # what needs the device cannot be torn down
+        with suppress(BaseException):  # resources on the device cannot be torn down
             item.session._setupstate.teardown_exact(None)
         sys.stdout.flush()
         sys.stderr.flush()
-        # Destructors would call CUDA; the driver takes back what the process held.
+        # Destructors would call CUDA; the driver frees the memory of the process.
         os._exit(EXIT_CODE)
 
 
 class Crashes:
-    """What a controller of pytest-xdist makes of workers that have left."""
+    """The controller's handling of pytest-xdist workers that have left."""
 
     def __init__(self) -> None:
         self._lost: dict[str, str] = {}
-        """By worker: the test in which its context was lost."""
+        """The test in which the context was lost, by worker."""
 
     def take(self, report: Any) -> None:
         """Take in a test's report."""
@@ -83,7 +83,7 @@ class Crashes:
             self._lost[worker] = lost
 
     def reschedule(self, nodeid: str, report: Any, scheduler: Any, *, is_suspect: bool) -> None:
-        """Let the test run that a worker had next when it left on purpose; leave real crashes."""
+        """Reschedule the next test of a worker that left on purpose; leave real crashes."""
         culprit = self._lost.get(_worker_of(report) or "")
         if is_suspect:
             why = "a fault of the GPU hit all that ran on it: it is run again by itself"
@@ -102,6 +102,6 @@ class Crashes:
 
 
 def _worker_of(report: Any) -> str | None:
-    """The worker that a report comes from; ``None`` for one of this process."""
+    """Return the worker that a report comes from; ``None`` for one of this process."""
     node = getattr(report, "node", None)
     return None if node is None else node.gateway.id

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Gpumem:
-    """What a test asks of its measurement."""
+    """The interface of a test to its measurement."""
 
     def __init__(self, measured: MeasuredItem) -> None:
         self._measured = measured
@@ -38,19 +38,19 @@ class Gpumem:
         return _Phases(self._measured.phases())
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager: what goes on inside is the phase ``name``.
+        """Return a context manager: the code inside is the phase ``name``.
 
         Inside a phase of the same name nothing new begins. Raises ``ValueError`` for a name that
-        is empty or kept by the plugin, and where it is left before a phase that began inside it.
+        is empty or reserved by the plugin, and where it is left before a phase begun inside it.
         """
         _check_name(name)
         return self._measured.phase(name)
 
     def watch(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Say what the bytes belong to: parameters and gradients, and the optimizer's state.
+        """Declare the owner of bytes: parameters and gradients, and the optimizer's state.
 
         Modules that are called or moved to the device, and optimizers that step, are known anyway.
-        Nothing is kept alive by it.
+        Watching keeps nothing alive.
 
         Raises ``TypeError`` for anything but a module and an optimizer of torch.
         """
@@ -84,7 +84,7 @@ class Gpumem:
 
 
 class IdleGpumem:
-    """Stands for :class:`Gpumem` where nothing is measured: code that names phases just runs."""
+    """A stand-in for :class:`Gpumem` where nothing is measured: code in phases just runs."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -98,7 +98,7 @@ class IdleGpumem:
 
     @property
     def phases(self) -> Mapping[str, PhaseRecord]:
-        """Skips the test, with the reason: it was about to judge numbers that nobody took."""
+        """Skip the test, with the reason: it was about to judge numbers that were not taken."""
         pytest.skip(f"the test reads gpumem.phases, and {self._reason}")
 
     def phase(self, name: str) -> AbstractContextManager[None]:

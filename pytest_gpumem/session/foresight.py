@@ -1,8 +1,8 @@
-"""What tests that nobody knows will need of a real GPU, by simulation, before they run on it.
+"""Simulated needs of tests whose needs are unknown, before they run on a real GPU.
 
 Without it each of them runs alone once, and the other workers wait. A simulated run costs a pytest
-of its own, some seconds of a CPU, and no time of the GPU. So it is asked for where several workers
-would wait for several such tests, once for a host's workers of a run, and what it says is kept.
+of its own, some seconds of a CPU, and no time of the GPU. So it is done where several workers
+would wait for several such tests, once for a host's workers of a run, and its result is kept.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from pytest_gpumem.jsonfile import replace_file
 
 LEAST = 4
-"""Tests that nobody knows: fewer have run alone before a simulation has begun."""
+"""The least number of unknown tests; fewer have run alone before a simulation begins."""
 
 PATIENCE = 120.0
-"""Seconds after which the simulation begins no other test: what is left runs alone."""
+"""Seconds after which the simulation begins no other test: remaining ones run alone."""
 
 KEPT = 86_400.0
-"""Seconds for which an answer is left to other workers of its run."""
+"""Seconds for which a result is left to other workers of its run."""
 
 _PREFIX = "foreseen-"
 
@@ -33,10 +33,10 @@ def is_worth_it(unknown: int, workers: int) -> bool:
 
 
 def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) -> dict[str, int]:
-    """Return bytes by node id as ``simulate`` says, 0 for what cannot be simulated.
+    """Return bytes by node id from ``simulate``, 0 for tests that cannot be simulated.
 
-    The first worker of ``run`` that asks in the ledger's ``folder`` calls it; others wait for what
-    it finds. One that is killed meanwhile leaves the work to the next.
+    The first worker of ``run`` in the ledger's ``folder`` calls it; others wait for its
+    result. One that is killed in the process leaves the work to the next.
     """
     from filelock import FileLock
 
@@ -53,7 +53,7 @@ def foreseen(folder: Path, run: str, simulate: Callable[[], Mapping[str, int]]) 
 
 
 def _clear(folder: Path) -> None:
-    """Take away what runs of earlier days have left."""
+    """Remove the files that runs of earlier days have left."""
     for path in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if path.stat().st_mtime < time.time() - KEPT:

@@ -1,6 +1,6 @@
-"""Calls what other plugins implement of :mod:`pytest_gpumem.hookspecs`.
+"""Calls of other plugins' implementations of :mod:`pytest_gpumem.hookspecs`.
 
-One implementation at a time: one that fails is named in a sentence, and the others are heard.
+One implementation at a time: one that fails is named in a sentence, and the others still run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.report.record import TestRecord
 
 _FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
-"""How an implementation may end without ending the run: not by ``pytest.exit`` or Ctrl-C."""
+"""Exceptions of an implementation that do not end the run, unlike ``pytest.exit`` or Ctrl-C."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -32,15 +32,15 @@ Frames = Sequence[Mapping[str, Any]]
 
 
 class Hooks:
-    """Calls the hooks of one process."""
+    """The hook calls of one process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self.broken: dict[tuple[str, str], str] = {}
-        """By hook and plugin: the sentence that says what it did wrong first."""
+        """The sentence on a plugin's first error, by hook and plugin."""
 
     def tell(self, item: pytest.Item, record: TestRecord) -> None:
-        """Tell what ``item`` took, and how it was judged; a prediction is no measurement."""
+        """Call the hooks with ``item``'s numbers and verdicts; a prediction is no measurement."""
         if SELECTOR in self._config.stash:
             return
         measured = item.ihook.pytest_gpumem_measured
@@ -54,7 +54,7 @@ class Hooks:
                 pass
 
     def environment(self, device: Device) -> Mapping[str, str]:
-        """Return what plugins add to the environment of ``device``.
+        """Return the plugins' entries in the environment of ``device``.
 
         Raises ``DeviceError`` where that fails: without it, a test would be compared with the
         baselines of another environment.
@@ -73,9 +73,9 @@ class Hooks:
         return found
 
     def classify_for(self, item: pytest.Item) -> Callable[[str, int, Origin], str] | None:
-        """Return what names the category of a block of ``item``; ``None`` where nobody does.
+        """Return a function that names the category of ``item``'s blocks; ``None`` without a hook.
 
-        It is given the category, bytes and origin that the block is known by.
+        Its arguments are the category, bytes and origin of the block known so far.
         """
         hook: HookCaller = item.ihook.pytest_gpumem_category
         if not hook.get_hookimpls():
@@ -101,7 +101,7 @@ class Hooks:
     def locate_for(
         self, item: pytest.Item
     ) -> Callable[[Origin], tuple[str, int, str] | None] | None:
-        """Return what names the line of a block of ``item``; ``None`` where nobody does."""
+        """Return a function that names the line of ``item``'s blocks; ``None`` without a hook."""
         hook: HookCaller = item.ihook.pytest_gpumem_site
         if not hook.get_hookimpls():
             return None
@@ -128,7 +128,7 @@ class Hooks:
         problem_of: Callable[[Any, Mapping[str, Any]], str],
         **given: Any,
     ) -> Any:
-        """Return the first answer that makes sense, ``None`` without one."""
+        """Return the first valid answer, ``None`` without one."""
         for implementation, answer in self._answers(hook, **given):
             if answer is None:
                 continue
@@ -152,7 +152,7 @@ class Hooks:
 
 
 def _implementations(hook: HookCaller) -> Iterator[HookImpl]:
-    """Yield them in pluggy's order: the one that was registered last is asked first."""
+    """Yield them in pluggy's order: the one registered last is called first."""
     return reversed(hook.get_hookimpls())
 
 

@@ -1,6 +1,7 @@
-"""The GPUs of the host that tests run on, and what refuses a run before its first test.
+"""The GPUs of the host that tests run on, and the refusal of a run before its first test.
 
-Imported by every project with the plugin installed: what asks the driver is imported on use.
+Imported by every project with the plugin installed: modules that call the driver are imported on
+use.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.options import Settings
 
 REFUSAL = "gpumem_refusal"
-"""Key of a pytest-xdist worker's input, and attribute of the report of what it collected: why
+"""Key of a pytest-xdist worker's input, and attribute of its collection's report: the reason why
 tests cannot run on the GPU."""
 
 SIZED = pytest.StashKey[str]()
-"""What a person reads of the number of workers that ``-n auto`` stands for."""
+"""The text in the header on the number of workers that ``-n auto`` stands for."""
 
 
 class Host:
-    """What the driver says of the GPUs, asked once: by the process that starts workers for them."""
+    """The driver's data on the GPUs, read once: by the process that starts workers for them."""
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
@@ -33,7 +34,7 @@ class Host:
 
     @property
     def described(self) -> list[str]:
-        """What is out of the ordinary about the GPUs and their workers, in clauses."""
+        """The unusual properties of the GPUs and their workers, in clauses."""
         from pytest_gpumem.device.host_gpus import describe
 
         sized = self._config.stash.get(SIZED, None)
@@ -41,7 +42,7 @@ class Host:
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why tests cannot run on the GPUs, ``None`` where they can."""
+        """The reason why tests cannot run on the GPUs, ``None`` where they can."""
         if hasattr(self._config, "workerinput"):
             told: str | None = self._config.workerinput.get(REFUSAL)
             return told
@@ -50,12 +51,12 @@ class Host:
         return refusal(self._gpus, _local_workers(self._config), placed=self._settings.share)
 
     def tell(self, node: Any) -> None:
-        """Let a worker of this host know, by its input, what it has to refuse."""
+        """Send a worker of this host, in its input, the reason for a refusal."""
         if node.gateway.spec.popen:
             node.workerinput[REFUSAL] = self.refusal
 
     def refuse(self, report: pytest.CollectReport, why: str) -> None:
-        """Let the run end before its tests, of which ``report`` has some on the GPU.
+        """End the run before its tests, because ``report`` has some on the GPU.
 
         Raises ``pytest.UsageError``, in a worker of pytest-xdist through the process that has
         started it.
@@ -75,13 +76,13 @@ class Host:
 
 
 def leave_if_refused(report: pytest.CollectReport) -> None:
-    """Raise ``pytest.UsageError`` where a worker says that its tests cannot run on the GPU."""
+    """Raise ``pytest.UsageError`` where a worker reports that its tests cannot run on the GPU."""
     if hasattr(report, REFUSAL) and "PYTEST_XDIST_WORKER" not in os.environ:
         raise pytest.UsageError(str(report.longrepr))
 
 
 def _local_workers(config: pytest.Config) -> int:
-    """How many processes of this host run tests."""
+    """Return the number of processes of this host that run tests."""
     if config.getoption("dist", "no") == "no":
         return 1
     found = [re.fullmatch(r"(?:(\d+)\*)?popen\b.*", spec) for spec in config.getoption("tx", [])]

@@ -1,7 +1,7 @@
-"""What workers tell of the devices that they share, on whatever host pytest-xdist started them.
+"""Messages of workers on the devices that they share, on whatever host pytest-xdist started them.
 
-Each host has a ledger of its own, which the controller may not be able to read. So what it has to
-know goes through the gateway: a channel of execnet's that travels with the worker's input.
+Each host has a ledger of its own, which the controller may not be able to read. So the data it
+needs goes through the gateway: a channel of execnet's that travels with the worker's input.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LINE = "gpumem_line"
 
 
 class Line:
-    """A worker's way to tell the controller; without one, nobody listens."""
+    """A worker's channel to the controller; without one, messages are dropped."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._channel: Any = getattr(config, "workerinput", {}).get(LINE)
 
     def will_need(self, device: str, capacity: int, needs: Mapping[str, Need], real: bool) -> None:
-        """Tell what the worker's tests need of ``device``, which has ``capacity`` bytes."""
+        """Send the needs of the worker's tests on ``device``, which has ``capacity`` bytes."""
         told = {nodeid: list(astuple(need)) for nodeid, need in needs.items()}
         host = [socket.gethostname(), str(default_folder())]
         self._tell(
@@ -43,15 +43,15 @@ class Line:
         )
 
     def has_run(self, entries: Iterable[Entry]) -> None:
-        """Tell which bytes of which devices a test had, and when."""
+        """Send the bytes that a test had on each device, and when."""
         self._tell({"entries": [list(astuple(entry)) for entry in entries]})
 
     def leaves(self, nodeid: str) -> None:
-        """Tell that the worker leaves because of a fault that ``nodeid`` may not have made."""
+        """Send that the worker leaves because of a fault that ``nodeid`` may not have caused."""
         self._tell({"suspect": nodeid})
 
     def has_learned(self, learned: Learned) -> None:
-        """Tell what is to be kept for later runs."""
+        """Send the data that is to be kept for later runs."""
         self._tell({"learned": learned.to_dict()})
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -64,31 +64,31 @@ class Line:
 class _Host:
     name: str
     folder: str
-    """Of the ledger: two hosts may have one name."""
+    """The folder of the ledger: two hosts may have one name."""
 
 
 class Hosts:
-    """What the controller knows of its workers' devices."""
+    """The controller's data on its workers' devices."""
 
     def __init__(self) -> None:
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, _Host] = {}
         self._entries: dict[str, list[Entry]] = {}
-        """By worker."""
+        """The ledger entries by worker."""
         self.suspects: set[str] = set()
         """Tests in which their worker left because of a fault that others shared."""
         self.learned = Learned()
-        """What is to be kept for later runs."""
+        """The data that is to be kept for later runs."""
 
     def connect(self, node: Any) -> None:
-        """Let a worker that is about to start tell."""
+        """Open the channel of a worker that is about to start."""
         worker: str = node.gateway.id
         channel = node.gateway.newchannel()
         channel.setcallback(lambda message: self.take(worker, message))
         node.workerinput[LINE] = channel
 
     def take(self, worker: str, message: Mapping[str, Any]) -> None:
-        """Take what a worker tells; in the order of its telling."""
+        """Take in a worker's message; they arrive in the order of sending."""
         if "entries" in message:
             self._entries.setdefault(worker, []).extend(Entry(*row) for row in message["entries"])
             return
@@ -107,11 +107,11 @@ class Hosts:
         )
 
     def place(self, worker: str) -> Place:
-        """Return what a worker's tests run on."""
+        """Return the device that a worker's tests run on."""
         return self._places.get(worker, NOWHERE)
 
     def usages(self, run: str) -> list[Usage]:
-        """Return what became of the tests on each host's devices."""
+        """Return the usage of each host's devices by tests."""
         hosts = sorted(set(self._hosts.values()), key=lambda host: (host.name, host.folder))
         found = []
         for host in hosts:
@@ -133,10 +133,10 @@ def _label(host: _Host, hosts: Sequence[_Host]) -> str:
 
 
 def differing(environments: Mapping[str, Iterable[Environment]]) -> Iterator[str]:
-    """Yield who measured where, if hosts differ; ``environments`` are those of each worker.
+    """Yield the workers of each environment, if hosts differ; ``environments`` are by worker.
 
-    The header is the controller's, which may have other devices or none. That a test names another
-    simulated model makes no other host.
+    The header is the controller's, which may have other devices or none. Tests of different
+    simulated models do not count as different hosts.
     """
     from pytest_gpumem.report.terminal import describe
 

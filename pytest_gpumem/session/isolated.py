@@ -1,12 +1,12 @@
-"""``isolate=True``: a test runs in a process of its own, which has been made ready in advance.
+"""``isolate=True``: a test runs in a process of its own, which has been prepared in advance.
 
-So does each rank of a test that says ``ranks=``, where there is a GPU for each: as if torchrun had
+So does each rank of a test with ``ranks=``, where there is a GPU for each: as if torchrun had
 started them, with one store for all; see ``session.launched``.
 
-Python's fork server has imported torch and pytest by then and has never touched CUDA, so what it
-forks may; where a system cannot fork, a new process is started instead. Fixtures that tests share
-are set up anew in there. Options, environment and folder are those of the process that asks, and
-the reports come back to it.
+Python's fork server has imported torch and pytest by then but never used CUDA, so that its
+children may use it; where a system cannot fork, a new process is started instead. Fixtures that
+tests share are set up anew in it. Options, environment and folder are those of the requesting
+process, and the reports come back to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pytest_gpumem.values.world import World
 PRELOADED = ("pytest", "torch", "pytest_gpumem.session.isolated", "pytest_gpumem.session.ahead")
 
 _GRACE = 10.0
-"""Seconds that a process has to end when another has ended in the middle of the test."""
+"""Seconds that a process has to end when another has ended during the test."""
 
 _ALONE: Mapping[str, Any] = {
     "collectonly": False,
@@ -56,10 +56,10 @@ _ALONE: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One test for another process."""
+    """A test for another process."""
 
     test: str
-    """Its id, with a path that holds from anywhere."""
+    """The test's id, with an absolute path."""
     options: Mapping[str, Any]
     environment: Mapping[str, str]
     folder: str
@@ -67,7 +67,7 @@ class Job:
 
 
 class Isolation:
-    """Runs the tests of one process that ask for one of their own."""
+    """A runner of tests that request a process of their own."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -77,7 +77,7 @@ class Isolation:
         self._count = 0
 
     def prepare(self) -> None:
-        """Let a standby process be made ready meanwhile."""
+        """Start the fork server in the background."""
         if self._context.get_start_method() == "forkserver":
             from multiprocessing.forkserver import ensure_running
 
@@ -85,7 +85,7 @@ class Isolation:
             ensure_running()
 
     def run(self, item: pytest.Item, nextitem: pytest.Item | None, processes: int) -> None:
-        """Run ``item`` elsewhere, in ``processes``, and report of it as pytest would."""
+        """Run ``item`` in as many ``processes``, and report on it as pytest would."""
         self.prepare()
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         with _served(processes) as environments:
@@ -98,7 +98,7 @@ class Isolation:
     def _reports(
         self, item: pytest.Item, environments: Sequence[Mapping[str, str]]
     ) -> list[pytest.TestReport]:
-        """Return what the first of the processes, one for each environment, reports of all."""
+        """Return the reports of the first process; there is one for each environment."""
         started = _Started()
         try:
             for rank, environment in enumerate(environments):
@@ -121,7 +121,7 @@ class Isolation:
 
     @property
     def _worker(self) -> Mapping[str, Any]:
-        """What a worker of pytest-xdist would be told."""
+        """The input that a worker of pytest-xdist would receive."""
         config = self._config
         if hasattr(config, "workerinput"):
             told: Mapping[str, Any] = config.workerinput
@@ -130,7 +130,7 @@ class Isolation:
         node = SimpleNamespace(config=config, workerinput=alone)
         hook = getattr(config.hook, "pytest_configure_node", None)
         for implementation in hook.get_hookimpls() if hook is not None else ():
-            # Of all plugins this one alone asks in a worker's pytest_configure for what it said.
+            # Only this plugin's pytest_configure reads, in a worker, values that this hook sets.
             if type(implementation.plugin).__module__ == "pytest_rerunfailures":
                 implementation.function(node)
         return alone
@@ -173,10 +173,10 @@ class _Started:
         self._processes.append(process)
 
     def answers(self) -> tuple[Sequence[Mapping[str, Any]], str]:
-        """Return what the first one tells, and what is wrong with any.
+        """Return the reports of the first process, and the error of any.
 
-        Where one has ended in the middle the others, which may wait for it for ever, have some
-        time to say what they know.
+        Where one has ended during the test the others, which may wait for it for ever, have some
+        time to report.
         """
         data: Sequence[Mapping[str, Any]] = ()
         ended: dict[int, str] = {}
@@ -212,7 +212,7 @@ class _Started:
         )
 
     def end(self) -> None:
-        """Let no process be left."""
+        """End all processes."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -244,12 +244,12 @@ class _Collected:
 
 
 def _serve(connection: Connection, job: Job) -> None:
-    """Run a job's test, and send what became of it."""
+    """Run a job's test, and send its reports."""
     os.environ.clear()
     os.environ.update(job.environment)
     os.chdir(job.folder)
     config = pytest.Config.fromdictargs({**job.options}, [job.test])
-    # As in a worker of pytest-xdist: what a run writes at its end is the other process's.
+    # As in a worker of pytest-xdist: the requesting process writes the files of a run.
     worker: Any = config
     worker.workerinput, worker.workeroutput = dict(job.worker), {}
     collected = _Collected(config)
@@ -264,7 +264,7 @@ def _serve(connection: Connection, job: Job) -> None:
 
 @contextmanager
 def _served(processes: int) -> Iterator[Sequence[Mapping[str, str]]]:
-    """Yield what each of ``processes`` has in its environment, and serve the store of several."""
+    """Yield the environment variables of each of ``processes``, and serve the store of several."""
     if processes == 1:
         yield [{}]
         return

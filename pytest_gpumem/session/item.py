@@ -1,4 +1,4 @@
-"""One test on its way through pytest: set-up, runs of its body, verdicts, teardown."""
+"""The course of one test in pytest: set-up, runs of its body, verdicts, teardown."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ if TYPE_CHECKING:
 
 
 _OUTCOMES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
-"""How a second run may end without taking the place of the first one's failure."""
+"""Exceptions of a second run that do not replace the first one's failure."""
 
 EXPLAINED_BY = "all"
-"""Stacks that are recorded to explain a failure: Python's, and C++'s, which name operators."""
+"""The stacks recorded to explain a failure: Python's, and C++'s, which name operators."""
 
 
 class MeasuredItem:
     """The measurement of one attempt at one test.
 
     ``expectation`` is ``None`` for a test that is measured without being judged, ``quota`` the
-    bytes that the process may reserve meanwhile. ``runs_again`` says of a test that ran out
-    of memory whether it is run once more, so that this failure need not be explained: given what
-    could not be served, the quota and the error. ``among_ranks`` it is judged when all of them
+    bytes that the process may reserve during it. ``runs_again`` returns for a test that ran out
+    of memory whether it is run once more, so that this failure need not be explained: given the
+    refused allocation, the quota and the error. With ``among_ranks`` it is judged when all of them
     have run, by :meth:`judge`.
     """
 
@@ -90,24 +90,24 @@ class MeasuredItem:
         self.device = device
         self._in_body = False
         self._expected_before = Expected()
-        """Of what fixtures name."""
+        """The expected bytes of objects that fixtures name."""
         self._expected = Expected()
-        """Of that and what the body names, in its last run."""
+        """The expected bytes of these and objects that the body names, in its last run."""
         self.body_raised = False
-        """Whether the body failed, and not what was measured of it."""
+        """Whether the body failed, rather than its measurement."""
         self._subtest_failed = False
         self._record: TestRecord | None = None
         self._sections: list[str] = []
-        """What is shown below the failure."""
+        """The lines that are shown below the failure."""
         self._sentence = ""
-        """What the test fails with where that is not of its own memory."""
+        """The text of a failure that is not due to the test's own memory."""
         with ExitStack() as starting:
             starting.enter_context(device.active())
             starting.enter_context(device.measuring(item.nodeid))
             statistics = CudaStatistics(device.workspaces)
             starting.enter_context(statistics.screened())
             recorder = device.recorder
-            # Of several ranks none can run once more without the others.
+            # A rank cannot run once more without the others.
             always = ("always", "failed") if among_ranks else ("always",)
             if recorder is None and (settings.history or settings.explain in always):
                 recorder = RecordedHistory()
@@ -125,7 +125,7 @@ class MeasuredItem:
             if quota is not None or settings.share:
                 self._refusals = starting.enter_context(device.refusals())
             if quota is not None:
-                # Its key is that of the settings without what a quota adds for child processes.
+                # Its key is computed from the settings before a quota adds one for child processes.
                 assert device.environment
                 starting.enter_context(device.limited(quota))
             self._meter.begin_set_up()
@@ -137,7 +137,7 @@ class MeasuredItem:
         return self._item.nodeid
 
     def close(self) -> None:
-        """Give the process back as it was."""
+        """Restore the state of the process."""
         self._resources.close()
 
     @contextmanager
@@ -158,18 +158,18 @@ class MeasuredItem:
                 nested.extend(asked_for - set(nested))
 
     def _bring_fixtures(self) -> None:
-        """Put into this test's memory what its body has asked for and earlier tests have set up."""
+        """Put fixtures into this test's memory that its body requests and earlier tests set up."""
         for fixture in self.device.absent(used_fixtures.fixtures_of(self._item)):
             self._meter.found(fixture, partial(self.device.bring, fixture))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Be in the phase ``name``."""
+        """Enter the phase ``name`` inside."""
         with self._meter.tracker.window(name):
             yield
 
     def watch(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
-        """Let what ``holder`` holds be known as its own."""
+        """Attribute the memory of ``holder`` to it."""
         self._meter.watch(holder)
         (self._expected if self._in_body else self._expected_before).add(holder)
 
@@ -213,7 +213,7 @@ class MeasuredItem:
             raise
         except BaseException as error:
             self.body_raised = True
-            with suppress(BaselineError):  # the body's own failure matters more
+            with suppress(BaselineError):  # the body's own failure is more important
                 self._finish(passed=False)
             if isinstance(error, torch.OutOfMemoryError) and not self._will_run_again(error):
                 self._examine(error)
@@ -226,7 +226,7 @@ class MeasuredItem:
         self._fail_if_broken()
 
     def _fail_if_broken(self) -> None:
-        if self._sentence:  # out here, where no other exception stands behind it
+        if self._sentence:  # outside of handlers, so that no other exception precedes it
             pytest.fail(self._sentence, pytrace=False)
         if self._record is not None and self._record.broken:
             if not self._explained and self._settings.explain == "failed":
@@ -237,13 +237,13 @@ class MeasuredItem:
 
     @property
     def measurement(self) -> Measurement | None:
-        """What the test's own device measured; ``None`` before it is known."""
+        """The measurement of the test's own device; ``None`` before it is known."""
         return self._record.measurement if self._record else None
 
     def judge(self, measured: Measurement, others: Sequence[Measurement], *, ranks: str) -> None:
-        """Judge what one of several ranks took, and by limits what the ``others`` did.
+        """Judge the memory of one of several ranks, and by limits that of the ``others``.
 
-        ``ranks`` says which one that is. Raises pytest's ``Failed`` where a verdict does not pass.
+        ``ranks`` names that rank. Raises pytest's ``Failed`` where a verdict does not pass.
         """
         try:
             self._take(measured, others, passed=True, ranks=ranks)
@@ -256,23 +256,23 @@ class MeasuredItem:
 
     @property
     def quota(self) -> int | None:
-        """What the process may reserve while the test runs; bytes."""
+        """The bytes that the process may reserve while the test runs; ``None`` for no limit."""
         return self._quota
 
     @property
     def shortage(self) -> Refusal | None:
-        """What the allocator could not serve: the last of it, and before that a neighbour's doing.
+        """The last allocation that the allocator refused, preferably one caused by a neighbour.
 
-        ``None`` where it could, or where nobody asked to know.
+        ``None`` where none was refused, or where refusals are not observed.
         """
         crowded = [one for one in self._refusals if cause_of(one, self._quota) is Cause.NEIGHBOUR]
         found = crowded or self._refusals
         return found[-1] if found else None
 
     def _examine(self, error: torch.OutOfMemoryError) -> None:
-        """Find out why the body ran out of memory; unrecorded, it is run once more for that."""
+        """Explain why the body ran out of memory; rerun it for that if it was not recorded."""
         if not self._explained and self._settings.explain == "failed":
-            # Else what the first run held would be missing from the second one's memory. pytest
+            # Else memory of the first run would be missing from the second one's. pytest
             # shows the traceback all the same, without the values of its variables.
             traceback.clear_frames(error.__traceback__)
             recorder = RecordedHistory()
@@ -304,7 +304,7 @@ class MeasuredItem:
             self._sections += cause
 
     def _passed_its_limit(self, found: OutOfMemory) -> Iterator[str]:
-        """Yield that the test was over its own limit before it ran out of memory."""
+        """Yield the sentence that the test exceeded its own limit before it ran out of memory."""
         limit = self._expectation.max if self._expectation else None
         if limit is not None and found.allocated > limit:
             written = getattr(limit, "written", "") or format_size(limit)
@@ -312,9 +312,9 @@ class MeasuredItem:
             yield f"  its limit max={written} was passed before: {text} were allocated"
 
     def _explain(self) -> None:
-        """Run the body once more, with its allocations recorded, to say who holds the bytes.
+        """Run the body once more, with its allocations recorded, to find the holders of the bytes.
 
-        The numbers that count are those of the run before.
+        The numbers of the earlier run count.
         """
         assert self._record is not None
         judged = self._record
@@ -325,7 +325,7 @@ class MeasuredItem:
                 with self._run():
                     self._item.runtest()
                 again = self._measured(passed=True)
-                # In here, because what was recorded is gone afterwards.
+                # Written here, because the recording is gone afterwards.
                 snapshot = self._snapshot()
         except _OUTCOMES as error:
             self._write_snapshot()
@@ -377,7 +377,7 @@ class MeasuredItem:
         self._note(self._snapshot())
 
     def _snapshot(self) -> str | None:
-        """Write the artifact if there is to be one; return the sentence that says so."""
+        """Write the artifact if it is requested; return the sentence on it."""
         if self._settings.artifacts is None or self._record is None:
             return None
         try:
@@ -390,7 +390,7 @@ class MeasuredItem:
         return f"{self._item.nodeid}: its snapshot is {path}"
 
     def note(self, sentence: str) -> None:
-        """Say ``sentence`` with what was measured."""
+        """Add ``sentence`` to the notes of the measurement."""
         self._note(sentence)
 
     def _note(self, sentence: str | None) -> None:
@@ -424,7 +424,7 @@ class MeasuredItem:
             set_user_properties(self._item.user_properties, self._record)
 
     def _measured(self, *, passed: bool) -> dict[str, Measurement]:
-        """Return what the last run came to, by device."""
+        """Return the measurements of the last run, by device."""
         fixtures = used_fixtures.fixtures_of(self._item)
         found = self._meter.measurements(
             fixtures,

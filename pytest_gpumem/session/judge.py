@@ -1,4 +1,4 @@
-"""From a measurement to a test's record: what was expected, stored and found."""
+"""The record of a test from its measurement: expected, stored and measured numbers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CHECKED_ON_A_GPU = "predict= is checked on a GPU; simulated, a prediction is the
 
 
 class Judge:
-    """Compares measurements with limits and with the baselines of this session's settings."""
+    """A comparison of measurements with limits, and with the baselines of the settings."""
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
         self._settings = settings
         self._store = BaselineStore(settings.baselines)
         self._predicts = SELECTOR in config.stash
-        """Whether the process is there to make predictions."""
+        """Whether the process only makes predictions."""
 
     def record(
         self,
@@ -51,8 +51,8 @@ class Judge:
     ) -> TestRecord | None:
         """Return the record of a test whose body ``passed`` or not.
 
-        ``predicted`` is what a test that says ``predict=`` is compared with; none on a simulated
-        device. ``ranks`` says which of several ``measurement`` is of. ``None`` where an unmarked
+        ``predicted`` is the reference of a test with ``predict=``; none on a simulated device.
+        ``ranks`` names the rank of ``measurement`` among several. ``None`` where an unmarked
         test used no device. Raises :class:`BaselineError` where the stored baseline cannot be read.
         """
         if expectation is None and measurement.peak_allocated <= 0 and not others:
@@ -74,7 +74,7 @@ class Judge:
         return self._judged(record, expectation, predicted) if expectation and passed else record
 
     def failure_text(self, record: TestRecord) -> str:
-        """Return what a test fails with."""
+        """Return the text that a test fails with."""
         update = Command.of(self._config).records(record.nodeid)
         every = self._config.get_verbosity() > 1
         return failure_text(record.broken, update, every=every)
@@ -138,13 +138,13 @@ class Judge:
     def _baseline(
         self, nodeid: str, environment: Environment, expectation: Expectation
     ) -> BaselineEntry | None:
-        # While baselines are replaced nothing is compared, and the update itself says which file
-        # cannot be read.
+        # While baselines are replaced nothing is compared, and the update itself reports a file
+        # that cannot be read.
         if expectation.baseline is False or self._settings.update == "all":
             return None
         return self._store.entry(environment, *split_nodeid(nodeid))
 
     def _baselines_required(self) -> bool:
-        # Where CI turned the option on by itself it is for tests that say baseline=True.
+        # If CI turned the option on by itself it is for tests with baseline=True.
         name = "gpumem_require_baselines"
         return bool(self._config.getoption(name, None) or self._config.getini(name))

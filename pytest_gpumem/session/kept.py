@@ -1,6 +1,6 @@
-"""What a test's body sets for the whole process ends with the body, where numbers depend on it.
+"""Process-wide settings of a test's body, restored after the body where numbers depend on them.
 
-In any company a test's number has to be the same. What fixtures set stands.
+A test's number must not depend on other tests. Settings of fixtures stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEASURES_WITH = (
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """Put back what code inside sets: the collector, ``sys.path`` and torch's defaults."""
+    """Restore settings that code inside changes: collector, ``sys.path``, torch's defaults."""
     with ExitStack() as kept:
         kept.enter_context(settings_kept())
         kept.enter_context(_path_kept())
@@ -34,7 +34,7 @@ def process_kept() -> Iterator[None]:
 
 @contextmanager
 def _path_kept() -> Iterator[None]:
-    """Put back what code inside takes away from where modules are found; what it adds stands."""
+    """Restore entries of ``sys.path`` that code inside removes; entries that it adds stay."""
     path, before = sys.path, list(sys.path)
     try:
         yield
@@ -74,6 +74,6 @@ def _torch_kept(torch: Any) -> Iterator[None]:
 
 
 def _default_device(torch: Any) -> Any:
-    """Return what ``set_default_device`` was given, ``None`` where nothing was; not contexts."""
+    """Return ``set_default_device``'s argument, ``None`` without a call; contexts do not count."""
     context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if context is None else context.device

@@ -1,11 +1,11 @@
 """A run of which each rank is a process, as torchrun starts them: measured by all, judged once.
 
-Every process runs every test, on a device of its own. Behind each measured test rank 0 is told what
-the others took, judges the one that takes most, and all of them take its verdict for theirs: so
+Every process runs every test, on a device of its own. After each measured test the others send
+their peaks to rank 0, which judges the highest one, and all of them adopt its verdict: so
 ``-x``, reruns and expected failures are the same everywhere. At the end they leave with one exit
 status, after rank 0 has written everything: torchrun ends all others as soon as one has left.
 
-Where nothing is measured, each process is as it would be without the plugin.
+Where nothing is measured, each process behaves as without the plugin.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.world import World
 
 _ENDED = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
-"""How a run ends that has not come to its end: others may be anywhere."""
+"""Exit codes of a run that did not complete: the other ranks may be anywhere."""
 
 
 class Launched:
-    """One rank's part in a run of all of them."""
+    """A rank's part in a run of all of them."""
 
     def __init__(self, config: pytest.Config, world: World, selector: DeviceSelector) -> None:
         self._config = config
@@ -60,21 +60,21 @@ class Launched:
         self._met = False
         self._group: OwnGroup | None = None
         self._status: int | None = None
-        """Of all ranks, once they have agreed."""
+        """The exit status of all ranks, once they have agreed."""
         self._terminate: Any = None
-        """What SIGTERM did before."""
+        """The former handler of SIGTERM."""
         self._kept: io.StringIO | None = None
         self._failures: dict[str, str] = {}
-        """By node id, the first line of each: of tests and of what could not be collected."""
+        """The first line of each failure, by node id: of tests and of collection errors."""
         if world.rank:
-            # One process writes what is written once.
+            # Only one process writes files of the run.
             if hasattr(config.option, "xmlpath"):
                 config.option.xmlpath = None
             if config.option.basetemp:
                 config.option.basetemp = f"{config.option.basetemp}-rank{world.rank}"
 
     def be_quiet(self) -> None:
-        """Keep what pytest writes to the terminal: of all ranks the first one speaks."""
+        """Keep pytest's output off the terminal: only the first rank writes."""
         reporter = self._config.pluginmanager.getplugin("terminalreporter")
         if self.world.rank and reporter is not None:
             self._kept = io.StringIO()
@@ -89,7 +89,7 @@ class Launched:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process writes what a run writes."""
+        """Whether this process writes the output of the run."""
         return self.world.rank == 0 or not self._met
 
     def meet(self, items: Sequence[pytest.Item], expectations: Expectations) -> None:
@@ -97,7 +97,7 @@ class Launched:
         if not any(map(expectations.is_measured, items)):
             self._speak()
             return
-        # Nothing else of a run has to import torch before a test needs it.
+        # Nothing else in a run has to import torch before a test needs it.
         from pytest_gpumem.simulated.distributed.meeting import meeting_of
 
         self._met = True
@@ -121,7 +121,7 @@ class Launched:
         *,
         called: bool,
     ) -> Iterator[None]:
-        """Let ``item`` be set up or ``called`` inside, and end alike on all ranks."""
+        """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         try:
             if not called:
                 self._ensure_group()
@@ -133,14 +133,14 @@ class Launched:
             self._settle(item, session.current, expectation, collected_error(item))
 
     def _ensure_group(self) -> None:
-        """Let ``torch.distributed`` be initialised, as a simulated rank has it by itself."""
+        """Initialise ``torch.distributed``, as is automatic in a simulated rank."""
         try:
             if self._meeting is None or self._selector.real() is None:
                 return
         except DeviceError:
-            return  # said when the test begins
+            return  # reported when the test begins
         if self._group is None:
-            # Of a run on GPUs alone.
+            # Needed by a run on GPUs only.
             from pytest_gpumem.session.own_group import OwnGroup
 
             self._group = OwnGroup(self._meeting.store, self.world)
@@ -154,9 +154,9 @@ class Launched:
         expectation: Expectation | None,
         error: BaseException | None,
     ) -> None:
-        """Tell the others how ``item`` ended here, and let rank 0 judge what the worst one took.
+        """Send the others the outcome of ``item``, and judge the worst rank's peak on rank 0.
 
-        Raises what the test fails with, where that is not ``error``.
+        Raises the test's failure, where that is not ``error``.
         """
         if self._meeting is None or isinstance(error, _ENDING):
             return
@@ -203,7 +203,7 @@ class Launched:
         notes = [imbalance(peaks)] if len(peaks) > 1 else []
         notes += [f"{', '.join(skipped)} skipped the test"] if skipped else []
         own = replace(measured[judged], notes=(*measured[judged].notes, *notes))
-        if judged == named:  # then limits are for it alone
+        if judged == named:  # then limits apply only to it
             current.judge(own, (), ranks=f"rank {judged} of {self.world.size}")
             return
         others = [
@@ -212,7 +212,7 @@ class Launched:
         current.judge(own, others, ranks=f"worst rank of {self.world.size}")
 
     def finish(self, session: pytest.Session, results: Results) -> None:
-        """Let all ranks end with one exit status: rank 0 has written what there is to write."""
+        """End all ranks with one exit status: rank 0 has written the output."""
         if self._meeting is None or session.exitstatus in _ENDED:
             return
         with self._in_company():
@@ -230,7 +230,7 @@ class Launched:
         session.exitstatus = self._status = status
 
     def end(self) -> None:
-        """Leave, when rank 0 has written to the terminal: a process that leaves ends the others."""
+        """Leave after rank 0 has written to the terminal: a process that leaves ends the others."""
         meeting, self._meeting = self._meeting, None
         if self._group is not None:
             self._group.close()
@@ -240,17 +240,17 @@ class Launched:
             return  # the others may be anywhere, or gone
         sys.stdout.flush()
         if self._status not in HARMLESS and _is_main_thread():
-            # Of a failed run torchrun ends what has not left yet, and would be told that instead.
+            # torchrun terminates remaining ranks of a failed run, and would report that instead.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with _lost_no_more():
             meeting.hear("the end", None)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a failure, which another rank may not have."""
+        """Record a failure, which another rank may not have."""
         self._note(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what could not be collected, which another rank may have."""
+        """Record a collection error, which another rank may not have."""
         self._note(report)
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -270,7 +270,7 @@ class Launched:
             self._leave(str(error), pytest.ExitCode.INTERRUPTED)
 
     def _terminated(self, number: int, frame: FrameType | None) -> NoReturn:
-        """Say why torchrun ends this process: usually because another one has ended."""
+        """End the run with the reason of torchrun's SIGTERM: usually another rank has ended."""
         lost = self._meeting.lost() if self._meeting is not None else []
         ended = [f"rank {rank} has ended before the run was over" for rank in lost]
         self._leave("; ".join(ended) or "SIGTERM has ended the run", pytest.ExitCode.INTERRUPTED)
@@ -281,7 +281,7 @@ class Launched:
 
 
 _ENDING = (KeyboardInterrupt, pytest.exit.Exception)
-"""What ends a run, and not only a test."""
+"""Exceptions that end a run, and not only a test."""
 
 
 def _other_tests(rank: int) -> str:
@@ -307,7 +307,7 @@ def _told(
 
 
 def _text(item: pytest.Item, error: BaseException | None) -> str | None:
-    """What pytest would show of ``error``, ``None`` where it is none or a skip."""
+    """Return pytest's text for ``error``, ``None`` where it is none or a skip."""
     if error is None or isinstance(error, _skipping()):
         return None
     found = pytest.ExceptionInfo.from_exception(error)
@@ -323,7 +323,7 @@ def _skipping() -> tuple[type[BaseException], ...]:
 
 
 def _is_main_thread() -> bool:
-    """Whether this is the one thread that may say what signals do."""
+    """Return whether this is the main thread, which alone may set signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 

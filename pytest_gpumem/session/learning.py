@@ -1,4 +1,4 @@
-"""What is kept of tests between runs."""
+"""Data on tests that is kept between runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INPUT = "gpumem_learned"
-"""Key of a pytest-xdist worker's input: what earlier runs have learned."""
+"""Key of a pytest-xdist worker's input: the data of earlier runs."""
 
 WEIGHTS = "gpumem_weights"
-"""Key of a pytest-xdist worker's input: what shards are cut by, so that all workers agree."""
+"""Key of a pytest-xdist worker's input: the weights of shards, so that all workers agree."""
 
 
 def cache_folder(config: pytest.Config) -> Path | None:
-    """Return where this plugin keeps things between runs, ``None`` where pytest keeps nothing."""
+    """Return the plugin's folder in pytest's cache, ``None`` where pytest has no cache."""
     cache: Any = getattr(config, "cache", None)
     if cache is None:
         return None
@@ -35,9 +35,9 @@ def cache_folder(config: pytest.Config) -> Path | None:
 
 
 def learned_before(config: pytest.Config) -> Learned:
-    """Return what earlier runs have learned; a worker knows it from the controller.
+    """Return the data of earlier runs; a worker receives it from the controller.
 
-    All workers, on whatever host, then know the same.
+    All workers, on whatever host, then have the same data.
     """
     worker = getattr(config, "workerinput", None)
     if worker is not None:
@@ -49,13 +49,13 @@ def learned_before(config: pytest.Config) -> Learned:
 
 
 def learned_of_whole_runs(config: pytest.Config) -> Learned:
-    """Return what runs without ``--gpumem-shard`` have learned, which is what shards are cut by."""
+    """Return the data of runs without ``--gpumem-shard``, which determine shards."""
     folder = cache_folder(config)
     return Learned() if folder is None else read_learned(folder)
 
 
 def keep(config: pytest.Config, learned: Learned, *, in_shard: bool) -> str | None:
-    """Keep what was learned for later runs; return the sentence that says why it was not."""
+    """Keep ``learned`` for later runs; return the sentence on the reason why it was not kept."""
     if not learned:
         return None
     try:

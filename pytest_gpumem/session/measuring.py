@@ -1,4 +1,4 @@
-"""How the measurement of a test begins: its device, its quota, what it is compared with."""
+"""The start of a test's measurement: its device, its quota, the numbers it is compared with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
-import pytest_gpumem.session.ahead  # noqa: F401  # for what it imports
+import pytest_gpumem.session.ahead  # noqa: F401  # for its imports
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.cuda import CudaDevice, device_count
 from pytest_gpumem.device.errors import DeviceError
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class Measuring:
-    """Begins the measurements of one process's tests.
+    """A starter of the measurements of one process's tests.
 
     Args:
         config: of this run.
         settings: of this run.
         selector: chooses devices.
-        expectations: what tests expect.
-        predictions: returns what tests need by simulation.
-        sharing: lets tests pass beside others, ``None`` where they need not.
-        hooks: what other plugins implement.
+        expectations: the expectations of tests.
+        predictions: returns the needs of tests by simulation.
+        sharing: admits tests beside others, ``None`` where devices are not shared.
+        hooks: the implementations of other plugins.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Measuring:
         self._hooks = hooks
         self._judge = Judge(config, settings)
         self._said: set[str] = set()
-        """Why there is no device, which holds for every test."""
+        """Reasons why there is no device, which are the same for every test."""
         self.ledger = FixtureLedger()
-        """What living fixtures hold."""
+        """The memory of living fixtures."""
 
     def device_of(
         self, item: pytest.Item, worst: WorstOfTest | None = None, *, computed: Computed
     ) -> Device:
-        """Return where ``item`` runs; skips or fails it with a sentence where it cannot.
+        """Return the device of ``item``; skip or fail it with a sentence where there is none.
 
-        A simulated or dry device has the values that this or the options say. Of a test
-        that several ranks run it is that of the one whose turn it is.
+        A simulated or dry device computes the values that this or the options request. For a test
+        that runs as several ranks it is the device of the current one.
         """
         model, models = self._expectations.models(item)
         if (only := self._selector.only_model) and model not in (None, only):
@@ -120,7 +120,7 @@ class Measuring:
         pytest.fail(problem, pytrace=False)
 
     def _check_ranks(self, asked: int) -> None:
-        """Skip or fail a test that asks to be one of so many ranks, which there cannot be here."""
+        """Skip or fail a test that requests a number of ranks which this run does not have."""
         world = self._selector.world
         if world is not None:
             if asked != world.size:
@@ -129,7 +129,7 @@ class Measuring:
         try:
             real = self._selector.real()
         except DeviceError:
-            return  # said when the device is chosen
+            return  # reported when the device is chosen
         count = device_count()
         # A dry device is one of the ranks by itself; where there are as many, each has a process.
         if real is None or (self._selector.only_model and count < asked):
@@ -158,7 +158,7 @@ class Measuring:
         pytest.fail(problem, pytrace=False)
 
     def _quota(self, expectation: Expectation | None, device: Device) -> int | None:
-        """Return what this process may reserve while the test runs, ``None`` for no limit."""
+        """Return the bytes that this process may reserve during the test, ``None`` for no limit."""
         passage = self._sharing.passage if self._sharing else None
         if passage is not None and passage.quota is not None:
             return passage.quota
@@ -171,7 +171,7 @@ class Measuring:
     def _predicted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> PredictedTest | None:
-        """Return what a test that says ``predict=`` is compared with, ``None`` for any other.
+        """Return the prediction that a test with ``predict=`` is compared with, else ``None``.
 
         On a simulated device the prediction would be the measurement itself.
         """

@@ -26,7 +26,7 @@ def find_missing(
     tests: Sequence[MeasuredTest],
     collected: Collected,
 ) -> Missing:
-    """Return what of the stored baselines is not compared with anything."""
+    """Return the stored baselines that are not compared with anything."""
     store = BaselineStore(settings.baselines)
     return Missing(
         unused_baselines(store, tests, collected),
@@ -36,7 +36,7 @@ def find_missing(
 
 
 def _elsewhere(store: BaselineStore, tests: Sequence[MeasuredTest]) -> Counter[str]:
-    """Return by environment how many tests without a baseline have one there."""
+    """Return the number of tests without a baseline that have one elsewhere, by environment."""
     found: Counter[str] = Counter()
     for test in tests:
         module, test_id = split_nodeid(test.nodeid)

@@ -1,4 +1,4 @@
-"""The process group that a test on several GPUs finds: that of the ranks that have been started.
+"""The process group of a test on several GPUs: that of the ranks that have been started.
 
 As in a simulated rank ``torch.distributed`` is initialised, and code that initialises it itself has
 a group of its own instead.
@@ -17,9 +17,9 @@ from pytest_gpumem.values.world import World
 
 
 class OwnGroup:
-    """The default group of this process, where the code under test has none; ``store`` is for it.
+    """The default group of this process, where the code under test has none; it uses ``store``.
 
-    NCCL for what is on GPUs, gloo for the rest; gloo alone where torch has no NCCL.
+    NCCL for tensors on GPUs, gloo for others; only gloo where torch has no NCCL.
     """
 
     def __init__(self, store: Store, world: World) -> None:
@@ -32,7 +32,7 @@ class OwnGroup:
             self._patches.setattr(owner, "init_process_group", self._giving_way)
 
     def ensure(self) -> None:
-        """Initialise ``torch.distributed`` unless it is; all ranks do it at the same time."""
+        """Initialise ``torch.distributed`` unless done; all ranks do it at the same time."""
         if dist.is_initialized():
             return
         self._count += 1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """What a session is made of; ``results`` and expectations every session needs."""
+    """The parts of a session; ``results`` and expectations are made in every session."""
 
     def __init__(self, config: pytest.Config, settings: Settings, selector: DeviceSelector) -> None:
         self._config = config
@@ -40,7 +40,7 @@ class Parts:
         self.launched = self._launched()
 
     def _launched(self) -> Launched | None:
-        """Return this process's part in a run of several ranks, ``None`` where it is alone."""
+        """Return this process's part in a run of several ranks, ``None`` for a single process."""
         world = world_of_run(self._config)
         if world is None or self.selector.off or self._config.getoption("collectonly", False):
             return None
@@ -56,21 +56,21 @@ class Parts:
 
     @cached_property
     def fixture_devices(self) -> FixtureDevices:
-        """Where shared fixtures were set up."""
+        """The record of the devices that shared fixtures were set up on."""
         from pytest_gpumem.session.affinity import FixtureDevices
 
         return FixtureDevices()
 
     @cached_property
     def hooks(self) -> Hooks:
-        """Calls what other plugins implement."""
+        """The hook calls to other plugins."""
         from pytest_gpumem.session.hooks import Hooks
 
         return Hooks(self._config)
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """Leaves out what other machines test, ``None`` where nobody else does."""
+        """The deselection of other machines' tests, ``None`` without ``--gpumem-shard``."""
         if self.settings.shard is None:
             return None
         from pytest_gpumem.session.shard import Sharding
@@ -79,7 +79,7 @@ class Parts:
 
     @cached_property
     def predictions(self) -> Predictions:
-        """What tests need by simulation."""
+        """The needs of tests by simulation."""
         from pytest_gpumem.session.predictions import Predictions
 
         return Predictions(self._config)
@@ -93,42 +93,42 @@ class Parts:
 
     @property
     def described(self) -> list[str]:
-        """What a header says of processes and GPUs, in clauses."""
+        """The header's clauses on processes and GPUs."""
         launched = self.launched
         ranks = [] if launched is None else [f"{launched.world.size} ranks, a process each"]
         return [*ranks, *self.host.described]
 
     @cached_property
     def sharing(self) -> Sharing:
-        """Lets tests pass, one beside the other."""
+        """The admission of tests to shared devices."""
         from pytest_gpumem.session.sharing import Sharing
 
         return Sharing(self._config, self.settings, lambda: self.predictions)
 
     @cached_property
     def _isolation(self) -> Isolation:
-        """Runs tests in processes of their own."""
+        """The runner of tests in processes of their own."""
         from pytest_gpumem.session.isolated import Isolation
 
         return Isolation(self._config)
 
     @cached_property
     def hosts(self) -> Hosts:
-        """What workers of pytest-xdist tell of their devices."""
+        """The messages of pytest-xdist workers on their devices."""
         from pytest_gpumem.session.hosts import Hosts
 
         return Hosts()
 
     @cached_property
     def watched(self) -> Watched:
-        """Tells watchers of this process's tests."""
+        """The publisher of this process's tests to watchers."""
         from pytest_gpumem.session.watched import Watched
 
         return Watched(self._config)
 
     @cached_property
     def measuring(self) -> Measuring:
-        """Begins measurements."""
+        """The starter of measurements."""
         from pytest_gpumem.session.measuring import Measuring
 
         return Measuring(
@@ -143,5 +143,5 @@ class Parts:
 
 
 def runs_tests(config: pytest.Config) -> bool:
-    """Whether tests run in this process: not in the controller of pytest-xdist."""
+    """Return whether tests run in this process: not in the controller of pytest-xdist."""
     return hasattr(config, "workerinput") or config.getoption("dist", "no") == "no"

@@ -1,4 +1,4 @@
-"""One test's way through the gate of shared devices, which it may pass several times."""
+"""The course of one test through the gate of shared devices, which it may pass several times."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from pytest_gpumem.sharing.refusal import Cause, Refusal, cause_of
 from pytest_gpumem.sizes import format_size
 
 MOST_CALM = 30.0
-"""Seconds for which a test that was crowded out waits at most until others leave it its room."""
+"""The most seconds that a test that was crowded out waits until others leave it its room."""
 
 MOST_YIELDS = 3
-"""Times that an opportunistic test makes room for others; then it is as guaranteed as they are."""
+"""The number of times that an opportunistic test yields; then it counts as guaranteed."""
 
 
 @dataclass(frozen=True)
 class NextRun:
-    """What a test needs to run once more, and why."""
+    """The need of a test for one more run, and the reason."""
 
     need: Need
     note: str
-    """For the record; empty where the numbers say it."""
+    """A note for the record; empty where the numbers suffice."""
     quota: int | None = None
-    """What it may reserve then, where that has grown; bytes."""
+    """The bytes that it may reserve then, where that limit has grown."""
     alone: bool = False
-    """Because it was crowded out, which cannot happen again."""
+    """Whether it is to run alone because it was crowded out, which cannot happen again."""
     yielded: bool = False
-    """Because it made room for another."""
+    """Whether it made room for another test."""
 
 
 class Passage:
-    """A test on its way in, in and out of its devices.
+    """The entries of a test to its devices, and its exits.
 
-    ``elastic`` is whether its quota may grow as long as the device has room; ``left`` is told each
-    time how it had come in, and when, in seconds since the epoch.
+    ``elastic`` is whether its quota may grow as long as the device has room; ``left`` is called at
+    each exit with the admission, and its time in seconds since the epoch.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Passage:
         self._notes: list[str] = []
         self._own_quota: int | None = None
         self.quota: int | None = None
-        """What an elastic quota has grown to; bytes."""
+        """The bytes that an elastic quota has grown to."""
         self.refusal: str | None = None
-        """Why the test may not run at all."""
+        """The reason why the test may not run at all."""
         self.admission: Admission | None = None
-        """How the test came in."""
+        """The current admission of the test."""
 
     def enter(self) -> None:
-        """Wait until the test may run; :attr:`refusal` says if it may not."""
+        """Wait until the test may run; :attr:`refusal` is set if it may not."""
         try:
             passing = self._gate.admitted(self._nodeid, self._need)
             self.admission = self._inside.enter_context(passing)
@@ -92,14 +92,14 @@ class Passage:
         self._waited_for = self.admission.waited_for or self._waited_for
 
     def leave(self) -> None:
-        """Let others have the memory."""
+        """Release the memory to other tests."""
         self._inside.close()
         if self.admission is not None:
             self._left(self.admission, self._granted)
             self.admission = None
 
     def enter_again(self, run: NextRun) -> None:
-        """Leave, and wait for what the test needs by now."""
+        """Leave, and wait for the memory that the test needs now."""
         self.leave()
         self._need, self._alone = run.need, self._alone or run.alone
         self._notes += filter(None, [run.note])
@@ -110,9 +110,9 @@ class Passage:
     def next_run(
         self, error: BaseException | None, refusal: Refusal | None, quota: int | None
     ) -> NextRun | None:
-        """Return how the test runs once more, ``None`` where what it did stands.
+        """Return the test's next run, ``None`` where this one's outcome stands.
 
-        Of a run that ended with ``error``, and in which the allocator could not serve ``refusal``
+        The run ended with ``error``, and the allocator could not serve ``refusal`` in it
         within ``quota``.
         """
         if isinstance(error, YieldedError):
@@ -138,7 +138,7 @@ class Passage:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; sizes in bytes, times in seconds."""
+        """Return the JSON form; sizes in bytes, times in seconds."""
         admission = self.admission
         return {
             "needed": self._need.bytes,
@@ -156,7 +156,7 @@ class Passage:
         return NextRun(need, "made room for a guaranteed test, and was run again", yielded=True)
 
     def _by_itself(self, refusal: Refusal) -> NextRun:
-        # Who took the memory may come and go: as long as the test took, and a second at least.
+        # Other processes' memory may come and go: as long as the test took, and a second at least.
         calm = min(max(time.time() - self._granted, 1.0), MOST_CALM)
         return NextRun(
             self._need.alone(refusal.wanted, calm),
@@ -166,7 +166,7 @@ class Passage:
         )
 
     def _with_more(self, refusal: Refusal, quota: int | None) -> NextRun | None:
-        """Borrow twice the quota, or what was asked for if that is more, so that runs are few."""
+        """Borrow twice the quota, or the requested bytes if that is more, so that runs are few."""
         most = self._gate.capacity
         if not self._elastic or quota is None or quota >= most or refusal.wanted > most:
             return None

@@ -1,4 +1,4 @@
-"""The device of this process: chosen before CUDA starts, by the variables that CUDA reads then."""
+"""The choice of this process's device before CUDA starts, by variables that CUDA reads then."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
 def place(config: pytest.Config, settings: Settings) -> None:
-    """Give this process its device, and its part of it under MPS, until pytest is done.
+    """Give this process its device, and its share of it under MPS, until pytest is done.
 
     Does nothing where tests are simulated, and to a variable that the user has set for MPS. Raises
     ``pytest.UsageError`` where the table of places cannot be used.
@@ -55,7 +55,7 @@ def place(config: pytest.Config, settings: Settings) -> None:
 
 
 def spot_of(gpu: NvmlReading) -> Spot:
-    """Return what a worker may get of ``gpu``."""
+    """Return the room for a worker on ``gpu``."""
     taken = {process.pid: process.used or 0 for process in gpu.others or ()}
     taken[0] = max(gpu.used - sum(taken.values()), 0)
     is_exclusive = gpu.mode.is_exclusive or gpu.mode.prohibited
@@ -74,7 +74,7 @@ def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
     """Return CUDA_VISIBLE_DEVICES for a process whose own device, ``cuda:0``, is ``own``.
 
     The other GPUs stay visible behind it, for tests that use several; of MIG instances CUDA can
-    use one alone (NVIDIA's MIG guide, "CUDA Device Enumeration").
+    use only one (NVIDIA's MIG guide, "CUDA Device Enumeration").
     """
     if own.uuid.startswith("MIG-"):
         return own.uuid
@@ -85,7 +85,7 @@ def visible(own: NvmlReading, gpus: Sequence[NvmlReading]) -> str:
 def part_of_mps(quota: Quota, total: int, workers: int) -> Mapping[str, str]:
     """Return the variables that hold a client of MPS to ``quota``, threads and memory.
 
-    The limit counts what CUDA itself allocates, so a context is added. Source: NVIDIA's
+    The limit includes CUDA's own allocations, so a context is added. Source: NVIDIA's
     Multi-Process Service guide, "Appendix: Environment Variables".
     """
     size = quota.of(total, workers)

@@ -1,4 +1,4 @@
-"""What tests that say ``predict=`` need by simulation, before they run on a GPU."""
+"""The needs of tests with ``predict=`` by simulation, before they run on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Predictions:
-    """Runs the tests of one module at a time on a simulated device, in a process of its own."""
+    """Simulated runs of one module's tests at a time, each in a process of its own."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -26,9 +26,9 @@ class Predictions:
     def of(
         self, item: pytest.Item, device: CudaDevice, wanted: Callable[[pytest.Item], bool]
     ) -> PredictedTest:
-        """Return what ``item`` needs on the simulated device of ``device``'s model.
+        """Return the needs of ``item`` on the simulated device of ``device``'s model.
 
-        The first test of a module is asked for together with all others of it that are ``wanted``.
+        The first test of a module is simulated together with all others of it that are ``wanted``.
         """
         if item.nodeid not in self._known:
             same = [one for one in item.session.items if one.path == item.path and wanted(one)]
@@ -38,9 +38,9 @@ class Predictions:
     def of_all(
         self, items: Iterable[pytest.Item], device: CudaDevice, seconds: float
     ) -> dict[str, PredictedTest]:
-        """Return what ``items`` need, of those that the simulation comes to in ``seconds``."""
+        """Return the needs of those ``items`` that the simulation runs within ``seconds``."""
         found = self._predicted({item.nodeid: item for item in items}, device, seconds)
-        # What has not been run may still be asked for by itself.
+        # Tests that have not been run may still be requested later.
         self._known.update({nodeid: one for nodeid, one in found.items() if one.measurement})
         return found
 
@@ -65,7 +65,7 @@ class Predictions:
         return dict(_by_test(items, answers, machine.model.name))
 
     def _arguments(self) -> list[str]:
-        """Return what pytest was started with; a worker knows it from the controller."""
+        """Return the arguments of pytest; a worker receives them from the controller."""
         worker = getattr(self._config, "workerinput", {})
         given: Iterable[str | os.PathLike[str]] = worker.get(
             ARGUMENTS, self._config.invocation_params.args
@@ -73,7 +73,7 @@ class Predictions:
         return [os.fspath(argument) for argument in given]
 
     def _options(self) -> dict[str, int]:
-        """Return what pytest was not started with but chose: the seed of pytest-randomly."""
+        """Return options that pytest chose by itself: the seed of pytest-randomly."""
         seed = getattr(self._config.option, "randomly_seed", None)
         return {"randomly_seed": seed} if isinstance(seed, int) else {}
 

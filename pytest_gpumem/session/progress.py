@@ -1,4 +1,4 @@
-"""One line on a terminal that says what takes long, and vanishes when it is over."""
+"""A line on a terminal that names a slow operation, and is removed at its end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 @contextmanager
 def progress_line(config: pytest.Config, text: str) -> Iterator[Callable[[str], None] | None]:
-    """Show ``text`` below the present line of the terminal, and what the yielded function is told.
+    """Show ``text`` below the current line, followed by the argument of the yielded function.
 
-    Nothing, and ``None``, where pytest does not write to a terminal alone: in a worker of xdist,
+    Shows nothing, and yields ``None``, if pytest does not own the terminal: in a worker of xdist,
     where output is not captured, and with live logs.
     """
     capture = config.pluginmanager.getplugin("capturemanager")

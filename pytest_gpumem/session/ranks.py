@@ -1,7 +1,7 @@
-"""A test that asks for the worst of its ranks is run as several of them, one after the other.
+"""Runs of a test that requests the worst of its ranks: several of them, one after the other.
 
-Within the same phase of pytest's, so that other plugins see one run. The rank that took most runs
-last, and is judged.
+They are within the same phase of pytest's, so that other plugins see one run. The rank with the
+highest peak runs last, and is judged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class WorstOfTest(Worst):
-    """Which ranks of a test have run, and which is next."""
+    """The ranks of a test that have run, and the next one."""
 
     def next_run(
         self, session: Measured, item: pytest.Item, error: BaseException | None
     ) -> RankRun | None:
-        """Return the run of ``item`` as the next rank, ``None`` where the present one is the last.
+        """Return the run of ``item`` as the next rank, ``None`` where the current one is the last.
 
-        What ``error`` says of memory is said of the worst rank; a body that fails is not run again.
+        An ``error`` about memory is the worst rank's; a body that fails is not run again.
         """
         current = session.current
         if current is None or current.body_raised or current.measurement is None:
@@ -44,7 +44,7 @@ class WorstOfTest(Worst):
 
 
 class RankRun(Rerun):
-    """The run of a test as another rank."""
+    """A run of a test as another rank."""
 
     def __init__(self, session: Measured, item: pytest.Item, worst: Worst, rank: int) -> None:
         super().__init__(session, item)

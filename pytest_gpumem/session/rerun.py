@@ -1,4 +1,4 @@
-"""A test that is run once more within the same phase of pytest's: other plugins see one run.
+"""A further run of a test within the same phase of pytest's: other plugins see one run.
 
 It is torn down and set up again, as between any two tests.
 """
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 class Measured(Protocol):
-    """What measures tests, one at a time."""
+    """The measuring part of a session, for one test at a time."""
 
     settings: Settings
     current: MeasuredItem | None
     """The test that is measured now."""
 
     def begin(self, item: pytest.Item, *, computed: Computed = Computed.AT_FIRST) -> None:
-        """Start measuring ``item`` on a device that has the values that this says."""
+        """Start measuring ``item`` on a device with the ``computed`` values."""
 
     def end(self) -> None:
         """Stop measuring the current test."""
 
 
 class Again(Protocol):
-    """What asks for another run."""
+    """The interface of a further run."""
 
     def set_up(self) -> None:
         """Set the test up, as pytest would for a test that follows it."""
@@ -44,7 +44,7 @@ class Again(Protocol):
 
 
 class Rerun:
-    """Another run of one test; those that derive say what is different about it."""
+    """A further run of one test; subclasses add what is different about it."""
 
     def __init__(self, session: Measured, item: Any) -> None:
         self._session = session
@@ -82,26 +82,26 @@ class Rerun:
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Be in the other run inside."""
+        """Surround the further run; subclasses override this."""
         yield
 
 
 def collected_error(item: Any) -> BaseException | None:
-    """What a unittest's body raised: it reaches pytest in a list of the item's."""
+    """Return the exception of a unittest's body, which pytest keeps in a list of the item."""
     found = getattr(item, "_excinfo", None)
     error: BaseException | None = found[0].value if found else None
     return error
 
 
 def can_run_again(item: pytest.Item) -> bool:
-    """Whether pytest lets ``item`` be set up a second time: not a plugin's own kinds of items."""
+    """Return whether ``item`` can be set up a second time: not a plugin's own kinds of items."""
     return hasattr(item, "_initrequest")
 
 
 def _expect_results(item: pytest.Item) -> None:
-    """Let ``tmp_path`` be torn down before a phase has been reported.
+    """Allow ``tmp_path`` to be torn down before a phase has been reported.
 
-    Its teardown reads what the reports of the test have left, and takes it away; after this one,
+    Its teardown reads and removes data that the reports of the test have left; after this one,
     or where the user interrupts the second run, there has been none.
     """
     item.stash.setdefault(tmppath_result_key, {})

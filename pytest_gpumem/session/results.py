@@ -1,4 +1,4 @@
-"""What became of the tests: collected in the process that reports, written at its end."""
+"""The results of tests: collected in the process that reports, written at its end."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _COLLECTING = (
     *("python_files", "python_classes", "python_functions", "norecursedirs", "testpaths"),
     *("collect_imported_tests", "consider_namespace_packages"),
 )
-"""Settings of pytest that decide what is a test."""
+"""Settings of pytest that determine the collected tests."""
 
 
 class Results:
-    """The records of all tests, and how pytest saw the tests end."""
+    """The records of all tests, and their outcomes in pytest."""
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self._config = config
@@ -67,39 +67,39 @@ class Results:
         """Sentences, each once: workers may all find the same."""
         self._unsimulated: dict[str, str] = {}
         self._undescribed: dict[str, str] = {}
-        """By node id, the kernel that nobody described."""
+        """The undescribed kernel that a test called, by node id."""
         self._snippets: dict[str, str] = {}
-        """By kernel that nobody described, what would: once, however many tests it skips."""
+        """The snippet that describes a kernel, by kernel: once, however many tests it skips."""
         self._sentences: dict[str, str] = {}
-        """What tests failed with that is not of their own memory."""
+        """Texts of failures that are not due to the tests' own memory."""
         self._skipped_at_import = 0
         self._lines: dict[str, tuple[str, int]] = {}
-        """By node id, the file and line of each test that has a record."""
+        """The file and line of each test that has a record, by node id."""
         self._annotations: list[str] = []
-        """Lines that the CI system reads off the terminal."""
+        """Lines that the CI system reads from the terminal."""
         self._skipped_modules: set[str] = set()
         self._update: UpdateReport | None = None
         self._environments: dict[str, set[Environment]] = {}
-        """By worker of pytest-xdist: where it has measured."""
+        """The environments of measurements, by worker of pytest-xdist."""
         self._stopwatch = Stopwatch()
         self._missing: Missing | None = None
         self.usages: Sequence[Usage] = ()
-        """What became of the devices that tests of the run shared."""
+        """The usage of the devices that tests of the run shared."""
         self.foreseen: Learned | None = None
-        """What tests would take by simulation, as far as anybody asked."""
+        """The simulated needs of tests, as far as they were requested."""
         self.shard = ""
-        """The sentence that says which part of the tests this was."""
+        """The sentence on the part of the tests that this run was."""
         self.any_marked = False
         """Whether any collected test is marked."""
 
     @property
     def records(self) -> list[TestRecord]:
-        """One for each test that ran to its end, in the order in which they did."""
+        """The records of completed tests, in the order of completion."""
         return [self._stopwatch.timed(run, record) for run, record in self._records.items()]
 
     @cached_property
     def crashes(self) -> Crashes:
-        """What becomes of tests whose worker has left."""
+        """The handling of tests whose worker has left."""
         from pytest_gpumem.session.faults import Crashes
 
         return Crashes()
@@ -144,7 +144,7 @@ class Results:
             self._records[run] = replace(self._records[run], outcome=outcome)
 
     def _run_of(self, report: pytest.TestReport) -> Run:
-        """Return which run of a test a report is of: ``--dist each`` has one on each worker."""
+        """Return a report's run of a test: ``--dist each`` has one on each worker."""
         each = self._config.getoption("dist", "no") == "each"
         return without_group(report.nodeid), getattr(report, "worker_id", "") if each else ""
 
@@ -154,11 +154,11 @@ class Results:
         self.any_marked |= marked
 
     def note(self, sentence: str) -> None:
-        """Remember what the run's reader should know."""
+        """Add a sentence for the run's reader."""
         self._notes.append(sentence)
 
     def not_collected(self, nodeid: str) -> None:
-        """Remember what could not be collected: its tests may well exist."""
+        """Record a collection error: the module's tests may well exist."""
         module = nodeid.partition("::")[0]
         self._incomplete[module] = f"{module} could not be collected"
 
@@ -167,7 +167,7 @@ class Results:
         self._skipped_modules.add(nodeid)
 
     def output(self) -> dict[str, Any]:
-        """Return what the controller has to know of this worker, as builtin types."""
+        """Return this worker's data for the controller, as builtin types."""
         return {
             OUTPUT: {
                 "collected": sorted(self._collected),
@@ -179,7 +179,7 @@ class Results:
         }
 
     def take_output(self, output: Mapping[str, Any]) -> None:
-        """Take in what a worker's :meth:`output` says."""
+        """Take in a worker's :meth:`output`."""
         if worker := output.get(OUTPUT):
             self.collected(worker["collected"], marked=worker["marked"])
             self.shard = worker["shard"]
@@ -188,7 +188,7 @@ class Results:
 
     def finish(self, exitstatus: int) -> bool:
         """Write baselines and reports; return whether everything could be written."""
-        # An interrupted session has not seen all tests, so nothing can be called gone.
+        # An interrupted session has not seen all tests, so no baseline can be called unused.
         complete = exitstatus not in (
             pytest.ExitCode.INTERRUPTED,
             pytest.ExitCode.INTERNAL_ERROR,
@@ -221,7 +221,7 @@ class Results:
         return told_once(reporter, failures, Command.of(self._config), verbosity)
 
     def summarize(self) -> None:
-        """Write the section of the terminal, and before it what the CI system reads there."""
+        """Write the terminal's section, after the lines that the CI system reads."""
         for line in self._annotations:
             self._config.get_terminal_writer().line(line)
         notes = [
@@ -273,7 +273,7 @@ class Results:
         write_section(writer, lines, verbosity=verbosity)
 
     def _skips(self) -> Iterator[str]:
-        """Say why tests could not be simulated; tests of one cause as one, unless verbose."""
+        """Yield why tests could not be simulated; tests of one cause as one, unless verbose."""
         causes: dict[str, list[str]] = {}
         for nodeid, why in self._unsimulated.items():
             cause = self._undescribed.get(nodeid, why)
@@ -287,7 +287,7 @@ class Results:
                 yield f"{nodeid}{also} {_were(more + 1)} skipped: {self._unsimulated[nodeid]}"
 
     def _uses(self) -> list[str]:
-        """Return how full the devices were that tests shared."""
+        """Return the lines on the usage of the devices that tests shared."""
         if not self.usages:
             return []
         from pytest_gpumem.sharing.usage import lines
@@ -295,7 +295,7 @@ class Results:
         return lines(self.usages)
 
     def _waits(self) -> list[str]:
-        """Return how tests came to the devices that they shared."""
+        """Return the lines on tests' waits for shared devices."""
         tests = {record.nodeid: record.sharing for record in self.records if record.sharing}
         if not tests:
             return []
@@ -334,7 +334,7 @@ class Results:
         yield from self._update.errors
 
     def _look_for_missing(self) -> Iterator[str]:
-        """See which baselines no test uses; yield what must not pass where they are required."""
+        """Find baselines that no test uses; yield the errors where baselines are required."""
         settings = self._settings
         if settings.prune or not any(record.expectation for record in self.records):
             return
@@ -367,7 +367,7 @@ class Results:
                 )
 
     def _collection(self) -> Collected:
-        """Return which tests exist, as far as this session can tell."""
+        """Return the tests that exist, as far as this session can determine."""
         from pytest_gpumem.baseline.collected import Collected
 
         option = self._config.option
@@ -423,7 +423,7 @@ class Results:
 
 
 def _from_anywhere(config: pytest.Config) -> str:
-    """Return how pytest is started where a report is read: at the rootdir, on another machine."""
+    """Return the command of pytest where a report is read: at the rootdir, on another machine."""
     device = config.getoption("gpumem_device", None)
     return f"pytest --gpumem-device={device}" if device else "pytest"
 

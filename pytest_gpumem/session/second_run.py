@@ -1,13 +1,13 @@
-"""A test that needs values is run a second time, where the CPU computes them.
+"""A second run of a test that needs values, which the CPU computes.
 
-A simulated device knows shapes, and the dry one what copies bring. Where control flow, a shape or
+A simulated device has shapes, and the dry one copied values. Where control flow, a shape or
 an assertion depends on a value that it does not have, the test is torn down and set up again on a
 device of the same model that has values too, within the same phase of pytest's: other plugins see
 one run. On the dry device small values come first, and all of them in a third run. Fixtures that
 tests share are set up anew if they depend on the device, as between any two devices.
 
-All values are computed for as long as ``--gpumem-sim-values-limit`` says. Where the run before, as
-far as it came, asked for more than that, it does not begin.
+All values are computed for at most ``--gpumem-sim-values-limit``. Where the run before, as
+far as it came, needed more than that, the second one does not begin.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class SecondRun(Rerun):
-    """The second run of one test, which ``reason`` asks for.
+    """The second run of one test, for the given ``reason``.
 
-    ``expected`` are the seconds of computing that it takes at the least, where all is ``computed``.
+    ``expected`` are the least seconds of computing that it takes, where all is ``computed``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SecondRun(Rerun):
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Compute inside, for as long and in as much memory as is allowed."""
+        """Compute inside, within the limits of time and memory."""
         if self._computed is not Computed.ALL:
             yield
             return
@@ -106,7 +106,7 @@ def second_run(
 ) -> SecondRun | None:
     """Return the run that ``item`` needs after ``error``, or after none that pytest would see.
 
-    ``None`` where what the test did stands.
+    ``None`` where the test's outcome stands.
     """
     current = session.current
     if current is None:
@@ -133,7 +133,7 @@ def second_run(
 
 
 def _let_go(error: BaseException) -> None:
-    """Free what the frames of ``error`` hold: they are part of cycles, and nobody shows them."""
+    """Free the memory that the frames of ``error`` hold: they are in cycles, and not displayed."""
     following: BaseException | None = error
     while following is not None:
         clear_frames(following.__traceback__)

@@ -1,7 +1,7 @@
-"""What lives as long as the pytest process: settings, devices, and which tests are measured.
+"""The state of the pytest process: settings, devices, and the choice of measured tests.
 
-Every project with the plugin installed pays for this module: what only measured tests need is
-imported on use.
+Every project with the plugin installed pays for this module: imports that only measured tests
+need are local.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 ISOLATED = "gpumem-isolated-reports"
-"""The plugin by which a process of a single test is known."""
+"""The name of the plugin that marks a process of a single test."""
 
 
 class GpumemSession(Parts):
@@ -59,14 +59,14 @@ class GpumemSession(Parts):
         self.current: MeasuredItem | None = None
         self._worst: WorstOfTest | None = None
         self.run_id = ""
-        """What workers of pytest-xdist call this run; known when they start."""
+        """The run's id in the workers of pytest-xdist; known when they start."""
         self._faults: Faults | None = None
         self._wait_watch: WaitWatch | None = None
         self._ambient: Device | None = None
         """The device of unmarked tests; ``None`` for the machine as it is."""
 
     def start(self) -> None:
-        """Let the simulated GPU exist from now on, where the options say so."""
+        """Activate the simulated GPU, where the options require it."""
         if self.launched is not None:
             self.launched.be_quiet()
         if self.settings.share and not runs_tests(self._config):
@@ -90,7 +90,7 @@ class GpumemSession(Parts):
             self.selector, self._ambient = early.selector, early.device
 
     def stop(self) -> None:
-        """Give the process back as it was, also where a test was interrupted."""
+        """Restore the state of the process, also where a test was interrupted."""
         self.end()
         if self._wait_watch is not None:
             self._wait_watch.stop()
@@ -104,12 +104,12 @@ class GpumemSession(Parts):
             self.launched.end()
 
     def header(self) -> str:
-        """Return the line that says where tests will be measured."""
+        """Return the header line with the devices that tests are measured on."""
         from pytest_gpumem.report.header import header_line, torch_release
 
         root = self.settings.baselines
         folders: list[str] = []
-        with suppress(OSError):  # a folder that cannot be read is said where a baseline is needed
+        with suppress(OSError):  # an unreadable folder is reported where a baseline is needed
             folders += sorted(path.name for path in root.glob("[!.]*") if path.is_dir())
         shown = relative(root, self._config.rootpath)
         return header_line(
@@ -117,12 +117,12 @@ class GpumemSession(Parts):
         )
 
     def collected(self, items: Sequence[pytest.Item]) -> None:
-        """Remember which tests exist."""
+        """Record the collected tests."""
         marked = any(item.get_closest_marker(MARKER_NAME) for item in items)
         self.results.collected([item.nodeid for item in items], marked=marked)
 
     def selected(self, items: Sequence[pytest.Item]) -> None:
-        """Say what the tests of this worker need, so that they come in a good order."""
+        """Send the needs of this worker's tests, so that they are well ordered."""
         if self.settings.device.kind == "cuda":
             from pytest_gpumem.session.asked_device import check_device
 
@@ -135,7 +135,7 @@ class GpumemSession(Parts):
             self.sharing.plan((item, *found) for item, found in sharing)
 
     def scheduler(self, config: pytest.Config, log: Any) -> object | None:
-        """Return what hands tests out to workers, ``None`` where pytest-xdist's own does."""
+        """Return the scheduler of tests to workers, ``None`` for pytest-xdist's own."""
         if not self.settings.share or config.getoption("dist", "no") != "load":
             return None
         from pytest_gpumem.sharing.order import MemoryScheduling
@@ -169,7 +169,7 @@ class GpumemSession(Parts):
         self._expectations.parametrize(metafunc)
 
     def check(self, report: pytest.CollectReport) -> None:
-        """Turn what a test's marker gets wrong into an error of its collection."""
+        """Turn an error in a test's marker into an error of its collection."""
         items = [node for node in report.result or () if isinstance(node, pytest.Item)]
         problems = ((item.nodeid, self._expectations.problem(item)) for item in items)
         errors = [f"{nodeid}: {problem}" for nodeid, problem in problems if problem]
@@ -181,7 +181,7 @@ class GpumemSession(Parts):
             self.host.refuse(report, why)
 
     def _runs_on_gpu(self, item: pytest.Item) -> bool:
-        # What takes torch to tell is asked only where it matters.
+        # A question that imports torch is asked only where its answer matters.
         if not self.host.refusal or (shares := self._shares(item)) is None:
             return False
         return shares[1] is self.selector.real()
@@ -194,7 +194,7 @@ class GpumemSession(Parts):
         return nullcontext() if found is None else self.sharing.admitted(item, *found)
 
     def _shares(self, item: pytest.Item) -> tuple[Expectation | None, Device] | None:
-        """Return what ``item`` expects and where it runs, ``None`` if it is not measured."""
+        """Return the expectation and device of ``item``, ``None`` if it is not measured."""
         if not self._expectations.is_measured(item):
             return None
         from pytest_gpumem.device.errors import DeviceError
@@ -203,7 +203,7 @@ class GpumemSession(Parts):
             model = self._expectations.models(item)[0]
             device = self.selector.select(model, seat=self._expectations.seat(item))
         except DeviceError:
-            return None  # said where the test begins
+            return None  # reported where the test begins
         return self._expectations.of(item), device
 
     def begin(
@@ -211,8 +211,8 @@ class GpumemSession(Parts):
     ) -> None:
         """Start measuring ``item`` if it is to be measured; may skip or fail it with a sentence.
 
-        The device has the values that this or the options say. The ``first`` run of ``item`` may
-        ask for others.
+        The device computes the values that this or the options request. The ``first`` run may
+        request others.
         """
         self.current = None
         self._worst = self._expectations.worst(item) if first else self._worst
@@ -266,7 +266,7 @@ class GpumemSession(Parts):
         return self._worst.next_run(self, item, error) if self._worst and not again else again
 
     def isolated(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        """Run ``item`` in a process of its own if it asks for that; whether it did."""
+        """Run ``item`` in a process of its own if it requests that; return whether it did."""
         if self._is_one_of_several or (self.settings.share and self.sharing.refusal):
             return False
         if (processes := self._expectations.processes(item)) is None:
@@ -276,11 +276,11 @@ class GpumemSession(Parts):
 
     @property
     def _is_one_of_several(self) -> bool:
-        """Whether this process has been started for a test, or for a rank, alone."""
+        """Whether this process has been started for a single test, or for a single rank."""
         return self.launched is not None or self._config.pluginmanager.hasplugin(ISOLATED)
 
     def _prepare_isolation(self, items: Sequence[pytest.Item]) -> None:
-        """Make a standby process ready if some test asks for one and this process runs tests."""
+        """Prepare a standby process if some test requests one and this process runs tests."""
         if self.selector.off or self._is_one_of_several:
             return
         asks = (expectation for item in items if (expectation := self._expectations.of(item)))
@@ -288,7 +288,7 @@ class GpumemSession(Parts):
             self._isolation.prepare()
 
     def look_for_fault(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """See after a failed test whether its device still works."""
+        """Check after a failed test whether its device still works."""
         if self.current is None or not report.failed:
             return
         from pytest_gpumem.session.faults import Faults
@@ -298,12 +298,12 @@ class GpumemSession(Parts):
         self._faults.look(item, report, self.current.device, sharing)
 
     def reschedule(self, nodeid: str, report: Any, scheduler: Any) -> None:
-        """Let a test come again that a worker had before it when it left on purpose."""
+        """Reschedule the next test of a worker that left on purpose."""
         is_suspect = self.settings.share and nodeid in self.hosts.suspects
         self.results.crashes.reschedule(nodeid, report, scheduler, is_suspect=is_suspect)
 
     def repeat(self, item: pytest.Item, again: Again, run: Callable[[Again], None]) -> None:
-        """Let ``again`` and what it asks for in its turn ``run``: be set up, or called."""
+        """Call ``run`` with ``again`` and with further runs that are needed after it."""
         following: Again | None = again
         while following is not None:
             try:
@@ -316,7 +316,7 @@ class GpumemSession(Parts):
 
     @contextmanager
     def settling(self, item: pytest.Item, *, called: bool) -> Iterator[None]:
-        """Let ``item`` be set up or ``called`` inside, and come to one end on all ranks."""
+        """Set up ``item`` inside, or call it if ``called``, with one outcome on all ranks."""
         if self.launched is None or not self._expectations.is_measured(item):
             yield
             return
@@ -325,7 +325,7 @@ class GpumemSession(Parts):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Let pytest call the present test inside."""
+        """Measure the current test's call inside."""
         measured = self.current
         if measured is None and not self.results.any_marked:
             yield
@@ -339,7 +339,7 @@ class GpumemSession(Parts):
             yield
 
     def note_skip(self, item: pytest.Item, report: pytest.TestReport) -> None:
-        """Note a marked test that a condition skipped when its module was imported."""
+        """Record a marked test that a condition skipped when its module was imported."""
         if (
             report.skipped
             and report.when != "teardown"
@@ -353,7 +353,7 @@ class GpumemSession(Parts):
 
     @property
     def _imports_without_gpu(self) -> bool:
-        """Whether modules are imported where the GPU that their tests have is not simulated yet."""
+        """Whether modules are imported before the GPU of their tests is simulated."""
         return (
             self.settings.sim_scope == "test"
             and not self.selector.off
@@ -361,7 +361,7 @@ class GpumemSession(Parts):
         )
 
     def note_company(self, report: pytest.TestReport) -> None:
-        """Note at a test's end how many others it has shared its devices with."""
+        """Record at a test's end how many others it has shared its devices with."""
         if report.when == "teardown" and "sharing" in vars(self):
             beside = self.sharing.beside()
             if beside is not None:
@@ -370,7 +370,7 @@ class GpumemSession(Parts):
                 setattr(report, BESIDE, beside)
 
     def tell(self, node: Any) -> None:
-        """Let a worker of pytest-xdist, which may be on another host, know what this one knows."""
+        """Send this process's data to a worker of pytest-xdist, which may be on another host."""
         workerinput = node.workerinput
         self.run_id = workerinput["testrunuid"]
         if self.sharding is not None:
@@ -384,7 +384,7 @@ class GpumemSession(Parts):
             workerinput[INPUT] = learned_before(self._config).to_dict()
 
     def note_module(self, collector: pytest.Collector, report: pytest.CollectReport) -> None:
-        """Note a module that skipped itself by a condition on the device."""
+        """Record a module that skipped itself by a condition on the device."""
         if report.skipped and self._imports_without_gpu and isinstance(collector, pytest.Module):
             from pytest_gpumem.session.skipped import skipped_for_its_device
 
@@ -396,7 +396,7 @@ class GpumemSession(Parts):
     def complete(self, report: pytest.TestReport, *, raised: bool) -> None:
         """Put the current test's record on its final call report."""
         if self.current is not None:
-            # pytest-xdist carries builtin types only: no number that stands for an unknown one.
+            # pytest-xdist sends builtin types only: no number that stands for an unknown one.
             report.user_properties = [
                 (name, float(value) if isinstance(value, float) else value)
                 for name, value in report.user_properties
@@ -411,7 +411,7 @@ class GpumemSession(Parts):
     def setting_up(
         self, fixture: FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Iterator[None]:
-        """Let pytest set ``fixture`` up inside."""
+        """Set ``fixture`` up inside, metered."""
         with ExitStack() as contexts:
             if self.results.any_marked:
                 device = self.current.device if self.current else self._ambient
@@ -425,7 +425,7 @@ class GpumemSession(Parts):
             yield
 
     def forget(self, fixture: FixtureDef[Any]) -> None:
-        """Drop what is known of a fixture that has been torn down."""
+        """Drop the records of a fixture that has been torn down."""
         if "fixture_devices" in vars(self):
             self.fixture_devices.forget(fixture)
         self.selector.forget(fixture)
@@ -433,7 +433,7 @@ class GpumemSession(Parts):
             self.measuring.ledger.forget(fixture)
 
     def _renew(self, item: pytest.Item, device: Device | None) -> None:
-        """Tear down what ``item`` shares with earlier tests and was set up for another device."""
+        """Tear down fixtures that ``item`` shares with earlier tests of another device."""
         if "fixture_devices" in vars(self):
             self.fixture_devices.renew(item, self._machine(device))
 

@@ -1,4 +1,4 @@
-"""``--gpumem-shard K/N``: of all tests that are selected, those of one machine out of N."""
+"""``--gpumem-shard K/N``: of all selected tests, those of one machine out of N."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Sharding:
-    """Deselects the tests of other machines, when nobody deselects any more.
+    """The deselection of other machines' tests, after all other deselection.
 
-    Raises ``pytest.UsageError`` where the file that was given does not say what tests take.
+    Raises ``pytest.UsageError`` where the given file has no needs of tests.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Sharding:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> Generator[None, object, object]:
-        """Leave the tests of other machines out."""
+        """Remove the tests of other machines."""
         result = yield
         parts = self._parts(items)
         own = set(parts[self._number - 1])
@@ -111,9 +111,9 @@ class Sharding:
 def planned(
     shards: Sequence[Shard], tests: Sequence[Weight], on_gpu: Collection[str]
 ) -> list[list[str]]:
-    """Return ``tests`` as a plan says.
+    """Return ``tests`` as planned.
 
-    Of those that it does not know, the machines of most memory get the ones that run ``on_gpu``,
+    Of tests that are not in the plan, the machines of most memory get those that run ``on_gpu``,
     and the cheapest machines the others.
     """
     names = {test.name for test in tests}
@@ -133,7 +133,7 @@ def planned(
 
 
 def _weights(config: pytest.Config, settings: Settings) -> Weights:
-    """Return what is known of tests: by the file that was given, else by cache and baselines."""
+    """Return the needs of tests: from the given file, else from cache and baselines."""
     if settings.shard_by is not None:
         return read_weights(settings.shard_by)
     seconds: dict[str, float] = {}
@@ -148,7 +148,7 @@ def _weights(config: pytest.Config, settings: Settings) -> Weights:
                     nodeid = f"{module}::{name}"
                     bytes_[nodeid] = max(bytes_.get(nodeid, 0), entry.peak_reserved)
         except BaselineError:
-            pass  # said where tests are judged
+            pass  # reported where tests are judged
     learned = learned_of_whole_runs(config)
     for _, nodeid, _ in learned:
         lesson = learned.anywhere(nodeid)
@@ -160,7 +160,7 @@ def _weights(config: pytest.Config, settings: Settings) -> Weights:
 
 
 def _together(one: Weight | None, other: Weight) -> Weight:
-    """Return what both take, which follow each other."""
+    """Return the sum of two tests that run one after the other."""
     if one is None:
         return other
     seconds = [known for known in (one.seconds, other.seconds) if known is not None]
@@ -169,7 +169,7 @@ def _together(one: Weight | None, other: Weight) -> Weight:
 
 
 def _unit(item: Any) -> str:
-    """Return the name of what stays together: a test, or a group of pytest-xdist."""
+    """Return the name of a unit that is not split: a test, or a group of pytest-xdist."""
     group = item.get_closest_marker("xdist_group")
     if group is None:
         return without_group(item.nodeid)

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.measurement import Measurement
 
 MARGIN = 1.1
-"""Of what a limit or a baseline says is allocated, for what is reserved beside it."""
+"""The factor on allocated bytes of a limit or baseline that estimates the reserved ones."""
 
 
 class Sharing:
-    """Lets the tests of one process pass, one after the other."""
+    """The admission of one process's tests to shared devices, one after the other."""
 
     def __init__(
         self, config: pytest.Config, settings: Settings, predictions: Callable[[], Predictions]
@@ -58,20 +58,20 @@ class Sharing:
         self._waiting = Waiting(config)
         self._reach = Reach(config.rootpath)
         self._unusable: str | None = None
-        """Why there is no gate for the present test."""
+        """The reason why there is no gate for the current test."""
         self.passage: Passage | None = None
-        """How the present test goes in and out, ``None`` for one that does not share."""
+        """The current test's entries and exits, ``None`` for one that does not share."""
 
     @property
     def refusal(self) -> str | None:
-        """Why the present test may not run at all."""
+        """The reason why the current test may not run at all."""
         return self.passage.refusal if self.passage is not None else self._unusable
 
     @contextmanager
     def admitted(
         self, item: pytest.Item, expectation: Expectation | None, device: Device
     ) -> Iterator[None]:
-        """Wait until ``item`` may run, which it does inside; :attr:`refusal` says if it may not."""
+        """Wait until ``item`` may run, and run it inside; :attr:`refusal` is set if it may not."""
         self._unusable = None
         try:
             gate = self._gate(item, device)
@@ -92,13 +92,13 @@ class Sharing:
             self.passage = None
 
     def runs_again(self, refusal: Refusal | None, quota: int | None, error: Exception) -> bool:
-        """Whether the present test, which ``error`` ended, will run once more."""
+        """Return whether the current test, which ``error`` ended, will run once more."""
         return self.passage is not None and bool(self.passage.next_run(error, refusal, quota))
 
     def again(
         self, session: Measured, item: pytest.Item, error: BaseException | None
     ) -> SharedRerun | None:
-        """Return the run that the present test needs after ``error``, if it needs another.
+        """Return the run that the current test needs after ``error``, if it needs another.
 
         Raises pytest's ``Failed`` for a test for which there was no room even alone.
         """
@@ -114,7 +114,7 @@ class Sharing:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Run the body of the present test inside; an opportunistic one makes room for others."""
+        """Run the current test's body inside; an opportunistic one makes room for others."""
         admission = self.passage.admission if self.passage else None
         if admission is None or admission.need.guaranteed:
             yield
@@ -134,9 +134,9 @@ class Sharing:
             ledger.close()
 
     def suspect(self) -> bool:
-        """Let the present test be run again by itself if it did not run alone; whether it will.
+        """Mark the current test for a rerun alone, unless it ran so; return whether it was marked.
 
-        Others may have come after it began, so it is one unless it was meant to be alone.
+        Others may have come after it began, so it is rerun unless it was meant to run alone.
         """
         admission = self.passage.admission if self.passage else None
         if admission is None or self._ledger is None or admission.need.exclusive:
@@ -146,7 +146,7 @@ class Sharing:
         return True
 
     def plan(self, tests: Iterable[tuple[pytest.Item, Expectation | None, Device]]) -> None:
-        """Let the process that hands out the tests know what each of them needs."""
+        """Send the needs of ``tests`` to the process that schedules them."""
         tests = list(tests)
         needs = {}
         name, capacity, real = "", 0, False
@@ -160,7 +160,7 @@ class Sharing:
             self._line.will_need(name, capacity, needs, real)
 
     def _foresee(self, tests: Sequence[tuple[pytest.Item, Expectation | None, Device]]) -> None:
-        """Simulate what nobody knows of tests on a real GPU, where that saves its time."""
+        """Simulate unknown needs of tests on a real GPU, where that saves its time."""
         from pytest_gpumem.session.foresight import PATIENCE, foreseen, is_worth_it
 
         unknown = [
@@ -180,7 +180,7 @@ class Sharing:
             return {nodeid: reserved_bytes(one.measurement) for nodeid, one in found.items()}
 
         answer: Mapping[str, int] = {}
-        with suppress(OSError):  # of a folder that cannot be used, as the gate says of it
+        with suppress(OSError):  # for a folder that cannot be used, which the gate reports
             answer = foreseen(default_folder(), _worker(self._config)[0], simulate)
         learned = Learned()
         for nodeid, size in answer.items():
@@ -189,7 +189,7 @@ class Sharing:
         self._line.has_learned(learned)
 
     def usages(self) -> list[Usage]:
-        """Return what became of the devices that this process shared."""
+        """Return the usage of the devices that this process shared."""
         from pytest_gpumem.sharing.usage import usages
 
         if self._ledger is None:
@@ -198,7 +198,7 @@ class Sharing:
         return usages(self._ledger.log(), _worker(self._config)[0], capacity)
 
     def _has_left(self, admission: Admission, granted: float) -> None:
-        """Tell the controller what a test that has ended had, and since when."""
+        """Send the controller the bytes that a finished test had, and since when."""
         who = (*_worker(self._config), os.getpid(), admission.nodeid)
         self._line.has_run(
             Entry(at, event, *who, device, size)
@@ -207,7 +207,7 @@ class Sharing:
         )
 
     def beside(self) -> int | None:
-        """Return how many other tests the present one has shared its devices with by now."""
+        """Return the number of other tests that the current one has shared its devices with."""
         if self._ledger is None or self.passage is None or self.passage.admission is None:
             return None
         with suppress(SharingError):
@@ -215,7 +215,7 @@ class Sharing:
         return None
 
     def learn(self, record: Mapping[str, Any]) -> None:
-        """Remember how many devices the test of ``record`` uses."""
+        """Record how many devices the test of ``record`` uses."""
         with suppress(SharingError):
             self._reach.learn(record)
 
@@ -278,7 +278,7 @@ class Sharing:
         try:
             stored = self._store.entry(device.environment, *split_nodeid(nodeid))
         except BaselineError:
-            stored = None  # said where the test is judged
+            stored = None  # reported where the test is judged
         if stored is not None:
             return max(stored.peak_reserved, round(stored.peak_allocated * MARGIN)), "baseline"
         lesson = self._lesson(nodeid, device)
@@ -293,14 +293,14 @@ class Sharing:
 
 
 def reserved_bytes(measured: Measurement | None) -> int:
-    """Return what a simulated test reserves, 0 where it was not measured."""
+    """Return the bytes that a simulated test reserves, 0 where it was not measured."""
     if measured is None:
         return 0
     return max(measured.peak_reserved, round(measured.peak_allocated * MARGIN))
 
 
 class SharedRerun(Rerun):
-    """The present test once more, when its device has room for what it needs by now."""
+    """A further run of the current test, when its device has room for what it needs now."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class SharedRerun(Rerun):
         self._passage = passage
         self._run = run
         if error is not None:
-            # What the frames hold would be missing from the device.
+            # Memory that the frames hold would be missing from the device.
             traceback.clear_frames(error.__traceback__)
 
     def _begin(self) -> None:
@@ -323,6 +323,6 @@ class SharedRerun(Rerun):
 
 
 def _worker(config: Any) -> tuple[str, str]:
-    """The run's name and this worker's in it."""
+    """Return the run's name and this worker's in it."""
     given: Mapping[str, str] = getattr(config, "workerinput", {})
     return given.get("testrunuid", f"{os.getpid()}"), given.get("workerid", "main")

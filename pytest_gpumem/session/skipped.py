@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 _DEVICE = re.compile(r"cuda|gpu|accelerator|is_available|device", re.IGNORECASE)
-"""What conditions on a device, and their reasons, speak of."""
+"""Words in conditions on a device, and in their reasons."""
 
 
 def skipped_for_its_device(path: Path, longrepr: object, *, everything: bool) -> bool:
-    """Whether ``pytest.skip()`` skipped the module at ``path`` for want of a CUDA device.
+    """Return whether ``pytest.skip()`` skipped the module at ``path`` for want of a CUDA device.
 
-    ``longrepr`` is that of its report. A module that does not name gpumem would not be measured,
-    but where ``everything`` is.
+    ``longrepr`` is that of its report. A module without the word gpumem would not be measured,
+    unless ``everything`` is.
     """
     if not isinstance(longrepr, tuple):
         return False
@@ -40,7 +40,7 @@ def _conditions(tree: ast.AST, line: int) -> Iterator[str]:
 
 
 def is_skipped_at_import(item: pytest.Item) -> bool:
-    """Whether a condition that had a value when the module was imported skips ``item``."""
+    """Return whether a condition evaluated when the module was imported skips ``item``."""
     if any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif")):
         return True
     # unittest's decorators, as ``skipUnless(torch_device == "cuda", ...)``.

@@ -1,4 +1,4 @@
-"""How long tests took, and in whose company: what later runs learn of this one.
+"""The durations of tests and the number of tests beside them: the data kept for later runs.
 
 Every project with the plugin installed pays for this module.
 """
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.sharing.learned import Learned
 
 BESIDE = "gpumem_beside"
-"""Of the report of a test's teardown: how many others were on its devices while it ran."""
+"""Attribute of a teardown's report: the number of other tests on its devices while it ran."""
 
 Run = tuple[str, str]
 """A test by its id, and the worker where several run all of them."""
 
 
 class Stopwatch:
-    """How long tests took, and in whose company."""
+    """The durations of tests, and the number of tests beside them."""
 
     def __init__(self) -> None:
         self._seconds: dict[Run, float] = {}
@@ -33,7 +33,7 @@ class Stopwatch:
         self._passed: set[Run] = set()
 
     def take(self, run: Run, report: pytest.TestReport) -> None:
-        """Take in one report of a test; of one that runs again the last attempt counts."""
+        """Take in one report of a test; if it runs again the last attempt counts."""
         if hasattr(report, "context"):
             return  # a subtest's time is its test's
         if report.when == "setup":
@@ -49,14 +49,14 @@ class Stopwatch:
             self._beside[run] = getattr(report, BESIDE)
 
     def timed(self, run: Run, record: TestRecord) -> TestRecord:
-        """Return ``record`` with what the whole test took, and beside how many others."""
+        """Return ``record`` with the whole test's duration, and the number of others beside it."""
         seconds = self._seconds.get(run)
         if seconds is None:
             return record
         return replace(record, duration=round(seconds, 6), beside=self._beside.get(run))
 
     def lessons(self, records: Mapping[Run, TestRecord]) -> Learned:
-        """Return what is to be kept of the tests that passed; ``records`` are of the measured."""
+        """Return the data to keep of the tests that passed; ``records`` are of the measured."""
         from pytest_gpumem.sharing.learned import NO_DEVICE, Learned, Lesson
 
         learned = Learned()
@@ -72,11 +72,11 @@ class Stopwatch:
         return learned
 
     def _was_alone(self, run: Run, record: TestRecord) -> bool:
-        """Whether nothing else computed on the test's device, as far as anybody can tell."""
+        """Return whether nothing else is known to have computed on the test's device."""
         beside = self._beside.get(run)
         if beside is not None or record.environment.is_exact:
             return not beside
-        # Of several workers that nobody keeps apart, each may have been beside the others.
+        # Several workers without a shared gate may each have been beside the others.
         return len(self._workers) < 2 and (record.nvml or {}).get("alone") is not False
 
 

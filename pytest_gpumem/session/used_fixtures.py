@@ -1,4 +1,4 @@
-"""Which fixtures a test uses, in the order in which pytest sets them up."""
+"""The fixtures that a test uses, in the order in which pytest sets them up."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def fixtures_of(item: pytest.Item) -> list[FixtureDef[Any]]:
-    """Return the fixtures that ``item`` uses now, those that others need in front of them.
+    """Return the fixtures that ``item`` uses now, each after those that it requests.
 
-    pytest keeps them on the item's request in the order in which they were asked for, which does
+    pytest keeps them on the item's request in the order in which they were requested, which does
     not depend on what an earlier test has set up already.
     """
     request = getattr(item, "_request", None)
@@ -58,7 +58,7 @@ def expected_fixtures(item: pytest.Item) -> list[FixtureDef[Any]]:
 def _overridden(
     fixture: FixtureDef[Any], same_name: Sequence[FixtureDef[Any]]
 ) -> Iterator[FixtureDef[Any]]:
-    """Yield the fixtures that ``fixture`` extends: it asks for its own name, as they may."""
+    """Yield the fixtures that ``fixture`` extends by requesting its own name."""
     if fixture not in same_name or fixture.argname not in fixture.argnames:
         return
     below = same_name[: list(same_name).index(fixture)]
@@ -68,9 +68,9 @@ def _overridden(
 
 
 def active_fixtures(request: pytest.FixtureRequest) -> dict[str, FixtureDef[Any]]:
-    """Return the fixtures that a test has got so far, by name.
+    """Return the fixtures that a test has requested so far, by name.
 
-    Not public: the only place where pytest says which a test asked for while it ran.
+    Not public: pytest records only there which ones a test requested while it ran.
     """
     return dict(getattr(request, "_fixture_defs", {}))
 
@@ -101,7 +101,7 @@ def fixtures_found(item: pytest.Item, tell: Callable[[], None]) -> Iterator[None
 
 @contextmanager
 def taken_back(fixture: FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
-    """Take ``fixture`` back if the simulation cannot set it up, which goes on inside.
+    """Reset ``fixture`` if the simulation cannot set it up, which happens inside.
 
     pytest does so for ordinary exceptions; any other leaves it half set up for the next test.
     """

@@ -1,4 +1,4 @@
-"""A person who looks at the terminal sees which test waits for memory, and who holds it."""
+"""Terminal lines on tests that wait for memory, and on the processes that hold it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import pytest
 
 SAID_AT = (5.0, 60.0, 600.0)
-"""Seconds of waiting after which a line says so, and for whom."""
+"""Seconds of waiting after which a line reports it, with the holders."""
 LOOKED_EVERY = 1.0
-"""Seconds between two looks of a controller at what its workers wait for."""
+"""Seconds between the controller's checks of its workers' waits."""
 
 
 class Waiting:
-    """Says of tests that wait that they do, where this process has the terminal."""
+    """The reports on waiting tests, where this process has the terminal."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._said: dict[str, int] = {}
 
     def tell(self, nodeid: str, waited: float, holders: str) -> None:
-        """Take in that a test waits, for so many seconds by now; ``holders`` says for whom."""
+        """Take in a test's seconds of waiting; ``holders`` names the processes it waits for."""
         due = sum(waited >= limit for limit in SAID_AT)
         if due <= self._said.get(nodeid, 0) or hasattr(self._config, "workerinput"):
             return
@@ -47,7 +47,7 @@ class Waiting:
 
 
 class WaitWatch:
-    """Looks in a controller of pytest-xdist, which waits for nothing, at what its workers do."""
+    """A thread of pytest-xdist's controller that watches the waits of its workers."""
 
     def __init__(self, config: pytest.Config, run: Callable[[], str]) -> None:
         self._waiting = Waiting(config)
@@ -56,11 +56,11 @@ class WaitWatch:
         self._thread = threading.Thread(target=self._watch, name="gpumem-waiting", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._done.set()
         self._thread.join()
 

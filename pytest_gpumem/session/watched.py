@@ -1,4 +1,4 @@
-"""Tells ``gpumem gpus --watch`` of this process's tests, while it watches."""
+"""Data on this process's tests for ``gpumem gpus --watch``, while it watches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Watched:
-    """What is to be seen of this process."""
+    """The published state of this process."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._folder = default_folder()
@@ -30,14 +30,14 @@ class Watched:
         )
 
     def begins(self, test: MeasuredItem) -> None:
-        """A measured test begins."""
+        """Publish that a measured test begins."""
         environment = test.device.environment
         self._say(
             device=f"{environment.kind}{environment.gpu}", test=test.nodeid, since=time.time()
         )
 
     def ended(self, test: MeasuredItem) -> None:
-        """It is over."""
+        """Publish that the test is over."""
         self._say(
             finished=self._run.finished + 1,
             test=None,
@@ -46,7 +46,7 @@ class Watched:
         )
 
     def close(self) -> None:
-        """Be seen no longer."""
+        """Remove the published state."""
         if self._shown:
             watched.hide(self._folder)
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Room(NamedTuple):
-    """What one device has for workers; bytes."""
+    """The room of one device for workers; bytes."""
 
     free: int
     context: int
-    """Of each worker, whatever it runs."""
+    """The bytes that each worker takes, whatever it runs."""
     seats: int | None = None
-    """Workers that it is meant for; ``None`` for as many as come."""
+    """The most workers of the device; ``None`` for no limit."""
 
 
 def workers_by_memory(config: pytest.Config) -> int | None:
@@ -47,24 +47,24 @@ def workers_by_memory(config: pytest.Config) -> int | None:
 
 
 def fitting(rooms: Iterable[Room], needs: Iterable[float]) -> int:
-    """Return how many workers can run tests at once: at least one.
+    """Return the number of workers that can run tests at once: at least one.
 
-    Each holds its context and a test of the mean need; ``needs`` are bytes, of the tests of which
-    anybody knows. More workers would only wait, and hold their contexts meanwhile.
+    Each holds its context and a test of the mean need; ``needs`` are bytes, of the tests whose
+    needs are known. More workers would only wait, and hold their contexts.
     """
     needs = list(needs)
     mean = sum(needs) / len(needs) if needs else 0.0
     total = 0
     for room in rooms:
         each = room.context + mean
-        # Where nothing is known to take anything, cores alone count.
+        # Without known needs, only the number of cores limits workers.
         fit = int(room.free // each) if each else 2**16
         total += fit if room.seats is None else min(fit, room.seats)
     return max(total, 1)
 
 
 def _rooms(settings: Settings) -> tuple[list[Room], str]:
-    """What there is, and how folders of baselines begin that are of it."""
+    """Return the rooms of the devices, and the prefix of their folders of baselines."""
     from pytest_gpumem.device.host_gpus import host_gpus
 
     if gpus := host_gpus(settings.device):
@@ -87,7 +87,7 @@ def _rooms(settings: Settings) -> tuple[list[Room], str]:
 
 
 def _needs(settings: Settings, gpu: str) -> Iterator[float]:
-    """What tests take, by what all of them declare, or by the baselines of this GPU."""
+    """Yield the needs of tests, from a common declaration, or from the baselines of this GPU."""
     from pytest_gpumem.session.sharing import MARGIN
 
     for keyword, margin in (("max_reserved", 1.0), ("max", MARGIN)):
@@ -105,13 +105,13 @@ def _needs(settings: Settings, gpu: str) -> Iterator[float]:
         try:
             content = read_file(path, folder)
         except BaselineError:
-            continue  # said where a baseline is needed
+            continue  # reported where a baseline is needed
         for entry in content.tests.values() if content else ():
             yield max(entry.peak_reserved, entry.peak_allocated * MARGIN)
 
 
 def _limited(needs: Iterable[float], settings: Settings, free: int) -> list[float]:
-    """What tests take under the quota, which alone is known where nothing else is."""
+    """Return the needs of tests under the quota, which is itself used where none is known."""
     quota = settings.quota
     if quota is None or quota.auto:
         return list(needs)

@@ -1,4 +1,4 @@
-"""An opportunistic test ends in the middle where a guaranteed one waits for its memory."""
+"""The interruption of an opportunistic test where a guaranteed one waits for its memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LOOKED_EVERY = 0.1
-"""Seconds between two looks whether somebody waits."""
+"""Seconds between two checks whether another test waits."""
 
 _SIGNAL = getattr(signal, "SIGUSR2", None)
 
@@ -19,7 +19,7 @@ class YieldedError(BaseException):
 
 @contextmanager
 def interruptible(has_to_yield: Callable[[], bool]) -> Iterator[None]:
-    """Raise :class:`YieldedError` inside as soon as ``has_to_yield``, which a thread asks.
+    """Raise :class:`YieldedError` inside as soon as ``has_to_yield``, called in a thread, is true.
 
     Only in the main thread and where the system has signals, as on Linux and macOS: a sleep or a
     wait inside ends, too, a kernel that runs is waited for. Elsewhere the test runs to its end.

@@ -1,4 +1,4 @@
-"""What a number depends on: the environment that keys baselines."""
+"""The environment that a number depends on, which keys baselines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 def alloc_conf_of_process(version: tuple[int, int]) -> str:
     """Return the setting that the CUDA allocator of torch ``version`` reads, empty for none.
 
-    Source: c10/core/AllocatorConfig.cpp; up to 2.9 CUDAAllocatorConfig.cpp read the first alone.
+    Source: c10/core/AllocatorConfig.cpp; up to 2.9 CUDAAllocatorConfig.cpp read only the first.
     """
     return os.environ.get(alloc_conf_variable(version), "")
 
@@ -32,12 +32,12 @@ _PLAIN_SETTINGS = re.compile(r"[a-z_]+:[A-Za-z0-9_.]+(,[a-z_]+:[A-Za-z0-9_.]+)*"
 _MOST_SETTINGS = 100
 """Characters of settings in the name of a folder."""
 _PLAIN_WORD, _MOST_WORD = re.compile(r"[A-Za-z0-9_.]+"), 40
-"""Of what plugins add: words that name a folder as they are."""
+"""The words of other plugins that name a folder as they are, and their most characters."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a number was measured.
+    """The environment in which a number was measured.
 
     ``driver`` is recorded for the reader but does not enter :attr:`key`: the caching allocator's
     numbers do not depend on it, and a driver update must not orphan every baseline.
@@ -48,7 +48,7 @@ class Environment:
     """Catalogue name when simulated or dry (``A100-40GB``), else the driver's name."""
     compute_capability: str
     torch: str
-    """Release, ``major.minor``: what the allocator's rules depend on."""
+    """The release, ``major.minor``, on which the allocator's rules depend."""
     cuda: str | None = None
     driver: str | None = None
     alloc_conf: str = ""
@@ -62,7 +62,7 @@ class Environment:
     dry: bool = False
     """Whether torch's own CUDA code ran without a GPU, over a runtime whose kernels do nothing."""
     extra: tuple[tuple[str, str], ...] = ()
-    """What other plugins say that numbers depend on: names and words, sorted."""
+    """The entries that other plugins add: names and words that numbers depend on, sorted."""
 
     @cached_property
     def key(self) -> str:
@@ -80,12 +80,12 @@ class Environment:
 
     @property
     def is_exact(self) -> bool:
-        """Whether its numbers repeat byte for byte: no other program takes part in them."""
+        """Whether its numbers repeat byte for byte, because no other program affects them."""
         return self.simulated or self.dry
 
     @property
     def kind(self) -> str:
-        """The word that stands before the GPU's name wherever a number of it is shown."""
+        """The word that precedes the GPU's name wherever a number of it is shown."""
         return "simulated " if self.simulated else "dry " if self.dry else ""
 
     def _settings(self) -> Iterator[str]:
@@ -103,17 +103,17 @@ class Environment:
             yield f"cublas{config.replace(':', '=')}"
 
     def _extra(self) -> Iterator[str]:
-        """Yield what plugins add as parts of a folder's name, long or strange words as hashes."""
+        """Yield the plugins' entries as parts of a folder's name, long or odd words as hashes."""
         for name, word in self.extra:
             plain = len(word) <= _MOST_WORD and _PLAIN_WORD.fullmatch(word)
             yield f"{name}={word if plain else sha256(word.encode()).hexdigest()[:8]}"
 
     def with_extra(self, extra: Mapping[str, str]) -> Environment:
-        """Return the same with what other plugins add, in place of what they added before."""
+        """Return the environment with the entries of other plugins replaced by ``extra``."""
         return replace(self, extra=tuple(sorted(extra.items())))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only."""
+        """Return the JSON form: builtin types only."""
         data = {**vars(self)}
         data.pop("key", None)
         extra = dict(data.pop("extra"))
@@ -125,5 +125,5 @@ class Environment:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Environment:
-        """Rebuild what :meth:`to_dict` wrote."""
+        """Rebuild an environment from :meth:`to_dict`'s result."""
         return cls(**{**data, "extra": tuple(sorted(data.get("extra", {}).items()))})

@@ -1,4 +1,4 @@
-"""What a simulation cannot do, said in one sentence."""
+"""Errors of a simulation; each message is one sentence."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ class SimulationError(BaseException):
     """Base of everything that stops a simulated run; its text is one sentence for the user.
 
     Like pytest's own outcomes not an ``Exception``: code under test that catches those must not
-    go on as if it had seen a value.
+    continue as if it had read a value.
     """
 
 
 class UnknownValueError(SimulationError):
-    """Code asked for a value that a shape-only execution does not have."""
+    """A read of a value that a shape-only execution does not have."""
 
 
 class UnsupportedOperatorError(SimulationError):
-    """An operator that the simulated device does not know how to run."""
+    """An operator that the simulated device cannot run."""
 
 
 class UndescribedKernelError(UnsupportedOperatorError):
-    """A kernel that only its library knows, called where nobody has described it.
+    """A library's own kernel, called without a description of it.
 
-    ``kernel`` is what it is called, ``snippet`` the lines of Python that describe it.
+    ``kernel`` is its name, ``snippet`` the lines of Python that describe it.
     """
 
     def __init__(self, sentence: str, kernel: str, snippet: str) -> None:

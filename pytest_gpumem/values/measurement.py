@@ -1,4 +1,4 @@
-"""What was measured: the frozen values every other room reads."""
+"""The results of measuring: frozen values that every other package reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL = "call"
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """One named window of a test; all numbers in bytes, charged to the test.
+    """A named window of a test; all numbers in bytes, charged to the test.
 
     A phase entered several times is one record: peaks are the highest of all entries,
     ``allocated_before`` belongs to the first and ``allocated_after`` to the last.
@@ -35,31 +35,31 @@ class PhaseRecord:
     composition: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category at the peak; empty where nothing was recorded."""
     sites: tuple[Mapping[str, Any], ...] = ()
-    """What was live at the peak, by source line and operator, most bytes first."""
+    """The blocks live at the peak, by source line and operator, most bytes first."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, without the name."""
+        """Return the JSON form, without the name."""
         data = {key: value for key, value in vars(self).items() if key != "name"}
         sites = [dict(site) for site in self.sites]
         return {**data, "composition": dict(self.composition), "sites": sites}
 
     @classmethod
     def from_dict(cls, name: str, data: Mapping[str, Any]) -> PhaseRecord:
-        """Rebuild what :meth:`to_dict` wrote."""
+        """Rebuild a record from :meth:`to_dict`'s result."""
         return cls(name=name, **{**data, "sites": tuple(data.get("sites", ()))})
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one test did to the memory of one device; all numbers in bytes.
+    """The effect of one test on the memory of one device; all numbers in bytes.
 
-    ``peak_allocated``, ``allocated_before`` and ``allocated_after`` are charged bytes: what the
-    test's own fixtures hold and what its body allocates. ``stray`` is what was allocated before
-    the test and belongs to none of its fixtures; it has been subtracted.
+    ``peak_allocated``, ``allocated_before`` and ``allocated_after`` are charged bytes: those that
+    the test's own fixtures hold and its body allocates. ``stray`` are bytes allocated before
+    the test that belong to none of its fixtures; they have been subtracted.
     """
 
     device: str
-    """As torch names it, ``cuda:0``."""
+    """The device's name in torch, such as ``cuda:0``."""
     simulated: bool
     peak_allocated: int
     peak_reserved: int
@@ -73,26 +73,26 @@ class Measurement:
     composition: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category at the peak; empty where nothing was recorded."""
     sites: tuple[Mapping[str, Any], ...] = ()
-    """What was live at the peak, by source line and operator, most bytes first."""
+    """The blocks live at the peak, by source line and operator, most bytes first."""
     expected: Mapping[str, int] = field(default_factory=dict)
-    """By closed forms, what ``gpumem.watch`` was told of holds: bytes by category."""
+    """The bytes of objects given to ``gpumem.watch``, by closed forms and category."""
     leaks: tuple[Mapping[str, Any], ...] = ()
-    """What was left behind, by source line and operator."""
+    """The leaked blocks, by source line and operator."""
     notes: tuple[str, ...] = ()
-    """Sentences a reader of the numbers has to know, e.g. neutral values that were read."""
+    """Sentences that a reader of the numbers needs, e.g. on neutral values that were read."""
     timeline: Mapping[str, Any] | None = None
-    """What was allocated over time, where a report shows it; see ``attribution.timeline``."""
+    """The allocated bytes over time, where a report shows them; see ``attribution.timeline``."""
     dry: bool = False
     """Whether torch's own CUDA code ran without a GPU."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the body did that memory depends on; see ``measurement.facts``."""
+    """The events of the body that memory depends on; see ``measurement.facts``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", MappingProxyType(dict(self.phases)))
         object.__setattr__(self, "composition", MappingProxyType(dict(self.composition)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return {
             "device": self.device,
             "simulated": self.simulated,
@@ -116,7 +116,7 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
-        """Rebuild what :meth:`to_dict` wrote."""
+        """Rebuild a measurement from :meth:`to_dict`'s result."""
         values = dict(data)
         values["phases"] = {
             name: PhaseRecord.from_dict(name, phase) for name, phase in data["phases"].items()

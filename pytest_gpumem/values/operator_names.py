@@ -1,6 +1,6 @@
-"""How operators are named where several of them are one kernel."""
+"""The names of operators that are fused into one kernel."""
 
 from __future__ import annotations
 
 FUSED = ", fused"
-"""Ends the name of a compiled kernel; before it stand its operators, joined by ``+``."""
+"""The end of a compiled kernel's name; its operators, joined by ``+``, come before it."""

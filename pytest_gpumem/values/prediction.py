@@ -1,4 +1,4 @@
-"""What a program or a test takes on a device that is not there: values, read without torch."""
+"""Predicted memory of a program or a test on an absent device: values, read without torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a program needs on one model of GPU; sizes in bytes."""
+    """The memory that a program needs on one model of GPU; sizes in bytes."""
 
     gpu: str
     total_memory: int
     fits: bool
-    """Whether it ran to its end in that memory, the CUDA context not counted."""
+    """Whether it ran to its end in that memory, not counting the CUDA context."""
     peak_allocated: int
-    """Where it does not fit: with as much memory as it wants."""
+    """The peak; where the program does not fit, that of a run with unlimited memory."""
     peak_reserved: int
     phases: Mapping[str, int] = field(default_factory=dict)
     """Peak allocated by phase."""
     notes: tuple[str, ...] = ()
     ranks: str = ""
-    """Which rank of how many it is, ``rank 0 of 8``; empty for a process of its own."""
+    """The rank and their number, as ``rank 0 of 8``; empty for a process of its own."""
     code: str = ""
     """``eager`` or ``compiled``, where both are predicted."""
     sites: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
@@ -34,11 +34,11 @@ class Prediction:
 
     @property
     def left(self) -> int:
-        """Bytes of the device that are never reserved; negative where they are missing."""
+        """The bytes of the device that are never reserved; negative where they are missing."""
         return self.total_memory - self.peak_reserved
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         data = {**vars(self), "left": self.left, "phases": dict(self.phases)}
         if not self.ranks:
             del data["ranks"]
@@ -50,22 +50,22 @@ class Prediction:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Prediction:
-        """Read what :meth:`to_dict` gave of a process of its own, in neither code nor ranks."""
+        """Rebuild a prediction from :meth:`to_dict`'s result, without code or ranks."""
         known = {name: value for name, value in data.items() if name != "left"}
         return cls(**{**known, "notes": tuple(data["notes"])})
 
 
 @dataclass(frozen=True)
 class PredictedTest:
-    """What a test took on the simulated device of the same model as the real one."""
+    """The memory that a test took on the simulated device of the real one's model."""
 
     gpu: str
     measurement: Measurement | None
     problem: str = ""
-    """Why there is none; one sentence."""
+    """The reason why there is no measurement; one sentence."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; sizes in bytes."""
+        """Return the JSON form; sizes in bytes."""
         found = self.measurement
         if found is None:
             return {"gpu": self.gpu, "problem": self.problem}

@@ -1,4 +1,4 @@
-"""Which rank of how many a process is, and what torchrun tells it; imports no torch."""
+"""The rank of a process and the number of ranks, from torchrun's variables; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from pytest_gpumem.echo import quoted
 from pytest_gpumem.marker import MOST_RANKS
 
 MOST_LOCAL = 8
-"""Ranks in one machine where nobody says how many GPUs it has: an HGX board's."""
+"""The most ranks in a machine whose number of GPUs is not given: an HGX board's."""
 
 NCCL_TIMEOUT = timedelta(minutes=10)
 """kProcessGroupNCCLDefaultTimeout of ProcessGroupNCCL.hpp."""
 _STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What ``init_process_group`` reads of a process that torchrun has started, or others as it does.
+"""Variables that ``init_process_group`` reads, which torchrun or a similar launcher has set.
 
 Source: torch/distributed/rendezvous.py (``_env_rendezvous_handler``).
 """
 _SIMULATED = "simulated"
-"""``TORCHELASTIC_RUN_ID`` of a rank that is alone in its process."""
+"""The ``TORCHELASTIC_RUN_ID`` of a simulated rank, which is the only one in its process."""
 
 
 class WorldError(ValueError):
-    """A rank or a number of ranks that there cannot be; the message is one sentence."""
+    """An invalid rank or number of ranks; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all; each rank has a GPU of its own."""
+    """A rank and its position among all; each rank has a GPU of its own."""
 
     size: int
-    """How many ranks there are, ``WORLD_SIZE``."""
+    """The number of ranks, ``WORLD_SIZE``."""
     rank: int
-    """Which of them this process is, ``RANK``, from 0."""
+    """The index of this process's rank, ``RANK``, from 0."""
     local_size: int
-    """How many ranks share its machine, ``LOCAL_WORLD_SIZE``."""
+    """The number of ranks in its machine, ``LOCAL_WORLD_SIZE``."""
 
     @property
     def local_rank(self) -> int:
-        """Its place in its machine, ``LOCAL_RANK``: the index of its GPU."""
+        """The rank's index in its machine, ``LOCAL_RANK``, which is the index of its GPU."""
         return self.rank % self.local_size
 
     @property
@@ -73,18 +73,18 @@ class World:
 
 
 class Seat(NamedTuple):
-    """The rank that a test asks for."""
+    """The rank that a test requests."""
 
     size: int
     rank: int
     is_worst: bool = False
-    """Whether it is one of several, of which the one that takes most is judged."""
+    """Whether it is one of several, of which the one with the highest peak is judged."""
     per_machine: int | None = None
-    """How many ranks share a machine, where torchrun says so."""
+    """The number of ranks in a machine, where torchrun gives it."""
 
     @property
     def name(self) -> str:
-        """What a reader calls it, and what a baseline is for."""
+        """The name of the rank in texts and baselines."""
         which = "worst rank" if self.is_worst else f"rank {self.rank}"
         return f"{which} of {self.size}"
 
@@ -92,8 +92,8 @@ class Seat(NamedTuple):
 def world_of_process(variables: Mapping[str, str]) -> World | None:
     """Return the rank that this process was started as; ``None`` for a process of its own.
 
-    By the ``variables`` of its environment, as torchrun sets them, and not those of a simulated
-    rank; one rank alone is a process of its own. Raises :class:`WorldError`.
+    The ``variables`` of its environment are read, as torchrun sets them, but not a simulated
+    rank's; a single rank is a process of its own. Raises :class:`WorldError`.
     """
     if any(name not in variables for name in _STARTED):
         return None
@@ -103,21 +103,21 @@ def world_of_process(variables: Mapping[str, str]) -> World | None:
     if size == 1:
         return None
     local = _number("LOCAL_WORLD_SIZE", variables.get("LOCAL_WORLD_SIZE", "0"))
-    # Where machines have unequal numbers of ranks, what each has says nothing of the others.
+    # Where machines have unequal numbers of ranks, one number does not describe the others.
     return world_of(size, rank, per_machine=local if local and size % local == 0 else None)
 
 
 class Address(NamedTuple):
-    """Where the ranks of a run meet."""
+    """The address at which the ranks of a run meet."""
 
     host: str
     port: int
     is_served: bool
-    """Whether torchrun serves a store there; else rank 0 has to."""
+    """Whether torchrun serves a store there; else rank 0 has to serve it."""
 
 
 def address_of_process(variables: Mapping[str, str]) -> Address:
-    """Return where this process, which :func:`world_of_process` calls one of several, meets them.
+    """Return the meeting address of this process, which :func:`world_of_process` calls a rank.
 
     Raises :class:`WorldError`.
     """
