@@ -1,6 +1,6 @@
 """Processes that are forked off a simulation, as workers of a DataLoader: they have no GPU.
 
-On a GPU the driver's state does not survive a fork, and torch says so.
+On a GPU the driver's state does not survive a fork, and torch raises an error.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def restored(device: torch.device, state: torch.Tensor) -> torch.Generator:
 
 
 def shared_state(generator: torch.Generator) -> torch.Generator:
-    """Another generator of the state that ``generator`` has now, where it is one of a GPU."""
+    """Return a second generator with the present state of ``generator``, if that is a GPU's."""
     made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
     return generator if made is None else made.graphsafe_get_state()
 

@@ -41,7 +41,7 @@ _EMPTY = (
 
 
 class Graph:
-    """What ``torch.cuda.CUDAGraph`` is on a simulated GPU; a replay does nothing to memory."""
+    """The ``torch.cuda.CUDAGraph`` of a simulated GPU; a replay does nothing to memory."""
 
     _machine: ClassVar[SimulatedMachine]
 
@@ -53,7 +53,7 @@ class Graph:
         self._random: dict[object, list[int]] = {}
         """Seed and offset of the capture, by state of a generator; empty up to 2.11."""
         self._states: list[object] = []
-        """Of generators that captured operators may use."""
+        """The states of generators that captured operators may use."""
 
     def capture_begin(
         self,
@@ -173,7 +173,7 @@ class Graph:
         return self._captured.pool
 
     def register_generator_state(self, generator: Any) -> None:
-        """Let random operators of another generator be captured; since 2.14 any may be."""
+        """Allow captured operators to use ``generator`` too; since 2.14 any may be used."""
         gpu = self._machine.current
         if gpu.version < LAZY_RNG:
             self._register(gpu, state_of(generator, gpu))
@@ -217,7 +217,7 @@ class Graph:
             self._machine.random_state.register(self, state, gpu)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if exiting():  # what this needs may be gone, and nobody will ask for the memory
+        if exiting():  # the modules this needs may be gone, and the memory is not used again
             return
         self.reset()
         self._machine.random_state.unregister(self)

@@ -37,7 +37,7 @@ class GPU(Device):
 
     @cached_property
     def simulation(self) -> SimulatedMachine:
-        """The machine that this device is in; alone where nobody put it into another."""
+        """The machine that this device is in; by default one without other devices."""
         return SimulatedMachine([self])
 
     @property
@@ -47,7 +47,7 @@ class GPU(Device):
 
     @property
     def environment(self) -> Environment:
-        """What the numbers of this device depend on."""
+        """The properties that the numbers of this device depend on."""
         major, minor = self.model.compute_capability
         return Environment(
             simulated=True,
@@ -100,7 +100,7 @@ class GPU(Device):
         self.go_on_with(self.forget())
 
     def repeat(self, log: SetupLog) -> Taken:
-        """Do again what ``log`` says; what it allocated and still lives moves over."""
+        """Repeat the events of ``log``; allocated storages that still live move over."""
         return log.repeat(self.allocator)
 
     @property
@@ -133,7 +133,7 @@ class Taken(NamedTuple):
 
 @dataclass(eq=False)
 class SetupLog:
-    """What happened to a device while something was set up."""
+    """Allocator events of a device during a setup, and the storages that were left."""
 
     events: list[TraceEntry] = field(default_factory=list)
     records: dict[int, SimulatedStorage] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class SetupLog:
 
 
 class SimulatedMachine(Notes):
-    """What ``gpus`` and the process that uses them have in common.
+    """State that ``gpus`` and the process that uses them share.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes.
     """
@@ -236,7 +236,7 @@ class SimulatedMachine(Notes):
 
     @contextmanager
     def making(self, destination: torch.device) -> Iterator[None]:
-        """What is made inside was asked for on ``destination``, whatever torch is told."""
+        """Set the device that calls inside asked for, whatever device torch gets."""
         if destination.type == "meta":
             self.has_real_meta = True
         before, self.here.destination = self.here.destination, destination
@@ -246,10 +246,10 @@ class SimulatedMachine(Notes):
             self.here.destination = before
 
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
-        """What reading an unknown number yields: 0.0 for floating point, else ``None``.
+        """Return the result of reading an unknown number: 0.0 for floating point, else ``None``.
 
-        Nor where every value is computed: one that could not be is not made up. An integer that
-        torch reads for a seed is drawn.
+        ``None``, too, where every value is computed: none is made up there. An integer that torch
+        reads for a seed is drawn.
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """

@@ -1,4 +1,4 @@
-"""What readers of the numbers have to know, and how often code read what nobody computed."""
+"""Notes for readers of the numbers, and counts of reads of values that were not computed."""
 
 from __future__ import annotations
 

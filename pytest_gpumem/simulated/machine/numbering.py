@@ -23,7 +23,7 @@ _next: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class Numbering:
-    """What the program's thread and that of its GPU have counted."""
+    """Counts of autograd nodes made by the program's thread and by that of its GPU."""
 
     def __init__(self) -> None:
         self.begin()

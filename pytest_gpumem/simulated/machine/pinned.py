@@ -25,7 +25,7 @@ NOT_REGISTERED = 713
 _INVALID = 1
 """cudaErrorInvalidValue."""
 _ALIGNMENT = 64
-"""Of the CPU's allocator; page-locked memory would begin with a page."""
+"""The alignment of the CPU's allocator; page-locked memory would begin with a page."""
 MOST_CACHED = 64 << 20
 """Bytes of real memory that wait for their next use; torch keeps all, which here costs the host."""
 
@@ -65,7 +65,7 @@ class Pinned:
         """Address and size of what ``cudaHostRegister`` was given."""
         self._streams = streams
         self.memory = HostAllocator()
-        """What CUDA's allocator of pinned memory would hold."""
+        """The memory that CUDA's allocator of pinned memory would hold."""
 
     def add(self, tensor: torch.Tensor, block: Block | None = None) -> torch.Tensor:
         """Remember ``tensor``'s storage as pinned."""
@@ -107,7 +107,7 @@ class Pinned:
         return bool(self._registered) and self._is_registered(_data_ptr(storage))
 
     def used_by(self, tensor: torch.Tensor, device: int) -> None:
-        """The current stream of a GPU copies from or to ``tensor``, and nobody waits."""
+        """Note that a GPU's current stream copies from or to ``tensor`` without blocking."""
         block = self._blocks.get(storage_key(tensor)) if self._blocks else None
         if block is not None:
             block.streams.add((device, self._streams.current(device)))

@@ -37,7 +37,7 @@ class Placement(Generic[_D]):
         self._storages = storages
         self._gpus = gpus
         self.latest = gpus[0]
-        """Where the last operator ran."""
+        """The GPU that the last operator ran on."""
 
     def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _D:
         """The GPU that the operator ``name`` runs on: that of its tensors.
@@ -102,9 +102,9 @@ class Placement(Generic[_D]):
 
 
 def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> None:
-    """Let autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
+    """Make autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
 
-    The formula does so by the options of the original, which say only ``meta`` here. ``position``
+    The formula does so by the options of the original, which are only ``meta`` here. ``position``
     is that of the original among the inputs of the copy.
     """
     node = (moved._base if moved._is_view() and moved._base is not None else moved).grad_fn
@@ -123,7 +123,7 @@ def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> N
 
 
 def source_of_node() -> Device | None:
-    """Where the autograd node that runs now brings its gradient; ``None`` if it is no copy."""
+    """Return the GPU that the running node brings its gradient to; ``None`` if it is no copy."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()

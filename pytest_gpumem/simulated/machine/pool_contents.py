@@ -1,4 +1,4 @@
-"""What the memory of graphs' pools holds, whoever it belongs to just now.
+"""Values in the memory of graphs' pools, whichever tensor has that memory now.
 
 A graph reads and writes addresses. The tensor that had one during the capture may have died since,
 and another graph may use the same memory: what either writes there, both read.
@@ -98,7 +98,7 @@ class PoolContents:
         return base
 
     def put(self, place: Place, base: torch.Tensor) -> None:
-        """Let ``base`` be what is at ``place`` from now on."""
+        """Set the contents at ``place`` to ``base``."""
         owner = place
         if place.address:
             self._held[place.address] = base
@@ -118,7 +118,7 @@ class PoolContents:
                 self._forget_at(address)
 
     def forget(self, place: Place) -> None:
-        """Let nobody know what is at ``place``."""
+        """Forget the contents at ``place``."""
         if place.address:
             self._forget_at(place.address)
         elif place.lives:
@@ -132,7 +132,7 @@ class PoolContents:
 
 
 class EveryPoolContents:
-    """What is known of the memory of graphs' pools, for as long as there is a graph."""
+    """Contents of the memory of graphs' pools, for as long as there is a graph."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
@@ -148,7 +148,7 @@ class EveryPoolContents:
         return found
 
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """All elements of what some pool has at ``address``; ``None`` where nobody knows."""
+        """Return all elements that a pool has at ``address``; ``None`` if they are unknown."""
         for contents in list(self._by_index.values()):
             base = contents.behind(address, nbytes)
             if base is not None:

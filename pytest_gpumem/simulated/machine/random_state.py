@@ -20,7 +20,7 @@ LAZY_RNG = (2, 14)
 
 
 class RandomState:
-    """Where graphs find the seed and offset of random operators: two small tensors.
+    """The two small tensors with the seed and offset of a graph's random operators.
 
     ======== ==================================== ========================= ==============
     torch    allocated                            on the stream             freed

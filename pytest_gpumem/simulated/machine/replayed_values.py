@@ -1,7 +1,7 @@
-"""What a CUDA graph does to values: nothing while it is captured, all of it at each replay.
+"""Values in a CUDA graph: unchanged while it is captured, computed at each replay.
 
 Operators are remembered with the storages that they read and write, not with their tensors: memory
-is freed when it would be. What a replay writes where a storage has died since stays in the pool.
+is freed when it would be. Values that a replay writes where a storage has died stay in the pool.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Recording:
         )
 
     def wrote(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember a kernel that writes to ``tensors`` what nobody knows."""
+        """Remember a kernel that writes unknown values to ``tensors``."""
         targets = tuple(self.described(tensor) for tensor in tensors)
         self._steps.append(_Step(None, (), {}, None, targets))
 

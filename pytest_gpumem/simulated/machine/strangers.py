@@ -30,9 +30,9 @@ class SharedGPU(GPU):
     met: Callable[[int], None]
     """Called with each of these threads that uses the GPU."""
     beside: tuple[Memory, Workspaces]
-    """What they have."""
+    """Memory and workspaces of these threads."""
     alone: type[GPU]
-    """What the GPU is without them."""
+    """The class of the GPU without these threads."""
 
     # Properties take precedence over the instance's attributes.
 

@@ -1,7 +1,7 @@
-"""Streams: which one memory belongs to, and what waits for what.
+"""Streams: which one memory belongs to, and which work waits for which.
 
-Work is done when it is issued, as far as anybody can see: queries say yes, but for the time that
-``torch.cuda._sleep`` takes. What the *host* knows to be finished decides when memory that another
+Work is done when it is issued, as far as a program can see: queries return true, but for the time
+that ``torch.cuda._sleep`` takes. Work the *host* has seen finish decides when memory that another
 stream used may be used again; the
 :class:`~pytest_gpumem.allocator.timeline.Timeline` keeps that.
 """
@@ -67,7 +67,7 @@ class Streams:
         self.used = False
         """Whether there ever was any stream but the default one."""
         self.sync_debug_mode = 0
-        """What ``torch.cuda.set_sync_debug_mode`` was told."""
+        """The mode that ``torch.cuda.set_sync_debug_mode`` set."""
         self.captures: dict[StreamKey, Capture] = {}
         """The capture under way on each stream."""
         self._here = _ThreadStreams()
@@ -189,7 +189,7 @@ class Streams:
         return streams[position - 1] if position else 0
 
     def hooked(self, leaf: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``hook`` of a leaf, which autograd runs before it says which node is next."""
+        """Wrap ``hook`` of a leaf, which autograd runs before it sets the current node."""
         reference = weakref.ref(leaf)
 
         @functools.wraps(hook)

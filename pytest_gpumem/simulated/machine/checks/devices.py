@@ -8,7 +8,7 @@ host stand beside CUDA tensors (ATen/TensorIterator.cpp, compute_types). torch 2
 
 With a tensor on ``meta`` among them torch runs the meta kernel. Most of these compare devices in
 Python (torch/_prims_common/__init__.py, check_same_device); those that do not (``mm``, ``gather``)
-return memory that nobody has written to, which is refused here in the same words.
+return uninitialised memory, which is refused here in the same words.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _dispatch(kernel: str, accepted: _Types, of: _DtypeOf) -> Check:
 
 
 def not_implemented(kernel: str, dtype: torch.dtype) -> NotImplementedError:
-    """What AT_DISPATCH raises (ATen/Dispatch.h, AT_DISPATCH_SWITCH)."""
+    """Return the error of AT_DISPATCH (ATen/Dispatch.h, AT_DISPATCH_SWITCH)."""
     return NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_type(dtype)}'")
 
 
@@ -68,7 +68,7 @@ def _of_target(given: Given) -> torch.dtype:
 
 
 def _made(given: Given) -> torch.dtype:
-    """Of what a factory makes."""
+    """Return the type of the result of a factory."""
     if given["dtype"] is not None:
         return given["dtype"]  # type: ignore[no-any-return]  # a dtype
     numbers = [given[name] for name in ("start", "end", "step") if given[name] is not None]

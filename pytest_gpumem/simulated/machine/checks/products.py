@@ -1,4 +1,4 @@
-"""What products of matrices require of the types of their arguments.
+"""Requirements of matrix products on the types of their arguments.
 
 Source: aten/src/ATen/native/LinearAlgebra.cpp (ADDMM_META, baddbmm) and cuda/Blas.cpp, torch 2.6 to
 2.15.

@@ -27,5 +27,5 @@ def with_autograd() -> Iterator[None]:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` whose gradient can be asked for."""
+    """Return a copy of ``tensor`` that requires a gradient."""
     return tensor.detach().clone().requires_grad_()

@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.machine.real.kernels import (
 )
 
 _FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
-"""``custom_mask_type``; flash knows the second alone."""
+"""``custom_mask_type``; flash attention has only the second."""
 
 
 def _forward(
@@ -125,9 +125,9 @@ def _flash(
 
 @cache
 def _pads_sums() -> bool:
-    """Whether the sums of each sequence stand alone, in as many places as the longest has.
+    """Return whether each sequence has a row of sums, padded to the length of the longest.
 
-    In 2.6 they do, in 2.13 one row of them has all sequences; the kernel for ``meta`` says which.
+    In 2.6 it has; in 2.13 one row has those of all sequences. The ``meta`` kernel shows which.
     """
     query = raw.empty((1, 1, 8), dtype=torch.bfloat16, device=raw.META)
     ends = raw.empty(2, dtype=torch.int32, device=raw.META)

@@ -86,7 +86,7 @@ def _scaled_grouped_mm(
 def _grouped(
     a: Tensor, b: Tensor, offs: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """One product for each group: of rows, of columns, or of what is summed over."""
+    """Return a product for each group: of rows, of columns, or of the summed dimension."""
     if offs is None:
         return a @ b
     ends: list[int] = offs.tolist()

@@ -1,6 +1,6 @@
-"""What is taken for granted of unknown values, each with a note, so that common code goes on.
+"""Assumptions about unknown values, each with a note, so that common code goes on.
 
-Nothing here is a guess at a number: gradients are finite, and a token that nobody knows is none of
+Nothing here is a guess at a number: gradients are finite, and an unknown token is none of
 the special ones, nor negative.
 """
 
@@ -19,7 +19,7 @@ from pytest_gpumem.simulated.machine.values import finite
 
 
 class Known(finite.Numbers, Protocol):
-    """What assumptions are made of, and who is told."""
+    """The known values that assumptions are made from, and the notes they go to."""
 
     notes: Notes
 

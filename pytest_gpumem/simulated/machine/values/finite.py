@@ -51,7 +51,7 @@ FILLING = frozenset(
 
 
 class Numbers(Protocol):
-    """What is asked of the values that are known."""
+    """The known values, as this module reads them."""
 
     def single(self, tensor: torch.Tensor) -> Any:
         """Return the one number that ``tensor`` holds; ``None`` if that is not known."""
@@ -64,7 +64,7 @@ class Numbers(Protocol):
 
 
 class Infinity(IntEnum):
-    """What a program has put into a tensor."""
+    """Kinds of infinity or NaN that a program has put into a tensor."""
 
     NONE = 0
     NEGATIVE = 1
@@ -91,20 +91,20 @@ The mask of fused attention enters by its exponential alone, forward and backwar
 """
 
 _RAISING = _names("exp exp2 relu amax max clamp_min")
-"""Those of which that is true of minus infinity, where not all that is looked at holds it."""
+"""Operators with finite results for minus infinity, where some elements they reduce are finite."""
 _GREATER = _names("maximum fmax logaddexp")
-"""Those of which it is true beside something finite."""
+"""Operators with finite results for minus infinity beside a finite operand."""
 _KEEPING = _names(
     "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
     "constant_pad_nd copy _to_copy clone add cat stack index gather triu tril"
 )
-"""Those by which minus infinity becomes no other."""
+"""Operators that pass minus infinity on as it is."""
 _SUBTRACTING = _names("sub")
-"""The same of their first argument."""
+"""Operators that pass minus infinity in their first argument on as it is."""
 
 
 def answer(values: Numbers, func: Any, args: tuple[Any, ...]) -> bool | None:
-    """What ``func`` yields for every element of finite numbers; ``None`` if it does not ask that.
+    """Return the result of ``func`` for all finite numbers; ``None`` if it depends on the number.
 
     ``None``, too, where the program has put an infinity or NaN among them.
     """
@@ -147,7 +147,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def brought(values: Numbers, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
-    """What the numbers among the arguments of a filling operator bring in."""
+    """Return the kind of infinity among the numbers in the arguments of a filling operator."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):
         number = values.single(value) if isinstance(value, torch.Tensor) else value
@@ -164,7 +164,7 @@ def _kind(numbers: Iterable[float], *, keeps_sign: bool) -> Infinity:
 
 
 def passed_on(name: str, given: list[Infinity]) -> Infinity:
-    """What the operator ``name`` leaves of the infinities in its arguments."""
+    """Return the kind of infinity in the results of operator ``name``, given its arguments'."""
     worst = max(given, default=Infinity.NONE)
     if worst is Infinity.NONE or name in _BOUNDING:
         return Infinity.NONE
@@ -181,7 +181,7 @@ MOST_UPLOADED = 4_096
 
 
 def held(source: torch.Tensor) -> Infinity:
-    """What a small CPU tensor holds."""
+    """Return the kind of infinity in a small CPU tensor."""
     if raw.is_on_device(source) or not source.dtype.is_floating_point:
         return Infinity.NONE
     if source.layout is not torch.strided or source.numel() > MOST_UPLOADED:

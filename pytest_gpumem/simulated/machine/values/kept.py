@@ -42,7 +42,7 @@ class Kept:
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block: their values must not outlive them either."""
         self._blank: set[int] = set()
-        """Keys of storages that nobody has written to, where everything is computed."""
+        """Keys of storages that were not written to yet, where everything is computed."""
         self._held = 0
         self._limit = 0
 
@@ -51,7 +51,7 @@ class Kept:
         return self._bases.get(key)
 
     def put(self, key: int, base: torch.Tensor) -> None:
-        """Let ``base``, flat, be what a storage holds that is watched already."""
+        """Set the contents of a storage that is watched already to ``base``, flat."""
         self.forget(key)
         if self.everything:
             self._hold(base.numel() * base.element_size())

@@ -29,14 +29,14 @@ from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
 
 
 class Left(Protocol):
-    """What keeps the values that a storage leaves behind, as a graph's pool does."""
+    """A keeper of the values that a storage leaves behind, such as a graph's pool."""
 
     def died(self, key: int, base: torch.Tensor | None) -> None:
         """Take what the storage ``key`` held, where that is known."""
 
 
 class Captured(Protocol):
-    """What takes operators for later, as a capture does."""
+    """A recorder of operators for later, such as a capture."""
 
     def add(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -86,7 +86,7 @@ class Values(Reading):
     def records(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool:
-        """Let a capture under way, if there is one here, take the call for when its graph runs."""
+        """Add the call to a capture under way on this thread, if any, for when its graph runs."""
         recording = self.capture()
         if recording is None:
             return False
@@ -105,7 +105,7 @@ class Values(Reading):
     def replace(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Know of ``result`` and of what was written what ``operator`` as a whole says of it."""
+        """Take facts about ``result`` and written tensors from ``operator`` as a whole."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):
@@ -145,13 +145,13 @@ class Values(Reading):
             self.replace(Operator.by(function), args, {}, result)
 
     def capture(self) -> Captured | None:
-        """What takes operators for later, while there is a capture under way here."""
+        """Return the recorder of operators, while a capture is under way on this thread."""
         return None if self.recording is None else self.recording()
 
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
         """Return ``given`` with CPU tensors that share what its tensors hold.
 
-        ``None`` if one of them is not known. What nobody has written to yet may be written to.
+        ``None`` if one of them is not known. Memory that was not written to yet may be written to.
         """
         found = []
         for value in given:
@@ -206,7 +206,7 @@ class Values(Reading):
     def _by_range(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool | None:
-        """What a comparison of random integers yields for every element; ``None`` for all else."""
+        """Return the result of a comparison of random integers for every element, else ``None``."""
         if not self.ranges.by_key:
             return None
         if operator.written:
@@ -242,12 +242,12 @@ class Values(Reading):
         return self._storages.by_key.get(key)
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Take ``value`` for what every element of ``tensor`` holds; reading it says so."""
+        """Assume ``value`` for every element of ``tensor``; reading it adds a note."""
         uniform = torch.tensor(value, device=CPU)
         self._set_fact(tensor, Fact(uniform, assumed=True))
 
     def follow_on_host(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Remember of copies in host memory, whose values nobody knows, what is not finite."""
+        """Remember which copies in host memory, of unknown values, hold infinities."""
         if not self.facts.by_key:
             return
         given = list(map(self.facts.infinity, tensors_in(args)))
@@ -274,7 +274,7 @@ class Values(Reading):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        """Let ``fact`` hold of what an operator has just made, or written to."""
+        """Set ``fact`` for the tensors that an operator has just made, or written to."""
         targets = operator.targets(args, kwargs)
         for tensor in targets or device_tensors(result, []):
             stated = of_result(operator, fact, args[0], tensor)

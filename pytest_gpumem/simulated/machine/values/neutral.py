@@ -1,4 +1,4 @@
-"""What reading an unknown number yields: fit for logging and printing, and for nothing else."""
+"""Results of reading unknown numbers: fit for logging and printing, and for nothing else."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _AsFloat(type):
 
 
 class NeutralFloat(float, metaclass=_AsFloat):
-    """0.0 in place of a number that nobody computed.
+    """0.0 in place of a number that was not computed.
 
     It can be printed, stored and computed with, and what is computed from it is neutral too. To
     compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
@@ -47,11 +47,11 @@ class NeutralFloat(float, metaclass=_AsFloat):
 
 
 class NeutralInt:
-    """0 in place of an integer that nobody computed.
+    """0 in place of an integer that was not computed.
 
     Like :class:`NeutralFloat`; nor can anything be looked up by it, made of that size or repeated
-    so often. It is none of Python's integers, whose value compiled code reads unasked: it has an
-    index for the decoders of texts alone.
+    so often. It is no ``int``, whose value compiled code reads directly; only decoders of text
+    may call its ``__index__``.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""What has to be known of an operator to follow its values."""
+"""Properties of an operator that following its values needs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OVERWRITES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """What has to be known of an operator to follow its values."""
+    """The properties of an operator that following its values needs."""
 
     func: Any
     name: str
@@ -55,13 +55,13 @@ class Operator:
     undefined: bool
     """Whether its results are random, or those of a stranger's kernel."""
     blank: bool
-    """Whether its results are memory that nobody has written to."""
+    """Whether its results are uninitialised memory."""
     random: bool
     shaped_like: bool
     """Whether it looks at the shapes of its tensors only: ``zeros_like``, ``new_full``."""
     compute: Callable[..., Any]
     assumption: Assumption | None
-    """What is taken for granted where an argument is not known."""
+    """The assumption that applies where an argument is unknown."""
     fills: bool
     """Whether programs write infinities and NaN by it."""
 

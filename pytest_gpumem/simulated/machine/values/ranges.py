@@ -1,4 +1,4 @@
-"""What random integers can be: ``(labels != -100).sum()`` is known of labels that nobody has drawn.
+"""Ranges of random integers: ``(labels != -100).sum()`` is known of labels that were not drawn.
 
 ``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does what is
 copied, cut or put together from such tensors; anything written to them ends that.
@@ -56,7 +56,7 @@ class Ranges:
             self.by_key.pop(storage_key(tensor), None)
 
     def compared(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """What the comparison ``name`` yields for every element; ``None`` if that is not known."""
+        """Return the result of comparison ``name`` for every element; ``None`` if it is unknown."""
         found = self._of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if found is None or len(args) < 2 or not isinstance(args[1], (int, float)):
             return None

@@ -1,4 +1,4 @@
-"""What is known of tensors when somebody reads them, and what operators yield of it on the CPU."""
+"""Known values of tensors for their readers, and results that operators compute from them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _as_strided = torch.as_strided
 
 
 class Reading(Kept):
-    """The same for whoever reads: by tensor, and by what an operator makes of tensors."""
+    """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
     def __init__(
         self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
     ) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
-        """Told what is taken for granted."""
+        """The notes that assumptions go to."""
         self._here = here
         self.facts = Facts(self, self._stated)
         self.work = Work()
@@ -94,7 +94,7 @@ class Reading(Kept):
         return computed
 
     def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``operator`` makes in host memory; ``None`` if nobody knows its values."""
+        """Return the result of ``operator`` in host memory; ``None`` if its values are unknown."""
         if operator.shaped_like and self._keeps(args[0]):
             return operator.func(blank(args[0]), *args[1:], **kwargs)
         return self.computed(operator, args, kwargs)
@@ -124,7 +124,7 @@ class Reading(Kept):
     def _by_fact(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """What ``operator`` yields of a tensor whose elements are all equal, where it is read."""
+        """Return the result of ``operator`` that reads a tensor of equal elements."""
         if operator.name == "aten::nonzero":
             return self.facts.counted(args[0])
         uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None

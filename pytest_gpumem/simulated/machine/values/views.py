@@ -1,4 +1,4 @@
-"""What tensors are of their storages, and tensors on the CPU like them."""
+"""Tensors as views of their storages, and tensors on the CPU like them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much computing a run asks for: estimated of one on shapes, bounded of one with values.
+"""Computing that a run needs: estimated for a run on shapes, limited for a run with values.
 
 Products, convolutions and attention are counted, by torch's own formulas; they are most of what a
 network computes. So an estimate is low where a run is made of something else: what then takes too
@@ -33,8 +33,8 @@ _WITH_FORMULA = frozenset(
     ).split()
 )
 """Operators that torch has a formula for (torch/utils/flop_counter.py, 2.6 to 2.15), but for those
-whose formulas read the values of their arguments. Which have one in the present release is asked
-late: torch imports Triton along with them, where it is installed."""
+whose formulas read the values of their arguments. Which of them have one in the present release is
+looked up late: torch imports Triton along with them, where it is installed."""
 
 _PROBES = {torch.float32: 512, torch.float64: 512, torch.float16: 256, torch.bfloat16: 256}
 """Rows of the product that measures the host's speed: halves may have no fast kernel."""
@@ -60,7 +60,7 @@ _now = _own_clock()
 
 
 class Work:
-    """What a run has asked for, in operations of floating point, and what it may ask for."""
+    """Floating-point operations that a run has needed, and their limit."""
 
     def __init__(self) -> None:
         self._calls: dict[Any, _Calls] = {}
@@ -76,20 +76,20 @@ class Work:
         self._limit = self._show = None
 
     def bound(self, seconds: float, show: Callable[[float], None] | None = None) -> None:
-        """Let values be computed for so many seconds; ``show`` is told of the time spent."""
+        """Limit the computing of values to ``seconds``; ``show`` is called with the time spent."""
         self._limit, self._show = seconds, show
         self._spent = self._shown = 0.0
 
     @property
     def seconds(self) -> float:
-        """How long the CPU of this machine takes for what was counted, at the least."""
+        """The least time that this machine's CPU takes for the counted operations."""
         counted: defaultdict[torch.dtype, int] = defaultdict(int)
         for calls in self._calls.values():
             counted[calls.dtype] += calls.times * calls.operations
         return sum(count / speed(dtype) for dtype, count in counted.items())
 
     def counting(self, func: Any, handler: Handler) -> Handler:
-        """Let ``handler``, which runs ``func``, count; as it is for operators without a formula."""
+        """Wrap ``handler`` of ``func`` to count it, where torch has a formula for ``func``."""
         if not _has_formula(func):
             return handler
         known = self._calls
