@@ -89,7 +89,7 @@ class SimulatedGPU(GPU):
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The machine that this device is in; alone where nobody put it into another."""
+        """The machine that this device is in; by default one without other devices."""
         return self._simulation_of([self])
 
     def _simulation_of(self, gpus: Sequence[GPU], world: World | None = None) -> Simulation:
@@ -112,7 +112,7 @@ class Simulation(SimulatedMachine):
     """Makes the process believe it has ``gpus``; can be entered and left many times.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes. With ``stand_ins``
-    flash-attn can be imported meanwhile where it is not installed. In a ``world`` the process is
+    flash-attn can be imported inside where it is not installed. In a ``world`` the process is
     one of its ranks.
     """
 
@@ -144,7 +144,7 @@ class Simulation(SimulatedMachine):
         )
         self._patches = Patches()
         self._of_triton = Patches()
-        """Of a library that is slow to import, and that few tests need."""
+        """Replacements in a library that is slow to import, and that few tests need."""
         # What is replaced has to be torch's own, and not what an active simulation has put there.
         with _suspended():
             plan.plan(self, self._casts, self._patches)
@@ -164,7 +164,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Serve ``cuda`` from here; an enclosing simulation is suspended meanwhile."""
+        """Serve ``cuda`` inside; an enclosing simulation is suspended for that time."""
         if self.is_active:
             yield
             return
@@ -224,7 +224,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
-        """Let nothing be replaced inside, and no operator be seen, but where threads need it."""
+        """Restore torch's names and remove modes inside, but for what threads need."""
         if not (self._patches.are_applied and self.threads.standstill.is_mine):
             yield
             return
@@ -242,7 +242,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _as_compilers_see(self) -> Iterator[None]:
-        """Let nothing be replaced inside but what answers for the GPU."""
+        """Restore torch's names inside, but for those that answer for the GPU."""
         with (
             self._patches.paused(but=answers_for_gpu),
             self._of_triton.paused(but=driver.answers_for_gpu),
@@ -252,7 +252,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _as_code_sees(self) -> Iterator[None]:
-        """Let all be replaced again inside, for code that runs while a compiler is at work."""
+        """Apply all replacements again inside, for code that runs while a compiler is at work."""
         with (
             self._patches.resumed(),
             self._of_triton.resumed(),
@@ -289,7 +289,7 @@ def _without_function_modes() -> Iterator[None]:
 
 @contextmanager
 def _as_initialized() -> Iterator[None]:
-    """What ``_lazy_init()`` of torch/cuda/__init__.py leaves in the environment."""
+    """Set the environment variable that ``_lazy_init()`` of torch/cuda/__init__.py sets."""
     if _LOADING in os.environ:
         yield
         return

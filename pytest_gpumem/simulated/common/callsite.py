@@ -1,4 +1,4 @@
-"""Where in the code something happened."""
+"""Places in the code where something happened."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 _PASSED = ("contextlib.py", "typing_extensions.py")
-"""Files of decorators, which stand between torch and whoever calls it."""
+"""Files of decorators, which stand between torch and its caller."""
 
 MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
@@ -51,23 +51,23 @@ Place = tuple[str, int, str]
 
 
 class Purpose(NamedTuple):
-    """What a library or compiled code allocates for, where the operator that runs does not tell."""
+    """The purpose of an allocation by a library or compiled code, where no operator shows it."""
 
     name: str
     """Stands for the operator: ``all-gather of layers.3``."""
     kind: str
-    """As :attr:`Provenance.kind`."""
+    """The same as :attr:`Provenance.kind`."""
     place: Place | None = None
-    """The user's code that it comes from, where frames do not tell."""
+    """The user's code that it comes from, where frames do not show it."""
 
 
 class Running(threading.local):
-    """What a thread runs at the moment."""
+    """The work that a thread does at the moment."""
 
     operator: Any = None
     """The overload that was dispatched last."""
     purpose: Purpose | None = None
-    """What allocations are for, whatever operator makes them."""
+    """The purpose of allocations, by any operator."""
     sequence = -1
     """Autograd's sequence number at the last allocation, or where a test or fixture began."""
 
@@ -90,9 +90,9 @@ running = Running()
 
 
 class Provenance:
-    """Where an allocation comes from: its Python frames, its operator and what it holds.
+    """The origin of an allocation: its Python frames, its operator and its contents.
 
-    Lines and names are looked up only when somebody reads them.
+    Lines and names are looked up only when they are read.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Provenance:
         self.shape: Any = None
         self.dtype: Any = None
         self.recording: Recording | None = None
-        """What ``_record_memory_history`` had been told by then."""
+        """The arguments of ``_record_memory_history`` at that time."""
         self.script_frames: Sequence[dict[str, Any]] = ()
         """Frames of TorchScript, which stand before Python's."""
 
@@ -158,7 +158,7 @@ class Provenance:
 
     @property
     def cpp_frames(self) -> list[dict[str, Any]]:
-        """What tells on a GPU in C++ who allocates: workspace, operator and autograd's node."""
+        """C++ frames by which a GPU's trace shows callers: workspace, operator, autograd node."""
         names = []
         if self.library == "cuBLAS":
             names.append("at::cuda::getCUDABlasLtWorkspace()")
@@ -182,7 +182,7 @@ class Provenance:
 
     @property
     def operator_name(self) -> str:
-        """The operator as users call it: ``torch.softmax``; else what somebody says it is for."""
+        """The operator as users call it: ``torch.softmax``; else the purpose of the allocation."""
         if self.purpose is not None:
             return self.purpose.name
         if self.operator is None or self.operator is FROM_HOST:
@@ -272,7 +272,7 @@ def _line(code: CodeType, offset: int) -> int:
 
 
 _OWNERS = (("torch", torch), ("Tensor", torch.Tensor), ("functional", torch.nn.functional))
-"""Where users find an operator, the first that has it."""
+"""Namespaces where users find an operator: the first that has it counts."""
 
 
 @cache
@@ -328,6 +328,6 @@ def is_internal(filename: str) -> bool:
 
 
 def _folder(package: str) -> str:
-    """Where ``package`` lies; no folder at all if it is not imported."""
+    """Return the folder of ``package``, ``"<"``, which matches none, if it is not imported."""
     file = getattr(sys.modules.get(package), "__file__", None)
     return str(Path(file).parent) + os.sep if file else "<"

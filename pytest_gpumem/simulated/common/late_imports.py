@@ -26,10 +26,10 @@ _ASKED_OF_EVERY_MODULE = ("__path__", "__warningregistry__")
 
 
 class StandIn(ModuleType):
-    """What stands in ``sys.modules`` until more is asked of it than ``answers`` know.
+    """A stand-in in ``sys.modules`` until an attribute is read that ``answers`` does not have.
 
     Then the real module is imported, and does the work of this one as well. ``known`` are answers
-    for everybody, who may keep them.
+    for every importer, which may keep them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LateImports(MetaPathFinder):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be asked for every module inside."""
+        """Take part in the search for every module that is imported inside."""
         sys.meta_path.insert(0, self)
         try:
             yield
@@ -144,7 +144,7 @@ class _AloneLoader(Loader):
         self._loader = loader
         self._alone = alone
         self._own_spec: ModuleSpec | None = None
-        """Of a module that importing the real package of a stand-in has imported."""
+        """The spec of a module that the import of a stand-in's real package has imported."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Return what the loader makes, or the module where it is there by now."""

@@ -1,4 +1,4 @@
-"""What tensors really are, below what the simulation makes them report."""
+"""The true properties of tensors, below those that the simulation makes them report."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 Compiled = Callable[..., Any]
 
 _DYNAMOS_OWN = (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback)
-"""What Dynamo answers by a break in the graph, or by beginning anew."""
+"""Exceptions that Dynamo handles by a graph break, or by starting again."""
 
 
 class Backend:
@@ -72,7 +72,7 @@ class Backend:
             not_followed(self._machine, error, refuses=self._refuses)
             if not InstructionTranslator.current_tx().one_graph:
                 raise SkipFrame("runs as it is written") from error
-            return graph.forward  # nobody else may run a graph that has to be whole
+            return graph.forward  # a graph of fullgraph=True has to run as a whole
 
 
 def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
@@ -91,7 +91,7 @@ def _is_of_torch(backend: Any) -> bool:
 
 
 def _as_placed(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """``inputs`` as somebody may look at them while torch compiles: fake tensors are on a GPU."""
+    """Return ``inputs`` as a backend may inspect them while torch compiles: fakes on a GPU."""
     placed = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
     return [
         fake if isinstance(fake, FakeTensor) else value

@@ -42,19 +42,19 @@ _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
 
 
 class Computed:
-    """What ``graph``, which Inductor has not changed yet, computes beside its wrapper."""
+    """The values that ``graph``, not yet changed by Inductor, computes beside its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
         self.lacks = _copied_to_host(graph) or next(
             filter(None, map(_lacking, _nodes(graph))), None
         )
-        """What of it cannot be computed without knowing more; ``None`` where all can be."""
+        """The first operation that cannot be computed; ``None`` where all can be."""
         self._written = _written(graph)
         self._graph = _on_host(graph)
 
     def beside(self, wrapper: Wrapper) -> Wrapper:
-        """Return what runs ``wrapper`` for what it allocates and knows what it yields."""
+        """Return a function that runs ``wrapper`` for its allocations and computes its results."""
         machine, values = self._machine, self._machine.values
 
         def run(inputs: list[Any]) -> Any:
@@ -94,7 +94,7 @@ class Computed:
         return found
 
     def _compute(self, *given: Any) -> Any:
-        """What the graph yields of ``given``, to which it writes."""
+        """Run the graph on ``given``, to which it writes; return its results."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             computing = _Computing(self._graph, self._machine)
             return computing.run(*given, enable_io_processing=False)
@@ -120,7 +120,7 @@ class _Computing(Interpreter):
         self._machine = machine
         self._values = machine.values
         self._shapes: Any = None
-        """Of the results of what is run now, where they are known before."""
+        """The shapes of the running node's results, where they are known before."""
         self.extra_traceback = False  # an index out of range is the user's
 
     def run_node(self, n: Node) -> Any:
@@ -203,7 +203,7 @@ _OF_STORAGES = re.compile("as_strided|eager_offset")
 
 
 def _lacking(node: Node) -> str | None:
-    """What is not computed of ``node`` beside a wrapper; ``None`` if it is."""
+    """Return what of ``node`` is not computed beside a wrapper; ``None`` if all of it is."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"
@@ -226,10 +226,10 @@ def _is_of_torch(target: Any) -> bool:
 
 
 def _runs_anywhere(operator: OpOverload) -> bool:
-    """Whether somebody's own operator says that it runs on the CPU, or that it runs anywhere.
+    """Return whether a custom operator runs on the CPU, or on any device, by its registration.
 
-    ``torch.library.custom_op`` says the latter where it is told no ``device_types``. Nothing else
-    that is written for all devices does: collectives are, too.
+    ``torch.library.custom_op`` registers it for any where it gets no ``device_types``. No other
+    kernel that is written for all devices counts: collectives have one, too.
     """
     name = operator.name()
     anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")
@@ -237,7 +237,7 @@ def _runs_anywhere(operator: OpOverload) -> bool:
 
 
 def _copied_to_host(graph: GraphModule) -> str | None:
-    """What of ``graph`` is on the CPU and made of what is not: its kernels there would need it."""
+    """Return the first copy from a GPU to the CPU in ``graph``: kernels there need its values."""
     of_gpu: set[Node] = set()
     for node in graph.graph.nodes:
         found = [each for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
@@ -257,7 +257,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _targets(node: Node) -> list[Node]:
-    """What ``node`` writes to."""
+    """Return the nodes that ``node`` writes to."""
     if not isinstance(node.target, OpOverload):
         return []
     places = [node.args[at] for at, _ in Operator.of(node.target).written if at < len(node.args)]
@@ -301,4 +301,4 @@ def _copied(graph: GraphModule) -> GraphModule:
 
 
 def _nobody(*_: Any) -> None:
-    """What kernels write is known of the graph."""
+    """Ignore writes of kernels, which are known from the graph."""

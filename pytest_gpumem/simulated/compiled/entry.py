@@ -1,9 +1,9 @@
-"""Dynamo's way into compiling: what ``torch.compile`` was told to do, done for a simulated GPU.
+"""The entry into compiling: what ``torch.compile`` is asked to do, done for a simulated GPU.
 
-``torch.compile`` is torch's own. What it returns asks ``_callback_from_stance`` for what compiles
-frames each time that it is called; here it gets the same with another backend. A function that was
-compiled before the simulation began is so followed too, and no compiled code is taken for another
-machine's: Dynamo finds it by its backend.
+``torch.compile`` is torch's own. The function it returns calls ``_callback_from_stance`` for the
+compiler of frames each time that it is called; here it gets the same with another backend. So a
+function that was compiled before the simulation began is followed, too, and no compiled code is
+used for another machine: Dynamo finds it by its backend.
 
 Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.11 and 2.13.
 """
@@ -49,7 +49,7 @@ AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
 """Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
 
 _GOES_ON = "while another thread goes on that may use torch"
-"""Why nothing can be compiled; what is replaced meanwhile is replaced for all threads."""
+"""The reason why nothing can be compiled: names are replaced for all threads of the process."""
 
 _OF_OTHERS = (
     "aotinductor",
@@ -63,16 +63,16 @@ _OF_OTHERS = (
 """Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
 
 _INDUCTOR = "torch._inductor.compile_fx"
-"""Where Inductor gets a graph, whoever has made it."""
+"""The module in which Inductor gets a graph, from any frontend."""
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Under which a callback of Dynamo's keeps what it calls, by release."""
 
 _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
-"""Where the files are that simulate, and compute what compiled code asks for."""
+"""The folder of files that simulate, and compute what compiled code needs."""
 
 _LIBRARY = f"{Path(torch.__file__).parent / '_library'}{os.sep}"
-"""Where torch calls what gives the shapes of a custom operator, which on a GPU nobody runs."""
+"""The folder of torch that calls shape functions of custom operators, which run on no GPU."""
 
 _CAPTURES = (
     f"{Path(torch.__file__).parent / '_higher_order_ops'}{os.sep}",
@@ -89,11 +89,11 @@ _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 
 
 class Compilation:
-    """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
+    """Compiles for ``machine`` the functions that are passed to ``torch.compile``.
 
-    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()``
-    only what answers for the GPU; inside ``code()``, in there, all is again. Inside ``resting()``
-    other threads rest, if it says so.
+    ``how`` is one of :data:`HOW`. In the context ``alone()`` nothing is replaced, in ``bare()``
+    only the functions that answer for the GPU, and in ``code()`` within it everything again. In
+    ``resting()`` other threads rest, if it yields ``True``.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class Compilation:
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
         self._by_itself = ExitStack()
-        """Of Inductor, where somebody calls it who has not come by ``torch.compile``."""
+        """Hooks of Inductor, for callers that do not come by ``torch.compile``."""
         self._ran_eagerly = False
         self._inside = ExitStack()
         self._steps = MarkedSteps()
 
     @contextmanager
     def going(self) -> Iterator[None]:
-        """Be asked for what compiles, inside; Dynamo has been imported."""
+        """Install Dynamo hooks for the duration of the context; Dynamo has been imported."""
         if self._patches is None:
             self._patches = self._planned()
         self.forget(own=False)
@@ -215,7 +215,7 @@ class Compilation:
         return callback_from_stance
 
     def _callback(self, callback: Any) -> Any:
-        """What compiles in the place of ``callback``; ``None`` to run eagerly."""
+        """Return the compiler in the place of ``callback``; ``None`` to run eagerly."""
         if callback not in self._callbacks:
             with self._resting() as rest:  # what torch needs to compile may have to be imported
                 if not rest:
@@ -266,7 +266,7 @@ class Compilation:
 
     def _tracer(self) -> Tracing:
         if self._tracing is None:
-            # Torch's progress bars have started a thread by then, and nobody is alone beside one.
+            # By then torch's progress bars have started a thread, so other threads have to rest.
             with self._resting() as rest:
                 if not rest:
                     raise another_goes_on()
@@ -324,7 +324,7 @@ class Compilation:
         return begin_capture
 
     def _on_device(self, extract: Callable[..., Any]) -> Callable[..., Any]:
-        """What makes the constants of a graph that was kept, on the device, while torch traces."""
+        """Wrap ``extract``, which makes constants of a kept graph on the device during tracing."""
 
         def extract_bw_module(*args: Any) -> Any:
             with _disable_current_modes(), self._code():
@@ -372,7 +372,7 @@ class _ButOwn:
     def __init__(self, callback: Any) -> None:
         self._callback = callback
         self._torchdynamo_orig_backend = _inner(callback)
-        """As torch's callbacks have it, which are looked through for their backend."""
+        """The attribute of torch's callbacks that is searched for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
         filename = sys._getframe(1).f_code.co_filename

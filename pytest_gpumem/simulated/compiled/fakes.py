@@ -2,8 +2,8 @@
 
 Autograd's C++ asks the device of each tensor for its guard, and only builds with CUDA have one. So
 C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simulation, and Python
-sees ``cuda``. What C++ says of such a tensor's device comes back as ``meta``; nobody who compiles
-for a GPU means that, so it stands for the GPU everywhere here.
+sees ``cuda``. C++ reports such a tensor's device as ``meta``; code that is compiled for a GPU never
+means ``meta``, so it stands for the GPU everywhere here.
 
 Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.11 and 2.13.
 """
@@ -122,7 +122,7 @@ def _described(machine: SimulatedMachine, describe: Callable[..., Any]) -> Calla
 
 
 def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
-    """What cuDNN's kernels write, also of sizes that are symbols; ``torch._C`` answers for the CPU.
+    """Return the format that cuDNN writes, also for symbolic sizes; ``torch._C`` assumes the CPU.
 
     Source: aten/src/ATen/native/ConvUtils.h, ``cudnn_conv_suggest_memory_format``.
     """

@@ -1,4 +1,4 @@
-"""Compiled code that cannot be followed: it runs eagerly and says so, or is refused."""
+"""Compiled code that cannot be followed: it runs eagerly with a note, or is refused."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _TREES = "torch._inductor.cudagraph_trees"
 
 
 class MarkedSteps:
-    """How many the code of one machine has marked."""
+    """The number of steps that the code of one machine has marked."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -25,7 +25,7 @@ class MarkedSteps:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Let torch know of these alone inside."""
+        """Show torch only these steps for the duration of the context."""
         others = _exchanged(self._count)
         self._are_counted = True
         try:
@@ -42,7 +42,7 @@ class MarkedSteps:
 
 
 def _exchanged(count: int) -> int:
-    """Let torch's count be ``count``; return what it was."""
+    """Set torch's count to ``count``; return what it was."""
     trees = sys.modules.get(_TREES)
     if trees is None:
         return 0

@@ -18,7 +18,7 @@ import torch
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
 
 _OWN: tuple[type, ...] = torch.cuda.streams.Stream, torch.cuda.streams.Event
-"""torch's classes, whatever stands under their names meanwhile."""
+"""torch's own classes, whose names may be replaced."""
 
 
 @contextmanager

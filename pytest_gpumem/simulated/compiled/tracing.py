@@ -1,7 +1,7 @@
-"""While torch compiles: it sees itself as it is, fake tensors of a GPU, and that GPU's properties.
+"""Tracing: torch sees its own functions, fake tensors of a GPU, and that GPU's properties.
 
-What answers for the GPU is replaced below ``torch.cuda`` (``torch._C._cuda_getDevice``, ...), so
-Dynamo meets torch's own functions and knows them.
+The functions that answer for the GPU are replaced below ``torch.cuda``
+(``torch._C._cuda_getDevice``, ...), so Dynamo meets torch's own functions and recognises them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Bare = Callable[[], AbstractContextManager[object]]
 """Inside, torch is its own but for what answers for the GPU."""
 
 Resting = Callable[[], AbstractContextManager[bool]]
-"""Inside, all other threads rest, if it says so."""
+"""A context in which all other threads rest, if it yields ``True``."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -88,10 +88,10 @@ _COPIES: Mapping[Any, Mapping[str, str]] = {
         "_maybe_exchange_fn": "_accelerator_maybeExchangeDevice",
     },
 }
-"""What Dynamo has taken of ``torch._C`` when it was imported, by its own names."""
+"""Functions of ``torch._C`` that Dynamo copies on import, by its own names."""
 
 _last: weakref.ref[Tracing] | None = None
-"""Who answered for the GPU when torch asked last: its answers are those of the process."""
+"""The object that last answered for the GPU: torch keeps its answers for the process."""
 
 
 class Tracing:
@@ -108,7 +108,7 @@ class Tracing:
         wrapper.plan(machine, self._patches)
         self._plan_gpu()
         self._lasting = Patches()
-        """Of what is also compiled while compiled code runs: the backward of a graph."""
+        """Replacements for compiling that happens while compiled code runs: a graph's backward."""
         self._lasting.plan(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
@@ -172,8 +172,8 @@ class Tracing:
     def _bandwidth(self) -> float:
         """GB/s of the memory, where it decides which products are too small to be padded.
 
-        Inductor sets it against a GPU's TFLOPS, which it knows by the whole name of an L4 alone. Of
-        others Triton computes a million times too few, of a clock in MHz as if that were in kHz, so
+        Inductor compares it with a GPU's TFLOPS, which it has by the whole name only for an L4. For
+        others Triton computes a million times too few, from a clock in MHz taken for kHz, so
         all their products are large enough, as where nothing is known.
 
         Source: torch/_inductor/fx_passes/pad_mm.py (is_mm_compute_bound), utils.py
@@ -210,7 +210,7 @@ class Tracing:
         return should_pad
 
     def _estimating(self, estimate: Callable[..., float]) -> Callable[..., float]:
-        """What computing a node again costs: one way of telling is to measure it."""
+        """Wrap ``estimate``, the cost of computing a node again: one setting would measure it."""
         of_autograd: Any = torch._functorch.config
 
         def estimate_runtime(node: torch.fx.Node) -> float:
@@ -275,9 +275,9 @@ class Tracing:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Compile inside.
+        """Simulate tracing for the duration of the context.
 
-        Raises :class:`CompiledCodeError` where another thread does not rest meanwhile.
+        Raises :class:`CompiledCodeError` where another thread does not rest.
         """
         with self._resting() as rest:
             if not rest:
@@ -302,7 +302,7 @@ class Tracing:
                 inside.enter_context(gradients.kept())
                 self._patches.apply()
                 inside.callback(self._patches.undo)
-                # What a collector frees of the user's, whoever hits the cache of graphs keeps.
+                # User objects that a collection frees here would otherwise depend on cache hits.
                 inside.enter_context(paused())
                 inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 inside.enter_context(settings.apart_by_attention())
@@ -351,7 +351,7 @@ def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _version() -> str:
-    """Of all that takes part in tracing, and so in what is written into wrappers: casts, too."""
+    """Return a hash of all code that takes part in tracing, and so in wrappers: casts, too."""
     simulated = Path(__file__).parents[1]
     code = b"".join(path.read_bytes() for path in sorted(simulated.rglob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
@@ -379,7 +379,7 @@ def _no_clock() -> NoReturn:
 
 
 def _measured() -> Iterator[tuple[Any, str]]:
-    """Where measuring listens, which has nothing to hear while torch compiles."""
+    """Yield the functions that measuring wraps, which it must not while torch compiles."""
     yield torch.nn.Module, "__call__"
     yield torch.nn.Module, "_apply"
     yield torch.nn.Module, "__setstate__"
@@ -395,7 +395,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _forget_gpu() -> None:
-    """Let torch ask again what the GPU is like: another one answers from now on."""
+    """Clear torch's cached properties of the GPU: another one answers from now on."""
     owners = (torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
     for owner in owners:
         for name in vars(owner):
@@ -406,10 +406,10 @@ def _forget_gpu() -> None:
 
 
 def _know_own_functions() -> None:
-    """Let Dynamo know torch's functions by what they are; nothing is replaced meanwhile.
+    """Make Dynamo look up torch's functions again; at this point nothing is replaced.
 
-    It may have looked them up while something was: when a world of processes begins, it forgets
-    them (``init_process_group``), and whoever asks next makes it look again.
+    It may have looked them up while names were replaced: when a world of processes begins, it
+    forgets them (``init_process_group``) and looks again at the next use.
     """
     if torch.zeros in trace_rules.get_torch_obj_rule_map():
         return

@@ -1,4 +1,4 @@
-"""What a generated wrapper finds: memory of the simulated GPU, and kernels that do nothing.
+"""The environment of a generated wrapper: memory of the simulated GPU, and kernels without effect.
 
 Inductor makes a module of Python for each graph. It takes memory from ``_empty_strided_cuda``,
 calls libraries through ATen's operators, and gets its Triton kernels from ``AsyncCompile``, as
@@ -49,14 +49,14 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class Memory:
-    """``empty_strided_cuda`` of a wrapper, which says first what it is for."""
+    """``empty_strided_cuda`` of a wrapper, with the purpose of the next allocation."""
 
     def of(self, operators: tuple[str, ...], place: Place | None) -> None:
-        """What comes next is computed by these operators, there."""
+        """Set the purpose of the next allocation: the results of ``operators`` at ``place``."""
         running.purpose = Purpose(_together(operators), COMPUTED, place)
 
     def done(self) -> None:
-        """It has been."""
+        """Clear the purpose."""
         running.purpose = None
 
     def __call__(
@@ -97,11 +97,11 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
 
 
 def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
-    """What ``buffer`` is computed by, in Inductor's graph.
+    """Return the nodes that ``buffer`` is computed by, in Inductor's graph.
 
     A library's kernel has an operator of its own, whatever else is computed on the way to it. A
-    workspace is of the kernel that it is for, and the copy of a graph's input, as a library wants
-    it laid out, of who reads it.
+    workspace belongs to the kernel that it is for, and the copy of a graph's input, as a library
+    wants it laid out, to its readers.
     """
     if isinstance(buffer, WorkspaceArg):
         lines = (line for line in codegen.lines if isinstance(line, AllocateLine))
@@ -115,7 +115,7 @@ def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
 
 
 def _nodes_of_steps(steps: Iterable[Any]) -> list[torch.fx.Node]:
-    """What these steps of Inductor's compute; outputs are none."""
+    """Return the nodes that these steps of Inductor's compute; outputs are none."""
     scheduled = [step for step in steps if isinstance(step, BaseSchedulerNode)]
     parts = [part.node for step in scheduled for part in step.get_nodes() if part.node is not None]
     return [node for part in parts for node in _computed_by(part)]
@@ -178,7 +178,7 @@ def _load_kernel(_: AsyncCompile, name: str, source: str, **__: Any) -> Kernel:
 
 
 class Kernel:
-    """A Triton kernel of Inductor's: its launch writes what nobody computes."""
+    """A Triton kernel of Inductor's: its launch writes values that are not computed."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name = name

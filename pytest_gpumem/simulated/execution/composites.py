@@ -29,7 +29,7 @@ def is_composite(func: Any) -> bool:
 
 
 def composite(runner: Runner, func: Any) -> Handler:
-    """What CUDA builds ``func`` from, else what torch does."""
+    """Return a handler that runs ``func`` as CUDA's parts, else as torch's decomposition."""
     implementation = tables.COMPOSITES.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
@@ -100,7 +100,7 @@ def followed(runner: Runner, handler: Handler) -> Handler:
 
 
 def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """What is built from other operators has the right shapes; its values are its own."""
+    """Take shapes from the operators that ``func`` is built from, and values from it as a whole."""
     operator = Operator.of(func)
     values = runner.values
 
@@ -151,7 +151,7 @@ _UNSEEN: dict[str, Callable[..., Any]] = {
     "scan": _scan,
     "invoke_subgraph": _invoke_subgraph,
 }
-"""What torch has for these runs only where no mode looks on.
+"""Replacements of torch's code for these operators, which runs only without a mode.
 
 Source: torch/_higher_order_ops/cond.py (cond_op_dense), scan.py (scan_op_dense) and
 invoke_subgraph.py, torch 2.11 and 2.13.

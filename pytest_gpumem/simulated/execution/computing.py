@@ -29,7 +29,7 @@ def may_resize(func: Any) -> bool:
 
 
 def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool) -> Handler:
-    """``func``, with what ``rule`` says that it allocates beyond its outputs."""
+    """Return a handler of ``func`` that also allocates as ``rule`` describes beside the outputs."""
     machine = runner.machine
     adopt = runner.adopt
     shapes = runner.shapes

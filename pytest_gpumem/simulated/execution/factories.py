@@ -29,12 +29,12 @@ _IN_CPP = frozenset(
 
 
 def is_factory(func: Any) -> bool:
-    """Whether ``func`` is told a device."""
+    """Whether ``func`` takes a device."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def factory(runner: Runner, func: Any) -> Handler:
-    """Make a tensor on a GPU, on the host, or on ``meta`` for whoever asked for that."""
+    """Make a tensor on a GPU, on the host, or on ``meta`` if user code asked for that."""
     machine = runner.machine
     copies = func._schema.name == "aten::_to_copy"
     checks = checks_of(func)
@@ -123,7 +123,7 @@ def factory(runner: Runner, func: Any) -> Handler:
 
 
 def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
-    """Where the caller wants a tensor; ``None`` where a CUDA tensor's own options say it."""
+    """Return the device a caller asked for; ``None`` where a CUDA tensor's own options have it."""
     if target.type != "meta":
         return target
     here = runner.machine.here

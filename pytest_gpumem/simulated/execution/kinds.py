@@ -64,7 +64,7 @@ SPECIAL = (
 
 
 def handler_of(runner: Runner, func: Any) -> Handler:
-    """What runs the operator ``func``."""
+    """Return the handler of the operator ``func``."""
     for kind in KINDS:
         if kind.takes(func):
             return kind.handler(runner, func)

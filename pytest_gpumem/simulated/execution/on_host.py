@@ -1,8 +1,8 @@
-"""CPU tensors whose values nobody knows: what was copied from a simulated GPU, and its kin.
+"""CPU tensors of unknown values: copies from a simulated GPU, and results computed from them.
 
 To torch they are CPU tensors like all others, so autograd, views and errors are those of the CPU;
 only :class:`~pytest_gpumem.simulated.machine.storages.Storages` tells them apart. Nothing is
-computed of them: their operators run on ``meta``, and memory of large ones is asked for but never
+computed of them: their operators run on ``meta``, and memory of large ones is allocated but never
 touched, so that a model of any size can be moved to the host.
 """
 
@@ -35,7 +35,7 @@ class OnHost:
         self._storages = storages
         self._run = run
         self._unknown = unknown
-        """Says in one sentence that an operator reads what nobody knows."""
+        """Returns a sentence that an operator reads unknown values."""
 
     def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``operator`` by shapes alone: what it returns or writes to is unknown."""
@@ -62,9 +62,9 @@ class OnHost:
         return _StandIns(self._storages, (), unknown_only=True).of(value)
 
     def lose(self, func: Any, target: torch.Tensor) -> None:
-        """Take what a CPU tensor holds for unknown from here on.
+        """Mark the values of a CPU tensor as unknown from now on.
 
-        Its memory may be read where nothing sees it, through numpy: it says so as far as it can.
+        Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
         """
         if self._storages.is_on_host(target):
             return
@@ -128,7 +128,7 @@ class _StandIns:
         return value
 
     def shape_of(self, target: torch.Tensor) -> torch.Size:
-        """What the operator has made of the shape of ``target``."""
+        """Return the shape that the operator has given ``target``."""
         return self._made[id(target)].shape
 
     def original(self, result: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """``is_pinned`` and ``pin_memory``, of tensors that hold memory and of those that hold others.
 
 Source: aten/src/ATen/native/Memory.cpp (is_pinned, pin_memory): a subclass that handles operators
-itself is asked by ``aten::is_pinned`` and ``aten::_pin_memory``.
+itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
 """
 
 from __future__ import annotations

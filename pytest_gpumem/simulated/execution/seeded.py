@@ -1,4 +1,4 @@
-"""Random operators: memory for the generator's state in a capture, and numbers nobody waits for."""
+"""Random operators: memory for the generator's state in a capture, and unread random numbers."""
 
 from __future__ import annotations
 
@@ -76,4 +76,4 @@ _UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | 
     torch.ops.aten.rand.default: _factory,
     torch.ops.aten.randn.default: _factory,
 }
-"""What returns a tensor as the system gave it, or ``None`` for one that is to be filled."""
+"""Functions that return an uninitialised tensor, or ``None`` for one that is to be filled."""

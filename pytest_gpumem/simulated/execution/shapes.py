@@ -2,10 +2,10 @@
 
 Most meta kernels are Python and cost far more than the bookkeeping around them. What an operator
 returns depends on its arguments' sizes, strides and types and on its other arguments; where that
-has been seen, equal outputs are made directly, and an in-place operator is not run again. What
-torch's own operators return, all machines of a process know: tests run the same model again and
-again, each on a machine of its own. Of an operator that computes element by element one size
-tells all others.
+has been seen, equal outputs are made directly, and an in-place operator is not run again. Results
+of torch's own operators are shared by all machines of a process: tests run the same model
+repeatedly, each on a machine of its own. For an operator that computes element by element, one
+size stands for all others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBERS = frozenset({int, float, bool, complex})
 _PLAIN = _NUMBERS | {
     *(str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 }
-"""What may be remembered for as long as the process runs."""
+"""Types of values that may be remembered for as long as the process runs."""
 
 _MORE_THAN_TYPES = frozenset(
     value
@@ -45,14 +45,14 @@ _MORE_THAN_TYPES = frozenset(
 
 _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
-"""What ``torch.Generator`` is while nothing replaces it."""
+"""The class ``torch.Generator`` while nothing replaces it."""
 _Make = Callable[[tuple[Any, ...]], Any]
 _Known = dict[Any, "_Make | torch.dtype | None"]
 
 _NO_SIZE: tuple[torch.Size, tuple[int, ...]] = torch.Size(), ()
 
 NEW: Any = object()
-"""Stands for what nobody knows yet: how an operator answers arguments of a new kind."""
+"""Stands for an unknown result: of an operator on arguments of a new kind."""
 
 
 class UnknownError(Exception):
@@ -64,9 +64,9 @@ _everywhere: dict[Any, _Known] = {}
 
 
 class Shapes:
-    """What operators returned, by the description of their arguments.
+    """Results of operators, by the description of their arguments.
 
-    ``alike`` is what machines have in common on which torch's own operators return the same.
+    ``alike`` is the property of machines on which torch's own operators return the same.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Shapes:
         self._here: _Known = {}
         self._everywhere = _everywhere.setdefault(alike, {})
         self._kinds: dict[Any, tuple[bool, bool, Callable[[Any], Any], _Known]] = {}
-        """Of each operator: whether it writes, whether it is of elements, how its arguments are
-        described, what is known."""
+        """By operator: whether it writes, whether it is of elements, how its arguments are
+        described, and the known results."""
         self._of = storages.of
         self._users_own = storages.users_own
         self._place = place
@@ -178,7 +178,7 @@ def _remember(known: _Known, key: Any, make: _Make | torch.dtype | None) -> None
 
 
 def _of_other_sizes(known: _Known, key: Any) -> Any:
-    """How the results of ``key`` are made by what tensors of other sizes had; else ``NEW``."""
+    """Return how to make the results of ``key`` by those of another size; ``NEW`` if unknown."""
     sizeless, size, stride = _without_size(key)
     found = known.get(sizeless, NEW) if size else NEW
     if not isinstance(found, torch.dtype):
@@ -214,7 +214,7 @@ def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
 
 
 def _is_alike(func: Any) -> bool:
-    """Whether ``func`` returns the same on machines that are alike, and nobody can change it.
+    """Whether ``func`` returns the same on machines that are alike, with no description to change.
 
     Descriptions of lists, of hundreds of tensors each, go with their machine.
     """

@@ -16,14 +16,14 @@ class GpuError(ValueError):
 
 @dataclass(frozen=True)
 class GpuModel:
-    """What a program can see of one GPU model; sizes in bytes."""
+    """Properties of one GPU model that a program can read; sizes in bytes."""
 
     name: str
     """The name in this catalogue, ``A100-40GB``."""
     full_name: str
-    """As the driver and ``torch.cuda.get_device_name`` give it, ``NVIDIA A100-SXM4-40GB``."""
+    """The name by the driver and ``torch.cuda.get_device_name``, ``NVIDIA A100-SXM4-40GB``."""
     total_memory: int
-    """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+    """The ``total_memory`` of ``torch.cuda.get_device_properties(0)``."""
     compute_capability: tuple[int, int]
     sm_count: int
     """Streaming multiprocessors, ``multi_processor_count``."""
@@ -93,12 +93,12 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """As it is written, with the catalogue's spelling."""
+        """The name as users write it, with the catalogue's spelling."""
         return self.model.name if self.count == 1 else f"{self.model.name}*{self.count}"
 
     @property
     def per_machine(self) -> int | None:
-        """How many GPUs each machine of several has; ``None`` where that was not written."""
+        """The number of GPUs in each of several machines; ``None`` where none was written."""
         return self.count if self.count > 1 else None
 
 

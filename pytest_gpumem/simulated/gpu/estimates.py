@@ -1,4 +1,4 @@
-"""Bytes whose number only a closed library knows: how many of them the numbers contain."""
+"""Bytes whose number only a closed library determines: how many of them the numbers contain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Estimates:
     """Follows the blocks of one device that were sized by an estimate.
 
     ``read`` gives the device's allocated bytes and their peak. Between two blocks being taken or
-    given back the estimated bytes do not change: if the peak rose meanwhile, that many of its
+    given back the estimated bytes do not change: if the peak rose between them, that many of its
     bytes are estimated.
     """
 
@@ -38,7 +38,7 @@ class Estimates:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Let no peak count inside."""
+        """Count no peak inside."""
         self._settle(self._read()[1], self.live)
         known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
         try:
@@ -90,7 +90,7 @@ class Estimates:
 
     def _settle(self, peak: int, live: int) -> None:
         if peak != self._seen:
-            self._seen = peak  # Lower than before: somebody reset it.
+            self._seen = peak  # Lower than before: it was reset.
             if peak > self._highest:
                 self._highest, self._in_peak, self._at_peak = peak, live, self._latest
 

@@ -28,12 +28,12 @@ class Memory(Allocator):
     history = True
     """Whether allocations remember where in the code they were made."""
     collector: Collector | None = None
-    """What is told when there are many blocks more; ``None`` where CPython itself sees to it."""
+    """Called when there are many blocks more; ``None`` where CPython itself collects."""
     growth = 0
     """Blocks made since then less those freed, but never below zero, as CPython counts."""
 
     _recording: Recording | None = None
-    """What ``_record_memory_history`` was told last."""
+    """The latest arguments of ``_record_memory_history``."""
     _collects_frees = False
     """Whether frees remember theirs, too: ``_record_memory_history(context="all")``."""
 

@@ -1,4 +1,4 @@
-"""How large cuBLAS and cuBLASLt workspaces are, and who has them: defaults, environment, setters.
+"""Sizes and owners of cuBLAS and cuBLASLt workspaces: defaults, environment, setters.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp of each release (parseChosenWorkspaceSize,
 getChosenWorkspaceSize, getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7
@@ -16,7 +16,7 @@ torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_
 ======== ======================= ======================= =========================================
 
 What torch reads at the first use is static: once for a process. Here it is once for a test, and
-once for a ``simulate``: a test finds what it would find alone, whatever the ones before it set.
+once for a ``simulate``: a test finds what it would find by itself, whatever earlier ones set.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def workspace_bytes(config: str | None, version: Version, capability: tuple[int,
 
 
 def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
-    """Bytes told to cuBLASLt; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as std::stoi does."""
+    """Bytes for cuBLASLt; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as std::stoi does."""
     found = re.match(r"\s*\+?([0-9]{1,10})", os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
     if found and int(found[1]) < 1 << 31:
         return int(found[1]) * 1024
@@ -91,7 +91,7 @@ def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
 
 
 class WorkspaceSettings:
-    """What holds for the workspaces of one device.
+    """Settings for the workspaces of one device.
 
     ``config`` stands for CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, where torch does.
     """

@@ -37,7 +37,7 @@ _NO_HANDLE_FOR_LT = (2, 12)
 
 
 class Memory(Protocol):
-    """What a workspace is taken from: one device's allocator."""
+    """The memory that a workspace is taken from: one device's allocator."""
 
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes, return the address."""

@@ -24,7 +24,7 @@ _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 
 
 class AttentionCall:
-    """One call: sdp_params and the checks on them."""
+    """The arguments of one call (sdp_params) and the checks on them."""
 
     def __init__(
         self,

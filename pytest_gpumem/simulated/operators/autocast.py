@@ -102,7 +102,7 @@ class CastCache:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Let meta tensors reach the casting kernels wherever autocast for CUDA is on."""
+        """Dispatch meta tensors to the casting kernels wherever autocast for CUDA is on."""
         with self.reachable_here():
             try:
                 yield
@@ -114,7 +114,7 @@ class CastCache:
 
     @contextmanager
     def reachable_here(self) -> Iterator[None]:
-        """The same on one more thread of a simulation."""
+        """Dispatch meta tensors to the casting kernels on one more thread of a simulation."""
         # Included for every tensor, so excluded until autocast itself lifts the exclusion.
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield

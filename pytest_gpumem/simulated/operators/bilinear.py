@@ -1,7 +1,7 @@
 """``bilinear``: a product of three tensors, one slice after the other.
 
 Source: aten/src/ATen/native/Linear.cpp (_trilinear, sumproduct_pair), torch 2.6 to 2.15, which
-every device runs; that of ``meta`` tells the shape alone.
+every device runs; the kernel for ``meta`` gives only the shape.
 """
 
 from __future__ import annotations

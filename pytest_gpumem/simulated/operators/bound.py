@@ -1,4 +1,4 @@
-"""What the sources of an extension bind, and a description of an extension that nobody compiles.
+"""Bindings in the sources of an extension, and a description of one that is not compiled.
 
 ``torch.utils.cpp_extension.load()`` makes a module of what ``PYBIND11_MODULE`` binds, and operators
 of what ``TORCH_LIBRARY`` defines (torch/utils/cpp_extension.py, torch/library.h). Where nothing is
@@ -38,16 +38,16 @@ _PIECE = re.compile(r'R"\w*\((.*?)\)\w*"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 @dataclass(frozen=True)
 class Bound:
-    """What some sources bind."""
+    """The bindings of some sources."""
 
     functions: tuple[str, ...] = ()
-    """Of the module, in the order of the source."""
+    """Functions of the module, in the order of the source."""
     operators: tuple[str, ...] = ()
     """Schemas with their namespace: ``mylib::fused(Tensor x) -> Tensor``."""
 
 
 def bound_in(sources: Iterable[str]) -> Bound:
-    """What the files ``sources`` bind; one that cannot be read binds nothing."""
+    """Return the bindings of the files ``sources``; one that cannot be read binds nothing."""
     functions: dict[str, None] = {}
     operators: dict[str, None] = {}
     for source in sources:
@@ -64,7 +64,7 @@ def bound_in(sources: Iterable[str]) -> Bound:
 
 
 def of_module(loader: str, name: str, bound: Bound, line: str) -> str:
-    """What describes the module ``name`` that ``loader``, called at ``line``, would compile."""
+    """Return a description of the module ``name`` that ``loader``, called at ``line``, compiles."""
     functions = bound.functions or (() if bound.operators else ("forward",))
     operators = [found for schema in bound.operators if (found := _parsed(schema))]
     body = [text for schema, written in operators for text in _defining(schema, written)]

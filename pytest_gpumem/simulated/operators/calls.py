@@ -1,4 +1,4 @@
-"""One call of an operator, for functions that name what they look at, as CUDA's kernels do."""
+"""Calls of operators, for functions that name the arguments they use, as CUDA's kernels do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Signature:
         self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
 
     def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """What a call was given, with defaults for what it was not; the result is yet to come."""
+        """Return the arguments of a call with their defaults; the result is added later."""
         given = [gpu, *args, *self._absent[len(args) :]]
         if kwargs:
             for name, value in kwargs.items():

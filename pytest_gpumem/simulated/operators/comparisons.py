@@ -61,7 +61,7 @@ def _equal(self: Tensor, other: Tensor) -> None:
 
 
 def _is_same(self: Tensor, other: Tensor) -> bool:
-    """The same elements of the same memory are equal unseen, but for NaN."""
+    """Return whether both are the same elements of memory: equal unseen, but for NaN."""
     return (
         self.untyped_storage()._cdata == other.untyped_storage()._cdata
         and self.storage_offset() == other.storage_offset()
@@ -85,7 +85,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "aten::equal": _equal,
     "aten::allclose": _allclose,
 }
-"""What an operator whose result is a number of Python is made of."""
+"""Functions that run the parts of an operator whose result is a Python number."""
 
 COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
 """By overload."""

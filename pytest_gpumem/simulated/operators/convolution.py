@@ -133,7 +133,7 @@ def _as_image(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call(Choice):
-    """One convolution on one device."""
+    """A convolution on a device."""
 
     # Forward.
 

@@ -85,7 +85,7 @@ def parameters_of(
 
 @dataclass(frozen=True)
 class Choice:
-    """One convolution on one device: the kernel for its tensors."""
+    """A convolution on a device, with the kernel for its tensors."""
 
     gpu: GPU
     parameters: Parameters

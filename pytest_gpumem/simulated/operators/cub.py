@@ -125,7 +125,7 @@ def sum_by_key_bytes(count: int, number_bytes: int, capability: Capability) -> i
 
 
 def alias_temporaries(*sizes: int) -> int:
-    """One allocation that holds all ``sizes``, each aligned to 256 bytes."""
+    """Return the bytes of an allocation that holds all ``sizes``, each aligned to 256 bytes."""
     return sum(-(-size // 256) * 256 for size in sizes) + 255
 
 

@@ -1,4 +1,4 @@
-"""How much memory cuDNN takes where only cuDNN knows: measured sizes, else stated estimates.
+"""Bytes that only cuDNN determines: measured sizes, else stated estimates.
 
 PyTorch asks the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
 cudnnGetBatchNormalization...Size) and the library answers by its choice of algorithm. What is here
@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
-"""What a convolution computes."""
+"""The results that a convolution can compute."""
 
 _DESCRIPTOR = 16
 """Bytes beyond the copies of a plan that transposes its operands."""
@@ -37,7 +37,7 @@ computed by Winograd's method."""
 
 @dataclass(frozen=True)
 class Convolution:
-    """What the choice of an algorithm depends on; bytes of whole tensors."""
+    """The properties that the choice of an algorithm depends on; bytes of whole tensors."""
 
     direction: str
     input: tuple[int, ...]
@@ -147,7 +147,7 @@ _MEASURED: dict[tuple[int, int], dict[str, dict[_Shape, int]]] = {
     },
 }
 """Bytes by compute capability, direction and shape, where they differ from the rule; multiples of
-512 are blocks, whose last bytes nobody asked for."""
+512 are blocks, whose last bytes were not requested."""
 
 
 _LARGE_PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -222,7 +222,7 @@ def convolution_bytes(convolution: Convolution) -> int:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """One call of a recurrent layer."""
+    """A call of a recurrent layer."""
 
     name: str
     """``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
@@ -273,7 +273,7 @@ def _half_bytes(convolution: Convolution) -> int:
     image of 2048 x 1024 to 2176 pixels. Not made from, and equal: the bytes of a 3-d convolution
     (pytorch#95024: 64 to 32 channels, 12,874,233,344), and allocated and reserved memory of an
     autoencoder in 18 sizes (invoke-ai/InvokeAI#9305: 96 to 384 channels in two and three dims;
-    reserved memory also says that its first layer, of 3 channels, took nothing).
+    reserved memory also shows that its first layer, of 3 channels, took nothing).
 
     A kernel of one pixel has the same weights in both layouts. So count the launches of
     ``nchwToNhwcKernel`` (158) and ``nhwcToNchwKernel`` (68) in a step of ResNet-50 with float16

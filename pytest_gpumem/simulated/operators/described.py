@@ -1,4 +1,4 @@
-"""``simulate_operator()``: what a kernel that only its library knows allocates and returns."""
+"""``simulate_operator()``: allocations and results of a kernel that only its library defines."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Descriptions:
         return self.operators.get(name)
 
     def replace(self, owner: Any, name: str, function: Any, description: Description) -> None:
-        """Let ``description`` stand for ``function``, which is ``owner.name``."""
+        """Replace ``function``, which is ``owner.name``, by ``description``."""
         before = self._functions.get((owner, name))
         replaced = before or _Replaced(owner, name, function, description)
         replaced.description = description
@@ -86,7 +86,7 @@ class Descriptions:
     def served(self, wrote: Wrote) -> Iterator[None]:
         """Put every description in the place of its function.
 
-        ``wrote`` is told of what a kernel was given and has made.
+        ``wrote`` is called with the arguments and results of a kernel.
         """
         with ExitStack() as stack:
             for replaced in self._functions.values():
@@ -158,7 +158,7 @@ class _Replaced:
 
 
 def _nobody(*values: Any) -> None:
-    """Tell nobody of what a kernel has made."""
+    """Ignore the results of a kernel."""
 
 
 def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
@@ -227,7 +227,7 @@ def checked_outputs(schema: Any, outputs: Any) -> Any:
 
 
 def how_to_describe(func: Any) -> str:
-    """What to write so that the operator ``func`` runs on a simulated GPU."""
+    """Return a hint what to write so that the operator ``func`` runs on a simulated GPU."""
     import torch
 
     unknown = [

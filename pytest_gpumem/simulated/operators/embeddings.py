@@ -28,7 +28,7 @@ _ROWS_PER_PARTIAL_SUM = 10
 _LARGEST_BLOCK = 1024
 _ATOMIC_SINCE = (2, 11)
 _ATOMIC_BLOCKS_PER_SM = 4
-"""Where the last step has fewer blocks than this, partial sums are added atomically."""
+"""Fewest blocks of the last step that do not add partial sums atomically."""
 _MAX = 2
 """EmbeddingBagMode: its backward only adds."""
 

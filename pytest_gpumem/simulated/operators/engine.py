@@ -1,4 +1,4 @@
-"""What autograd's engine and its formulas do in place on a GPU.
+"""In-place operations of autograd's engine and formulas on a GPU.
 
 Under a dispatch mode, and for ``meta`` tensors, they take out-of-place roads meant for tensor
 subclasses. Each entry recognises one of these calls and names the in-place operator that CUDA runs.
@@ -74,7 +74,7 @@ class _Count(TorchDispatchMode):
 def references_of_sole_owner() -> tuple[int, int]:
     """Return the references to a tensor, and to its storage, that the engine's buffer alone holds.
 
-    They depend on how torch wraps tensors for Python, so they are asked, not written down: once,
+    They depend on how torch wraps tensors for Python, so they are measured, not written down: once,
     when a simulation begins. A backward pass starts the engine's threads, and a process that has
     them cannot be forked, so importing this module does not run one.
     """

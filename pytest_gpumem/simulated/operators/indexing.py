@@ -179,7 +179,7 @@ def _unsafe_index_put(
 
 
 def _is_of_formula() -> bool:
-    """Whether autograd's own formula puts, which says that its indices are safe."""
+    """Whether autograd's own formula puts, which marks its indices as safe."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 

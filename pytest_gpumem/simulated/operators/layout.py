@@ -8,7 +8,7 @@ import torch
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 INDEX_BYTES = 8
-"""Of the indices and counts that torch keeps: 64 bits."""
+"""Bytes of the indices and counts that torch keeps: 64 bits."""
 INDEXABLE = 2**31 - 1
 """Elements, or bytes, up to which kernels index with 32 bits."""
 

@@ -5,7 +5,7 @@ _batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.c
 (batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates), native/group_norm.cpp
 and cuda/group_norm_kernel.cu, native/layer_norm.cpp (rms_norm_symint) and
 cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15. cuDNN needs no workspace and no reserve for batch
-norm of contiguous tensors; of channels-last training it does, in sizes that only cuDNN knows.
+norm of contiguous tensors; for channels-last training it does, in sizes that only it determines.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _TracedRmsNorm(torch.autograd.Function):
-    """The same as autograd has it on CUDA, of the operators that a compiler takes apart."""
+    """RMS norm with autograd's formula on CUDA, of the operators that a compiler takes apart."""
 
     @staticmethod
     def forward(

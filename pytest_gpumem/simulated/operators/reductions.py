@@ -200,7 +200,7 @@ def _launches(
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a kernel accumulates in."""
+    """The accumulator of a kernel."""
 
     nbytes: Callable[[torch.dtype], int]
     """Type of the input as the kernel reads it -> bytes of one partial result."""

@@ -4,7 +4,7 @@ Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cu
 _cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/RNN.cpp (LSTMCell, GRUCell),
 native/cuda/RNN.cu (_thnn_fused_lstm_cell_cuda, _thnn_fused_gru_cell_cuda), native/ConvUtils.h
 (cudnn_is_acceptable), of torch 2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
-the state of its dropout, of a size that only cuDNN knows, is left out.
+the state of its dropout, of a size that only cuDNN determines, is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
 
 
 def plan(patches: Patches) -> None:
-    """What a build without cuDNN answers otherwise."""
+    """Plan replacements of answers that differ in a build without cuDNN."""
     patches.plan(torch.backends.cudnn, "is_acceptable", is_acceptable)
     patches.plan(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
     patches.plan(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)

@@ -1,4 +1,4 @@
-"""What a CUDA operator allocates beyond its outputs: the shape of one rule."""
+"""Rules: allocations of a CUDA operator beyond its outputs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ ShapesOf = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens on the device before and after an operator's outputs are allocated.
+    """Allocations on the device before and after an operator's outputs.
 
-    Each part is a function that names what it looks at: ``gpu``, arguments of the operator as its
-    schema calls them and, once there is one, ``result``. What not all overloads have has a default.
+    Each part is a function that names the values it uses: ``gpu``, arguments of the operator by the
+    names in its schema and, once there is one, ``result``. One that some overloads lack has a default.
     """
 
     before: Before | None = None
@@ -57,7 +57,7 @@ class BoundRule:
 
 
 class Call:
-    """One call of an operator that has a rule; making it does what is before the outputs."""
+    """A call of an operator that has a rule; making it allocates the part before the outputs."""
 
     __slots__ = ("_given", "_rule", "_scratch")
 
@@ -74,7 +74,7 @@ class Call:
         return self._rule.shapes(self._given)
 
     def placed(self, result: Any) -> Any:
-        """What of ``result`` takes device memory, in order; the rule may take some in between."""
+        """Return the parts of ``result`` that take memory, in order; a rule may allocate in between."""
         rule = self._rule
         if rule.placed is None:
             return result
@@ -151,7 +151,7 @@ class Scratch:
 
 
 Composite = Callable[..., Any]
-"""What an operator is made of, in Python: a function that names what it looks at, as rules do."""
+"""A Python function for the parts of an operator, which names the values it uses, as in rules."""
 
 
 def on_machine(

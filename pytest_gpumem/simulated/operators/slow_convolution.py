@@ -25,7 +25,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class SlowConvolution:
-    """One group of a convolution, of contiguous tensors."""
+    """A group of a convolution, of contiguous tensors."""
 
     gpu: GPU
     parameters: Parameters

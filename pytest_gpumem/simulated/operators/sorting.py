@@ -309,7 +309,7 @@ def _multinomial(
 
 
 def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> None:
-    """What the sanity checks keep: extremes, their validity, whether a row has no weight."""
+    """Allocate for the sanity checks: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
     if gpu.version >= BOTH_EXTREMES_SINCE:
         scratch.take(size)

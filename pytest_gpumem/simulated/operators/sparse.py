@@ -51,7 +51,7 @@ def _made(indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool) -> 
 
 
 def _become(tensor: Tensor, result: Tensor) -> Tensor:
-    """What ``alias_into_sparse`` does: ``tensor`` has the indices and values of ``result``."""
+    """Give ``tensor`` the indices and values of ``result``, as ``alias_into_sparse`` does."""
     tensor.data = result
     return tensor
 
@@ -84,7 +84,7 @@ def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:
-    """One index for each element, by ``flatten_indices``."""
+    """Return an index for each element, as ``flatten_indices`` does."""
     indices = tensor._indices()
     dims = indices.shape[0]
     if dims == 1:
@@ -304,7 +304,7 @@ def _bag_gradient(
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
 ) -> Tensor:
-    """Of ``EmbeddingBag(sparse=True)``: a row for each index."""
+    """Return the gradient of ``EmbeddingBag(sparse=True)``: a row for each index."""
     rows = grad.index_select(0, offset2bag)
     if mode == _MEAN:
         sizes = bag_size.to(rows.dtype)

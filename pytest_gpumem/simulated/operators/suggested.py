@@ -1,9 +1,9 @@
-"""Descriptions to start from: what to paste into ``conftest.py`` for a kernel that was called.
+"""Descriptions to start from, to paste into ``conftest.py`` for a kernel that was called.
 
-What is known is filled in: names of arguments from the operator's schema, or from the signature
+Known parts are filled in: names of arguments from the operator's schema, or from the signature
 that pybind11 writes (``pybind11.h``, ``cpp_function::initialize_generic``), what is written in
-place and returned from the schema's alias annotations. A result's shape nobody knows: it is like
-the first tensor, and a comment says that this is to be checked.
+place and returned from the schema's alias annotations. A result's shape is unknown: it is like
+the first tensor, with a comment to check it.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ class Parameter:
     name: str
     given: Any = None
     default: str | None = None
-    """As Python writes it; ``None`` where the call has to give a value."""
+    """The default in Python's notation; ``None`` where the call has to give a value."""
     only_named: bool = False
 
     @property
     def written(self) -> str:
-        """As ``def`` has it."""
+        """The parameter in the notation of ``def``."""
         return self.name if self.default is None else f"{self.name}={self.default}"
 
 
 def of_operator(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: str, place: Place
 ) -> str:
-    """What describes the operator ``func``, which was called with these arguments at ``line``.
+    """Return a description of the operator ``func``, called with these arguments at ``line``.
 
-    ``place`` says where a tensor is: below the dispatcher it is on ``meta``.
+    ``place`` returns where a tensor is: below the dispatcher it is on ``meta``.
     """
     schema = func._schema
     overload = schema.overload_name
@@ -78,7 +78,7 @@ def of_operator(
 def of_function(
     path: str, doc: str | None, args: Sequence[Any], options: Mapping[str, Any], line: str
 ) -> str:
-    """What describes a compiled function, whose docstring is ``doc``, called so at ``line``."""
+    """Return a description of a compiled function with docstring ``doc``, called so at ``line``."""
     names, returned = _signature(doc)
     names += [f"arg{i}" for i in range(len(names), len(args))]
     parameters = [
@@ -120,7 +120,7 @@ def parameters_of(schema: Any, given: Mapping[str, Any]) -> list[Parameter]:
 
 
 def results_of(schema: Any, parameters: Sequence[Parameter]) -> tuple[str, str]:
-    """What an operator returns, as an expression, and the comment behind it."""
+    """Return an expression for an operator's results, and the comment behind it."""
     like, each = _likeness(parameters)
     results, made = [], False
     for returned in schema.returns:

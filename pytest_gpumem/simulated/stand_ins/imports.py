@@ -31,7 +31,7 @@ _modules: dict[str, ModuleType] = {}
 
 @contextmanager
 def served(note: Callable[[str], None]) -> Iterator[None]:
-    """Let flash-attn be imported inside if it is not installed; ``note`` is told of its use."""
+    """Make flash-attn importable inside if it is not installed; ``note`` gets notes of its use."""
     finder = _Finder()
     with telling(note), _asked_anew():
         sys.meta_path.append(finder)
@@ -104,7 +104,7 @@ class _Finder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context = _ANY
     ) -> Iterable[Distribution]:
-        """Return the library's metadata, where all are asked for or its own."""
+        """Return the library's metadata, for a query of all distributions or of this one."""
         asked = None if context.name is None else _normalized(context.name)
         if asked in (None, FLASH_ATTN.name) and FLASH_ATTN.is_missing:
             yield _Metadata()
@@ -178,7 +178,7 @@ _QUESTIONS = (
 
 @contextmanager
 def _asked_anew() -> Iterator[None]:
-    """Let answers that other libraries remember hold inside, and not beyond."""
+    """Clear cached answers of other libraries, before and after."""
     _forget_answers()
     if FLASH_ATTN.is_missing:
         _distributions()[FLASH_ATTN.package] = [FLASH_ATTN.name]

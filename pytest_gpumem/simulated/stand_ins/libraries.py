@@ -13,7 +13,7 @@ class Library:
     """A library that cannot be installed without CUDA's compiler."""
 
     name: str
-    """Of its distribution."""
+    """The name of its distribution."""
     version: str
     """The release whose sources say what is allocated."""
     package: str

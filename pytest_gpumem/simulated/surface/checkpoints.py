@@ -1,4 +1,4 @@
-"""``torch.save`` of tensors whose values nobody knows: their shapes are written, and marked.
+"""``torch.save`` of tensors of unknown values: their shapes are written, and marked.
 
 A file of made-up numbers could be taken for a checkpoint. So such a tensor is saved as a call of
 :func:`restore_unknown`, which makes one of unknown values inside a simulation and raises anywhere
@@ -31,7 +31,7 @@ _machine: SimulatedMachine | None = None
 
 @contextmanager
 def loading_on(machine: SimulatedMachine) -> Iterator[None]:
-    """Let tensors of unknown values that are loaded inside be on ``machine``."""
+    """Make tensors of unknown values that are loaded inside belong to ``machine``."""
     global _machine
     before, _machine = _machine, machine
     try:
@@ -52,7 +52,7 @@ class SavedStorage:
         self.nbytes = nbytes
         self.location = location
         self.memory: Tensor | None = None
-        """What it has become, while the file is loaded."""
+        """The tensor that stands for it, while the file is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return saved_storage, (self.nbytes, self.location)
@@ -166,7 +166,7 @@ class _Saving:
 
 
 def _destination(location: str) -> str:
-    """Where ``torch.load`` was told to put what was saved from ``location``."""
+    """Return where ``torch.load`` puts a tensor that was saved from ``location``."""
     local = getattr(torch.serialization, "_serialization_tls", None)
     target = getattr(local, "map_location", None)
     if isinstance(target, dict):

@@ -1,10 +1,10 @@
-"""What torch's compilers are made of, which takes as long to import as torch, for who needs it.
+"""The modules of torch's compilers, imported when they are needed: that takes as long as torch.
 
-Code that is not compiled imports it as well. What ``torch._disable_dynamo`` decorates (optimizers,
-dispatch modes, custom operators) asks ``torch._dynamo`` in its first call to be left alone, and
-``step()`` asks it for a break in the graph. Python's ``meta`` kernels ask whether sizes are
-symbolic. Neither asks anything of numbers, so stand-ins answer; whatever else is asked of them, by
-whomever, imports the real modules.
+Code that is not compiled imports them as well. Anything that ``torch._disable_dynamo`` decorates
+(optimizers, dispatch modes, custom operators) calls ``torch._dynamo.disable`` at its first call,
+and ``step()`` calls ``graph_break``. Python's ``meta`` kernels check whether sizes are symbolic.
+Neither depends on numbers, so stand-ins answer; any other use of them, by any module, imports the
+real modules.
 
 Source: torch/_compile.py, optim/optimizer.py, _prims_common/__init__.py, and each use of
 fx/experimental/symbolic_shapes.py within functions of torch 2.6 to 2.15.
@@ -30,7 +30,7 @@ import torch.fx.experimental._config  # kernels find it imported with what is ke
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
 
 _OF_TESTS = ("torch.testing._internal", "torch._dynamo.test_case", "torch._inductor.test_case")
-"""What torch's own tests are built on: as it is imported it asks whether there is a GPU."""
+"""The base modules of torch's own tests: on import they check whether there is a GPU."""
 _DYNAMO = "torch._dynamo"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _FUNCTIONS = "torch.utils._sympy.functions"
@@ -39,9 +39,9 @@ _SYMPY = "sympy"
 
 @contextmanager
 def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
-    """Import torch's compilers when somebody needs them; from then on be inside of ``present``.
+    """Import torch's compilers at their first use, and enter ``present`` then.
 
-    ``alone`` imports them, and all of torch, without what is replaced: they would keep it.
+    ``alone`` imports them, and all of torch, without replaced names, which they would keep.
     """
     left_alone = _LeftAlone()
     with ExitStack() as inside:
@@ -71,7 +71,7 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
 
 
 def load() -> None:
-    """Import all of it now, if it can be: whoever needs it is told what is wrong."""
+    """Import all of it now, if possible: a later use raises the error of a failed import."""
     # A test may have emptied sys.path, or deleted the folder that torch's settings ask for.
     with suppress(ImportError, OSError):
         importlib.import_module(f"{_DYNAMO}.eval_frame")
@@ -81,7 +81,7 @@ _was_told = False
 
 
 def told_to_compile() -> bool:
-    """Return whether somebody in this process has told torch to compile something.
+    """Return whether any code in this process has called ``torch.compile``.
 
     Source: torch/_dynamo/eval_frame.py (``cached_backends``, which ``reset`` empties), torch 2.6 to
     2.15.
@@ -100,14 +100,14 @@ class _LeftAlone:
         self._functions: list[Callable[..., Any]] = []
 
     def of_dynamo(self, name: str, asking: FrameType) -> Any:
-        """What ``torch._dynamo`` does to code that is not compiled: nothing."""
+        """Return a stand-in for a function of ``torch._dynamo``: on eager code it does nothing."""
         return {
             ("torch._compile", "disable"): self._disable,
             ("torch.optim.optimizer", "graph_break"): _graph_break,
         }.get((asking.f_globals.get("__name__", ""), name))
 
     def forget(self) -> None:
-        """Let the functions ask again; torch/_compile.py keeps the answer with them."""
+        """Clear the answers that torch/_compile.py keeps with the functions."""
         while self._functions:
             delattr(self._functions.pop(), "__dynamo_disable")
 

@@ -23,7 +23,7 @@ _TRACED = "materialize_as_graph"
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let the machine see what is traced of control flow."""
+    """Show the machine what is traced of control flow."""
     package = torch._higher_order_ops
     for name in vars(package):  # where most modules are hidden by a function of their name
         owner = sys.modules.get(f"{package.__name__}.{name}")

@@ -31,7 +31,7 @@ _HAS_CUDA = torch.version.cuda is not None
 
 
 class Compiling:
-    """What of ``torch.utils.cpp_extension`` is replaced, once that is imported."""
+    """Replacements in ``torch.utils.cpp_extension``, once that is imported."""
 
     def __init__(self) -> None:
         self._patches: Patches | None = None

@@ -87,7 +87,7 @@ _STATE = frozenset(
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
-    """Whether a replacement is one that ``torch.cuda`` is made of, and nobody calls by itself."""
+    """Whether a replacement is a part of ``torch.cuda`` that user code does not call by itself."""
     if isinstance(value, type):
         return False
     below = (torch._C, torch.version, torch.backends.cudnn, torch.backends.cuda)

@@ -65,14 +65,14 @@ class SimulatedEvent:
         self.moment = streams.clock.end(key)
 
     def query(self) -> bool:
-        """Whether the event is complete; the host then knows."""
+        """Return whether the event is complete, as the host then has seen."""
         if not self._machine.streams.clock.is_over(self.moment):
             return False
         self.synchronize()
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream come after the event."""
+        """Delay later work of a stream until the event is complete."""
         if self._is_recorded:
             self._machine.streams.waits(self._key(stream), self)
 

@@ -1,4 +1,4 @@
-"""Factory functions: what is asked for on ``meta`` by name holds no CUDA memory."""
+"""Factory functions: a tensor requested on ``meta`` by name holds no CUDA memory."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _UNSEEN = {"asarray": _from_arrays, "range": _range, "tensor": _from_arrays}
-"""What C++ does on a device before a dispatch mode can see it: how to call the factory."""
+"""Factories whose C++ code uses a device before a dispatch mode sees it: how to call them."""
 
 
 def _default_device() -> torch.device:
@@ -232,7 +232,7 @@ def _check_generator(generator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where a factory that was called with ``args`` and ``kwargs`` makes its result."""
+    """Return the device on which a factory called with ``args`` and ``kwargs`` makes its result."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device)

@@ -56,7 +56,7 @@ class _CudaType(type):
 
 
 def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """What the old constructors do: sizes make an uninitialised tensor, anything else is data.
+    """Build a tensor as the old constructors do: from sizes an uninitialised one, else from data.
 
     Source: torch/csrc/utils/tensor_new.cpp (legacy_tensor_generic_ctor_new).
     """

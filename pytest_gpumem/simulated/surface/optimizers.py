@@ -1,4 +1,4 @@
-"""What ``torch.optim`` and ``clip_grad_norm_`` ask of tensors in C++, past what they report."""
+"""Properties of tensors that ``torch.optim`` and ``clip_grad_norm_`` read in C++."""
 
 from __future__ import annotations
 

@@ -85,18 +85,18 @@ class _Surface:
         record.allocator = NOBODYS
 
     def take_back(self, tensor: torch.Tensor, words: str) -> None:
-        """Say ``words`` to who reads ``tensor`` from here on.
+        """Raise an error with ``words`` at each read of ``tensor`` from now on.
 
-        torch takes its storage from the tensor; here who shares that storage is told, too.
+        torch takes its storage from the tensor; here tensors that share the storage raise, too.
         """
         self.take_back_storage(storage_key(tensor), words)
 
     def take_back_storage(self, key: int, words: str) -> None:
-        """Say ``words`` to who reads the storage at ``key`` from here on."""
+        """Raise an error with ``words`` at each read of the storage at ``key`` from now on."""
         self._machine.storages.taken_back[key] = words
 
     def give_again(self, key: int) -> None:
-        """Let the storage at ``key`` be read again."""
+        """Allow reading the storage at ``key`` again."""
         self._machine.storages.taken_back.pop(key, None)
 
     def are_at(

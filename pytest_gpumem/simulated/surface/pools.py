@@ -50,7 +50,7 @@ class SimulatedMemPool:
         self._memory.create_pool(self.id, use_on_oom=use_on_oom, no_split=no_split)
 
     def use_count(self) -> int:
-        """How many pool objects, scopes and graphs refer to the memory."""
+        """Return how many pool objects, scopes and graphs refer to the memory."""
         return self._memory.pool_uses(self.id)
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:

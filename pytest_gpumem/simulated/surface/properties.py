@@ -1,4 +1,4 @@
-"""What ``torch.cuda.get_device_properties()`` says of a simulated GPU."""
+"""``torch.cuda.get_device_properties()`` of a simulated GPU."""
 
 from __future__ import annotations
 

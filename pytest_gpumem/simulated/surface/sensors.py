@@ -1,6 +1,6 @@
 """NVML's readings, the CUDA runtime, NVTX and profilers.
 
-What the allocator knows is answered (memory in use). A sensor reads 0, and the report says so: a
+Readings that the allocator has are answered (memory in use). A sensor reads 0, with a note: a
 simulated GPU runs no kernels, uses no power and has no clock. Switches that would change no memory
 do nothing.
 """
@@ -88,7 +88,7 @@ _ERRORS = {
     ALREADY_REGISTERED: "part or all of the requested memory range is already mapped",
     NOT_REGISTERED: "pointer does not correspond to a registered memory region",
 }
-"""What ``cudaGetErrorString`` says of the commonest codes."""
+"""Texts of ``cudaGetErrorString`` for the commonest codes."""
 
 
 class Runtime:
@@ -103,7 +103,7 @@ class Runtime:
         self._machine = machine
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802  # CUDA's own name
-        """What a result code means."""
+        """Return the text of a result code."""
         return _ERRORS.get(int(code), "unrecognized error code")
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name

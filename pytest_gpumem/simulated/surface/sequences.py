@@ -20,9 +20,9 @@ _is_sequence.restype = ctypes.c_int
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _AS_SEQUENCE = object.__basicsize__ + 11 * _POINTER
-"""Of ``tp_as_sequence`` in a type: after its size, and ten fields before it (Include/cpython)."""
+"""Offset of ``tp_as_sequence`` in a type: ten fields after its size (Include/cpython)."""
 _ITEM = 3 * _POINTER
-"""Of ``sq_item`` among the functions there."""
+"""Offset of ``sq_item`` among the functions there."""
 
 
 def is_sequence(tensor: torch.Tensor) -> bool:
@@ -31,7 +31,7 @@ def is_sequence(tensor: torch.Tensor) -> bool:
 
 
 def be_no_sequences() -> None:
-    """Let tensors be no sequences, after ``Tensor.__getitem__`` was replaced."""
+    """Make tensors no sequences again, after ``Tensor.__getitem__`` was replaced."""
     if is_sequence(_NUMBER):
         for kind in _without_own_items(torch.Tensor):
             functions = ctypes.c_void_p.from_address(id(kind) + _AS_SEQUENCE).value

@@ -24,7 +24,7 @@ _BEGIN_WITH_A_FACTORY = (
     (nn.functional, "one_hot"),
     (torch._C._nn, "pad_sequence"),
 )
-"""Composite functions whose first step knows no more of their arguments than the options."""
+"""Composite functions whose first step gets only the options of their arguments."""
 
 _COLLECTIVES = ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "gather")
 
@@ -61,7 +61,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def brought(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
-    """What is written into ``tensor`` in the place of ``value``, if that is on another GPU.
+    """Return the value to write into ``tensor`` for ``value``: a copy if it is on another GPU.
 
     The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.
     """

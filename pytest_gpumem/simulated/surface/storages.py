@@ -19,7 +19,7 @@ _resize: Any = torch.UntypedStorage.resize_
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what a storage says of itself, and how it changes its size."""
+    """Replace properties of storages, and how they change their size."""
     surface = _Surface(machine)
     storage = torch.UntypedStorage
     patches.plan(storage, "__new__", staticmethod(_made))
@@ -67,7 +67,7 @@ class _Surface:
         return storage
 
     def copying(self, copy: Callable[..., Any]) -> Callable[..., torch.UntypedStorage]:
-        """``copy_``: where nobody knows what is copied to the host, bytes that say so.
+        """Wrap ``copy_``: copies of unknown values to the host become bytes that say so.
 
         Source: aten/src/ATen/StorageUtils.cpp (storage_copy), torch 2.6 to 2.15.
         """

@@ -81,7 +81,7 @@ class SimulatedStream:
         return ctypes.c_void_p(self.stream_id)
 
     def query(self) -> bool:
-        """Whether all work is done; the host then knows."""
+        """Return whether all work is done, as the host then has seen."""
         clock = self._machine.streams.clock
         if not clock.is_over(clock.end(self._key)):
             return False
@@ -100,11 +100,11 @@ class SimulatedStream:
         streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
-        """Let later work come after what ``stream`` has so far."""
+        """Delay later work until the present work of ``stream`` is done."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Let later work come after an event."""
+        """Delay later work until an event is complete."""
         event.wait(self)
 
     def record_event(self, event: Any = None) -> SimulatedEvent:

@@ -1,4 +1,4 @@
-"""What a tensor says of itself, and whether anybody knows what it holds."""
+"""A tensor's properties, and whether its values are known."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _contents(values: torch.Tensor) -> str:
 
 
 def _gradient(tensor: torch.Tensor) -> str:
-    """What torch prints of ``tensor`` and autograd (``_str_intern`` in torch/_tensor_str.py)."""
+    """Return the autograd part of a printed tensor (``_str_intern`` in torch/_tensor_str.py)."""
     try:
         node = tensor.grad_fn
     except RuntimeError:  # a view whose base was overwritten in a way that has no graph

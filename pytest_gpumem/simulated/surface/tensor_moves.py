@@ -89,7 +89,7 @@ class TensorMoves(TensorFacts):
     def _wrapper_to(
         self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
     ) -> torch.Tensor:
-        """Let a wrapper move what it holds: it is told the device that it was asked for."""
+        """Let a wrapper move the tensors it holds: it gets the device that the caller named."""
         if device.type == "cuda":
             device = self._machine.device(device.index).torch_device
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
@@ -134,7 +134,7 @@ class TensorMoves(TensorFacts):
         return _type(tensor, dtype, non_blocking, **kwargs)
 
     def type_as(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # In C++ the other tensor would only say meta, of which GPU nobody knows.
+        # In C++ the other tensor would only be on meta, without the GPU.
         return tensor.to(other)
 
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -187,7 +187,7 @@ class TensorMoves(TensorFacts):
 
 
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``Tensor.to`` was told not to wait for the copy: its third argument."""
+    """Whether ``Tensor.to`` was called with ``non_blocking=True``, its third argument."""
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
 
 

@@ -166,7 +166,7 @@ def _neutral(shape: tuple[int, ...]) -> list[Any]:
 
 
 def _neutral_array(shape: tuple[int, ...]) -> Any:
-    """Of objects: an array of numbers could not say that they are not known."""
+    """Return an array of objects: one of numbers could not show that they are unknown."""
     import numpy as np
 
     array = np.empty(shape, dtype=object)

@@ -23,7 +23,7 @@ class _Tensors(TensorMoves, TensorReads):
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what a tensor says of itself, and how it moves."""
+    """Replace properties of tensors, and how they move."""
     surface = _Tensors(machine)
     tensor = torch.Tensor
     for name in ("device", "is_cuda", "is_cpu", "is_meta"):
@@ -81,7 +81,7 @@ def _as_function(method: Any, replaced: Any) -> Any:
 
 
 def _of_lazy(method: Any, replaced: Any, tensor: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``method`` of a lazy module's parameter or buffer, which knows torch's functions by identity.
+    """Run ``method`` of a lazy module's parameter or buffer, which compares functions by identity.
 
     What it allows runs as torch runs it: a buffer stays one, or it could not take its shape later.
     The rest raises torch's error. Source: torch/nn/parameter.py (UninitializedTensorMixin), torch

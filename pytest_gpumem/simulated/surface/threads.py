@@ -33,7 +33,7 @@ UNMEASURED = "code that is not measured"
 
 
 class Task(NamedTuple):
-    """What runs on a thread: a thread's own function, or a task of an executor."""
+    """A unit of work on a thread: a thread's own function, or a task of an executor."""
 
     name: str
     owner: str | None
@@ -52,13 +52,13 @@ class Threads:
         self._joining = joining
         """Lets operators of one more thread be seen."""
         self.owner: str | None = UNMEASURED
-        """Of what is started now, see :class:`Task`."""
+        """The owner of tasks that start now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
         """By thread: what runs there."""
         self._strangers: dict[int, Task] = {}
         """By thread: what an earlier test has started and that still runs."""
         self._failures: dict[threading.Thread, SimulationError] = {}
-        """By thread: what it could not run; raised again where somebody joins it."""
+        """By thread: the error of an operator it could not run; raised again where it is joined."""
         self.first = get_ident()
         """The thread that has entered the simulation first."""
         self.standstill = Standstill(machine.execution, lambda: (self.first, *self._tasks))
@@ -72,7 +72,7 @@ class Threads:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Be part of the simulation on this thread."""
+        """Include this thread in the simulation."""
         state = self._machine.here
         if state.joined or not self._machine.is_active:
             yield
@@ -137,7 +137,7 @@ class Threads:
         return call
 
     def raise_failures(self) -> None:
-        """Raise what a thread that nobody joined could not run."""
+        """Raise the first error of a thread that was not joined."""
         failures = list(self._failures.values())
         self._failures.clear()
         if failures:
@@ -179,7 +179,7 @@ class Threads:
 
     @contextmanager
     def owned_by(self, owner: str | None) -> Iterator[None]:
-        """Let ``owner`` have what is started inside."""
+        """Make ``owner`` the owner of tasks that start inside."""
         self.owner, before = owner, self.owner
         try:
             yield

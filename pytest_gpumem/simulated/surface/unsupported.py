@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 MOST_LOOKED_AT = 8
-"""Items of a list that are asked where they are: all of them are on one device."""
+"""Items of a list whose device is looked up: all of them are on one device."""
 
 _FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
 _NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _PLACE = "_pytest_gpumem_device"
-"""Where a wrapper keeps what it says: weak references would keep it from being swapped."""
+"""Attribute for a wrapper's device: weak references would keep it from being swapped."""
 _NAMES = (
     *("strides", "storage_offset", "memory_format", "dtype", "layout", "device", "pin_memory"),
     *("requires_grad", "dispatch_sizes_strides_policy", "dispatch_device", "dispatch_layout"),
     *("_extra_dispatch_keys", "storage_size"),
 )
-"""What ``_make_wrapper_subclass`` takes after a class and its sizes, in order (2.6 to 2.15).
+"""Parameters of ``_make_wrapper_subclass`` after a class and its sizes, in order (2.6 to 2.15).
 
 Source: torch/csrc/autograd/python_variable.cpp (THPVariable_make_wrapper_subclass).
 """
@@ -34,7 +34,7 @@ _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Make wrappers on ``meta``, each with the device that it was told."""
+    """Make wrappers on ``meta``, each with the device that the caller named."""
     base = torch.Tensor
     patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
     patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
@@ -46,7 +46,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def place_of(wrapper: torch.Tensor) -> torch.device | None:
-    """The GPU that a wrapper on ``meta`` says it is on; ``None`` for any other tensor."""
+    """Return the GPU that a wrapper on ``meta`` reports; ``None`` for any other tensor."""
     if wrapper.__class__ in raw.PLAIN:
         return None
     place: torch.device | None = wrapper.__dict__.get(_PLACE)
@@ -99,7 +99,7 @@ def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def faking(make: Callable[..., Any]) -> Any:
-    """``FakeTensor``, which says itself where it is: of a GPU, C++ would ask the driver.
+    """Wrap the making of ``FakeTensor``, which reports its device itself: C++ needs no driver.
 
     Source: torch/_subclasses/fake_tensor.py (FakeTensor.__new__), torch 2.6 to 2.15.
     """

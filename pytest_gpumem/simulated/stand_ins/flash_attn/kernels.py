@@ -1,4 +1,4 @@
-"""What the kernels of flash-attn 2 allocate.
+"""Allocations of the kernels of flash-attn 2.
 
 Source: csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3 (mha_fwd, mha_varlen_fwd, mha_bwd,
 mha_varlen_bwd, mha_fwd_kvcache, set_params_splitkv), and the operators that
@@ -401,7 +401,7 @@ class _Described(NamedTuple):
     schema: str
     description: Any
     values: Any
-    """The same on the CPU, in numbers."""
+    """The same kernel on the CPU, in numbers."""
     mutates: tuple[str, ...] = ()
 
 

@@ -149,7 +149,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Make gradients of the logits, in their place if asked for."""
+        """Make gradients of the logits, in their place if requested."""
         logits, _, _ = ctx.saved_tensors
         made = logits if ctx.inplace_backward else torch.empty_like(logits)
         launch(made)

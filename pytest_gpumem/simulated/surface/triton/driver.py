@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let Triton find the simulated GPU; only to be called where Triton is imported."""
+    """Make Triton find the simulated GPU; only to be called where Triton is imported."""
     backends = importlib.import_module("triton.backends").backends
     driver = importlib.import_module("triton.runtime.driver").driver
     # Up to 3.4 an attribute, since then a property that creates what is missing.
@@ -35,7 +35,7 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
 
 
 class _Simulated:
-    """What tells the driver of a simulated GPU from Triton's own."""
+    """A marker of simulated drivers, to tell them from Triton's own."""
 
 
 def _driver(kind: type, machine: SimulatedMachine) -> Any:
@@ -62,7 +62,7 @@ def _no_launcher(*_: Any, **__: Any) -> NoReturn:
 
 
 class _Properties(dict[str, int]):
-    """What the driver says of a device, but for its clocks."""
+    """The driver's properties of a device, but for its clocks."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise UnsupportedOperatorError(
@@ -71,7 +71,7 @@ class _Properties(dict[str, int]):
 
 
 class _Utils:
-    """What Triton compiles against the driver: ``triton.runtime.driver.active.utils``."""
+    """The driver functions that Triton compiles: ``triton.runtime.driver.active.utils``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine

@@ -57,7 +57,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _Launches:
-    """What a launch comes to, by the kind of object that is launched."""
+    """Effects of a launch, by the kind of object that is launched."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
@@ -65,7 +65,7 @@ class _Launches:
         self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def described(self, launch: Run) -> Run:
-        """``launch``, but for kernels that somebody has described."""
+        """Wrap ``launch`` to run a kernel's description, where it has one."""
 
         def run(kernel: Any, *args: Any, **options: Any) -> Any:
             description = DESCRIPTIONS.kernels.get(base_function(kernel))

@@ -27,19 +27,19 @@ _NONE: Names = frozenset()
 _LANGUAGE = "triton.language"
 _WRITES_TO_ANY = frozenset({"inline_asm_elementwise"})
 _TARGETS = frozenset({"pointer", "desc"})
-"""How functions that write call their first argument."""
+"""Names of the first argument in functions that write."""
 _POINTERS_OF_NUMBERS = "pointer_type"
-"""Where a kernel casts numbers to pointers, nobody knows where they lead."""
+"""A cast of numbers to pointers in a kernel: the memory they point to is unknown."""
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a function of Triton's language does with its parameters."""
+    """Effects of a function of Triton's language on its parameters."""
 
     written: Names
-    """Those that it may write to."""
+    """Parameters that it may write to."""
     returned: Names
-    """Those that its result may point into."""
+    """Parameters that its result may point into."""
 
 
 class Stores:
@@ -53,7 +53,7 @@ class Stores:
         return self.effects(base_function(kernel)).written
 
     def effects(self, function: Any) -> Effects:
-        """What ``function`` does; anything at all, if its source cannot be read."""
+        """Return the effects of ``function``: all possible ones, if its source cannot be read."""
         if not isinstance(function, FunctionType):
             return Effects(_NONE, _NONE)
         found = self._known.get(function)
@@ -82,7 +82,7 @@ def _anything(function: FunctionType) -> Effects:
 
 @dataclass
 class _Reader:
-    """Reads one function: ``points`` says from which parameters each variable is computed."""
+    """Reads one function: ``points`` maps each variable to the parameters it is computed from."""
 
     stores: Stores
     space: Mapping[str, Any]
@@ -193,7 +193,7 @@ class _Reader:
         return owner | given
 
     def _resolved(self, node: ast.expr) -> tuple[bool, Any]:
-        """What a name, with or without dots, stands for outside the function."""
+        """Return whether a (dotted) name is defined outside the function, and its value."""
         if isinstance(node, ast.Name) and node.id not in self.points:
             if node.id in self.space:
                 return True, self.space[node.id]
