@@ -109,7 +109,7 @@ class SimulatedGPU(GPU):
 
 
 class Simulation(SimulatedMachine):
-    """Makes the process believe it has ``gpus``; can be entered and left many times.
+    """Makes the process see ``gpus``; can be entered and left many times.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes. With ``stand_ins``
     flash-attn can be imported inside where it is not installed. In a ``world`` the process is
@@ -278,7 +278,7 @@ class Simulation(SimulatedMachine):
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Take away what ``with torch.device(...)`` and modes of the user's own do."""
+    """Remove ``with torch.device(...)`` and function modes of the user's own inside."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
@@ -302,7 +302,7 @@ def _as_initialized() -> Iterator[None]:
 
 @contextmanager
 def _suspended() -> Iterator[None]:
-    """Take the active simulation away inside."""
+    """Suspend the active simulation inside."""
     outer = _stack[-1] if _stack else None
     if outer is not None:
         outer._leave()

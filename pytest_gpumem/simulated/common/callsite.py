@@ -26,7 +26,7 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 
 WRAPPERS = "gpumem-wrappers-"
-"""In the path of what Inductor writes for a simulated GPU."""
+"""Part of the path of files that Inductor writes for a simulated GPU."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
@@ -38,10 +38,10 @@ MOST_FRAMES = 48
 
 
 FROM_HOST = "Tensor.to"
-"""Stands for the operator where a tensor is copied from the host."""
+"""The operator's name where a tensor is copied from the host."""
 
 RELEASED = "free"
-"""Stands for the operator where memory is given back, which none does."""
+"""The operator's name where memory is freed, which no operator does."""
 
 COMPUTED = "computed"
 """The kind of what an operator computes; as a purpose, of what compiled code does."""
@@ -54,7 +54,7 @@ class Purpose(NamedTuple):
     """The purpose of an allocation by a library or compiled code, where no operator shows it."""
 
     name: str
-    """Stands for the operator: ``all-gather of layers.3``."""
+    """The name in the operator's place: ``all-gather of layers.3``."""
     kind: str
     """The same as :attr:`Provenance.kind`."""
     place: Place | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OF_COMPILED_CODE = "torch.compile at"
-"""With which every note on compiled code begins."""
+"""The beginning of every note on compiled code."""
 
 RUNS_EAGERLY = "runs eagerly"
 """A part of notes on compiled code that was not followed."""

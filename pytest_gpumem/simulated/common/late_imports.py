@@ -16,10 +16,10 @@ from typing import Any
 from pytest_gpumem.garbage import paused
 
 Alone = Callable[[], AbstractContextManager[object]]
-"""Inside, nothing is replaced."""
+"""A context in which nothing is replaced."""
 
 Answers = Callable[[str, FrameType], Any]
-"""(name, frame that asks) -> the module's attribute, or ``None``: the real module has to answer."""
+"""(name, frame of the reader) -> the module's attribute, or ``None`` to import the real one."""
 
 _ASKED_OF_EVERY_MODULE = ("__path__", "__warningregistry__")
 """By import statements, which packages have an answer for, and by ``TestCase.assertWarns``."""
@@ -52,7 +52,7 @@ class StandIn(ModuleType):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Stand for the real module inside, until that is needed; it must not be there yet."""
+        """Replace the real module inside, until it is needed; it must not be imported yet."""
         sys.modules[self.__name__] = self
         try:
             yield
@@ -147,7 +147,7 @@ class _AloneLoader(Loader):
         """The spec of a module that the import of a stand-in's real package has imported."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return what the loader makes, or the module where it is there by now."""
+        """Return the module: the one that the loader makes, or the one imported by now."""
         package = sys.modules.get(spec.name.rpartition(".")[0])
         if isinstance(package, StandIn):
             package.real()
@@ -164,7 +164,7 @@ class _AloneLoader(Loader):
             return
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        # Garbage may start a thread as it goes (a loader's, to tell its workers), which would wait
+        # A collection may start a thread (a loader's, for its workers), which would wait
         # for what is imported here, as this thread for it.
         with self._alone(), paused():
             self._loader.exec_module(module)

@@ -194,7 +194,7 @@ _FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
 """Operators of higher order that have an implementation on the CPU that is made of operators."""
 
 _LAID_OUT = re.compile("_stride$")
-"""Arguments that say how a view lies in what is copied."""
+"""Arguments that describe the layout of a view in a copy."""
 _FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Operators of higher order that call one that writes to its arguments, for copies of them."""
 

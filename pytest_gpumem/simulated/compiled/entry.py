@@ -150,7 +150,7 @@ class Compilation:
         self._await_inductor()
 
     def _await_inductor(self) -> None:
-        """Trace for who calls Inductor: a graph need not come from Dynamo."""
+        """Trace when Inductor is called: a graph need not come from Dynamo."""
         inductor = sys.modules.get(_INDUCTOR)
         if inductor is None or self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
             return
@@ -198,7 +198,7 @@ class Compilation:
         return forget
 
     def _counting(self, set_count: Callable[[int], int]) -> Callable[[int], int]:
-        # Where a graph has to be whole, torch asks whether there was any.
+        # For a graph of fullgraph=True torch checks whether there was any.
         return lambda value: set_count(value) or int(self._ran_eagerly)
 
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:

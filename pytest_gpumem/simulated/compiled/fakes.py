@@ -1,6 +1,6 @@
 """Fake tensors of a GPU in a build that may have none.
 
-Autograd's C++ asks the device of each tensor for its guard, and only builds with CUDA have one. So
+Autograd's C++ reads the device of each tensor for its guard, and only builds with CUDA have one. So
 C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simulation, and Python
 sees ``cuda``. C++ reports such a tensor's device as ``meta``; code that is compiled for a GPU never
 means ``meta``, so it stands for the GPU everywhere here.
@@ -151,7 +151,7 @@ def name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:
 def _named(
     machine: SimulatedMachine, trace: Callable[..., GraphModule]
 ) -> Callable[..., GraphModule]:
-    """``dispatch_trace``, whose graphs say ``cuda`` where C++ has said ``meta``."""
+    """Wrap ``dispatch_trace``, whose graphs get ``cuda`` where C++ has reported ``meta``."""
 
     def as_python_says(value: Any) -> Any:
         return place(machine, value) if isinstance(value, torch.device) else value

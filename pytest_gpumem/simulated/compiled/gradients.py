@@ -26,7 +26,7 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Take such operators apart inside, in view of autograd."""
+    """Decompose such operators inside, above autograd."""
     operators = _with_shapes_alone()
     for operator in operators:
         _handles(operator)[DispatchKey.AutogradMeta] = operator.decompose

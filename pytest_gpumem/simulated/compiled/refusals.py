@@ -37,9 +37,9 @@ def tell_of_compiled_code(notes: Iterable[str]) -> bool:
 
 
 def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) -> None:
-    """Say that compiled code runs eagerly because of ``error``.
+    """Note that compiled code runs eagerly because of ``error``.
 
-    Raises :class:`CompiledCodeError` instead where that ``refuses``.
+    Raises :class:`CompiledCodeError` instead if ``refuses``.
     """
     what = "could not be followed on a simulated GPU"
     first = str(error).strip().partition("\n")[0] or type(error).__name__

@@ -27,5 +27,5 @@ def only_if_asked_for() -> Iterator[None]:
 
 
 def _is_asked_for(_: logging.LogRecord) -> bool:
-    # torch's own is there in any case, and goes at the first record where it has no folder.
+    # torch's own is there in any case, and is removed at the first record where it has no folder.
     return any(getattr(each, "root_dir", None) for each in _LOG.handlers)

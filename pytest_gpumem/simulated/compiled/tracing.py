@@ -57,7 +57,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
 
 Bare = Callable[[], AbstractContextManager[object]]
-"""Inside, torch is its own but for what answers for the GPU."""
+"""A context in which torch is its own, but for the functions that answer for the GPU."""
 
 Resting = Callable[[], AbstractContextManager[bool]]
 """A context in which all other threads rest, if it yields ``True``."""
@@ -67,7 +67,7 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MEASURES: Any = object()
 
 _WAITS_FOR_MEMORY = 100
-"""Up to which intensity a product does.
+"""Highest intensity of a product that waits for memory.
 
 Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 on V100, 100 on
 A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
@@ -226,7 +226,7 @@ class Tracing:
         return estimate_runtime
 
     def _plan_optimizers(self) -> None:
-        """An optimizer's state is made while its step is traced: on the GPU, and before torch asks.
+        """Make an optimizer's state on the GPU while its step is traced, before torch reads it.
 
         Source: torch/_dynamo/variables/optimizer.py, torch 2.11 and 2.13.
         """
@@ -374,7 +374,7 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 def _no_clock() -> NoReturn:
-    # An ordinary error: who asks for it takes products for as slow as they can be.
+    # An ordinary error: its caller then assumes the slowest products.
     raise RuntimeError("a simulated GPU has no memory clock")
 
 

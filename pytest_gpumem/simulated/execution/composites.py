@@ -100,7 +100,7 @@ def followed(runner: Runner, handler: Handler) -> Handler:
 
 
 def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Take shapes from the operators that ``func`` is built from, and values from it as a whole."""
+    """Return a handler that keeps shapes of ``handler``'s parts and computes values of ``func``."""
     operator = Operator.of(func)
     values = runner.values
 

@@ -23,7 +23,7 @@ def computing(runner: Runner, func: Any) -> Handler:
 
 
 def may_resize(func: Any) -> bool:
-    """Whether ``func`` may change the size of a storage that is there already."""
+    """Whether ``func`` may change the size of an existing storage."""
     schema = func._schema
     return "out" in schema.overload_name or "resize" in schema.name or "set_" in schema.name
 

@@ -84,7 +84,7 @@ def _kernel(definition: Any) -> Any:
 
 
 _SIZED_BY_VALUES = "data-dependent shape"
-"""Said by a shape-only implementation that asks for such a size (torch/_library/fake_impl.py)."""
+"""Part of a shape-only implementation's error for such a size (torch/_library/fake_impl.py)."""
 
 
 def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:

@@ -33,7 +33,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
     supports_higher_order_operators = True
     shape_env = None
-    """Tracing inside an operator (``flex_attention``) asks a fake mode for it."""
+    """Read from a fake mode by tracing inside an operator (``flex_attention``)."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         TorchDispatchMode.__init__(self)

@@ -17,12 +17,12 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def is_pinning(func: Any) -> bool:
-    """Whether ``func`` asks for pinned memory, or about it."""
+    """Whether ``func`` is about pinned memory."""
     return func._schema.name in _ANSWERS
 
 
 def pinning(runner: Runner, func: Any) -> Handler:
-    """Answer ``func`` as the methods of a tensor do."""
+    """Return a handler that answers ``func`` as the methods of a tensor do."""
     answer = _ANSWERS[func._schema.name]
     return lambda args, kwargs: answer(runner.machine, args[0])
 

@@ -148,7 +148,7 @@ class Runner:
                 self.adopt(item, device)
 
     def owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Whose memory the tensors among the arguments stand for."""
+        """Return the owner of the memory that the tensors among the arguments stand for."""
         owner = None
         is_number = False
         machine = self.machine
@@ -174,7 +174,7 @@ class Runner:
         return owner
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is on ``meta`` because user code asked for that."""
+        """Whether ``tensor`` is on ``meta`` because user code requested that."""
         return raw.is_meta(tensor) and self.place(tensor) == "meta"
 
     def place(self, tensor: torch.Tensor) -> str:

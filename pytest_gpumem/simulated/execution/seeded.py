@@ -41,7 +41,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
 
 
 def _draws(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """Whether a call asks the generator: fused attention does only to drop something.
+    """Return whether a call uses the generator: fused attention does only to drop something.
 
     Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
     flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.

@@ -52,7 +52,7 @@ _Known = dict[Any, "_Make | torch.dtype | None"]
 _NO_SIZE: tuple[torch.Size, tuple[int, ...]] = torch.Size(), ()
 
 NEW: Any = object()
-"""Stands for an unknown result: of an operator on arguments of a new kind."""
+"""A marker of unknown results: of an operator on arguments of a new kind."""
 
 
 class UnknownError(Exception):
@@ -82,7 +82,7 @@ class Shapes:
         self._place = place
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Describe the arguments, ``None`` if that cannot be, and say how the results are made.
+        """Return the description of the arguments, or ``None``, and a maker of the results.
 
         That is ``NEW`` or a function of ``args``; ``None`` if the operator has to be run each time.
         """
@@ -250,7 +250,7 @@ def storages_in(value: Any) -> set[int]:
 
 
 def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
-    """Say how ``result`` is made anew from ``args``; ``inputs`` are the arguments' storages.
+    """Return a function that makes ``result`` from ``args``; ``inputs``: the arguments' storages.
 
     Raises ``UnknownError`` where only running the operator makes one.
     """
@@ -262,7 +262,7 @@ def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
         if result.layout is not torch.strided:
             raise UnknownError
         if result.untyped_storage()._cdata in inputs:
-            # A view whose schema does not say so (_unsafe_view): only running it makes one.
+            # A view whose schema omits it (_unsafe_view): only running it makes one.
             raise UnknownError
         return _tensor_recipe(result)
     if isinstance(result, (list, tuple)):

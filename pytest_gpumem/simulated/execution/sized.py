@@ -1,4 +1,4 @@
-"""Operators whose results have as many elements as their arguments' values say."""
+"""Operators whose results' sizes depend on their arguments' values."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Device:
         return 0
 
     def share(self, shared: SharedDevice | None) -> None:
-        """Take memory from ``shared`` from now on; what is held already is not counted there."""
+        """Take memory from ``shared`` from now on; memory held already is not counted there."""
         self.shared = shared
         self.allocator.share(shared)
 
@@ -106,7 +106,7 @@ class Device:
         return memory
 
     def go_on_with(self, memory: Memory) -> None:
-        """Take ``memory`` for this device's own, as if nothing had been allocated before."""
+        """Make ``memory`` this device's own, as if nothing had been allocated before."""
         memory.trace.clear()
         memory.reset_peak_stats()
         memory.collector = self._collector
@@ -116,7 +116,7 @@ class Device:
         self.frugal_plans.clear()
 
     def workspaces_in(self, memory: Memory) -> Workspaces:
-        """Return workspaces that are taken from ``memory``; none is there yet."""
+        """Return workspaces that are taken from ``memory``; at first it has none."""
         return Workspaces(
             memory,
             self.version,

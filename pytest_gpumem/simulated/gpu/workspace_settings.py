@@ -47,7 +47,7 @@ _LARGE_MAJORS: tuple[tuple[Version, frozenset[int]], ...] = (
 STATIC_SIZE = (2, 13)
 """From this release on sizes are read once, and there are functions that set them."""
 _LT_READ_EVERY_TIME = (2, 8)
-"""Until :data:`STATIC_SIZE`."""
+"""First release that reads it every time, until :data:`STATIC_SIZE`."""
 
 SHARED = "shared"
 """Lt computes in the cuBLAS workspace of its handle and stream."""
@@ -134,7 +134,7 @@ class WorkspaceSettings:
 
     @property
     def lt_lifetime(self) -> str:
-        """Whose block Lt computes in."""
+        """The owner of the block that Lt computes in."""
         lifetime: str | None = self._static.get("lifetime")
         return self._read("lifetime", self._lifetime, once=True) if lifetime is None else lifetime
 
@@ -154,7 +154,7 @@ class WorkspaceSettings:
 
     @property
     def _bounded(self) -> bool:
-        # 2.11 takes the unset variable for on where it asks for the size, and for off elsewhere.
+        # For the size, 2.11 takes the unset variable for on, elsewhere for off.
         unset = self._version == (2, 11) and "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
         return unset or self._unified
 

@@ -71,7 +71,7 @@ class Workspaces:
         return self.settings.cublas_bytes
 
     def handle(self, stream: int = 0) -> None:
-        """Somebody asks for the handle: its workspace is kept, unless operations have their own."""
+        """Get the handle, which keeps a workspace, unless operations have their own."""
         if not self.settings.per_operation:
             self._keep("cublas", stream)
 
@@ -137,7 +137,7 @@ class Workspaces:
         if kept is not None and kept[1] >= size:
             return
         self._kept[key] = (self._take(size, stream) if size else 0, size)
-        # Since 2.13 a larger one takes its place, once it is there.
+        # Since 2.13 a larger one takes its place, once it is allocated.
         if kept is not None and kept[0]:
             self.memory.free(kept[0])
 

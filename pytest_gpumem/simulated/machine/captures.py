@@ -47,7 +47,7 @@ class Capture:
         self.is_empty = True
         """Whether nothing was captured yet that a graph has a node for."""
         self.valid = True
-        """False once something was done that a capture does not allow."""
+        """Whether every operation so far is allowed in a capture."""
 
     def abandon(self) -> None:
         """End a capture that is still under way when its test is over."""

@@ -15,7 +15,7 @@ CYCLES_PER_SECOND = 1e9
 
 
 class Clock:
-    """Until when each stream sleeps, in seconds on a clock of its own."""
+    """The times until which streams sleep, in seconds on a clock of their own."""
 
     def __init__(self) -> None:
         self._ends: dict[StreamKey, float] = {}
@@ -36,7 +36,7 @@ class Clock:
         self._ends[stream] = self.end(stream) + cycles / CYCLES_PER_SECOND
 
     def end(self, stream: StreamKey) -> float:
-        """When the work of a stream is done: now, or when it wakes up."""
+        """Return the time when the work of a stream is done: now, or when it wakes up."""
         return max(self.now, self._ends.get(stream, 0.0))
 
     def delay(self, stream: StreamKey, moment: float) -> None:

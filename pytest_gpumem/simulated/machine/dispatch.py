@@ -21,9 +21,9 @@ class Dispatch:
         self._handlers: dict[Any, Handler] = {}
         self._bound = self._handlers
         self.inside = False
-        """True while a meta kernel runs: tensors then report the device they really have."""
+        """Whether a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
-        """Held while an operator runs, once the code under test has started a thread."""
+        """The lock held while an operator runs, once the code under test has started a thread."""
         self._owner_thread = 0
         self.users: set[int] = set()
         """Threads that ran an operator since the code under test has started one."""

@@ -198,7 +198,7 @@ class Graph:
         raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
 
     def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
-        """A random operator is captured: from 2.14 on it asks for the capture's own state."""
+        """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
 

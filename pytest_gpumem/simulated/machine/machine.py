@@ -92,10 +92,10 @@ class GPU(Device):
             log.records = self.simulation.storages.at(addresses, self.allocator)
 
     def renew(self) -> None:
-        """Go on with an empty allocator.
+        """Continue with an empty allocator.
 
-        What lives stays behind and is seen no more, but for what :meth:`repeat` moves over. So what
-        a test finds does not depend on the tests before it, to the last address.
+        Live blocks stay behind and count no more, but for those that :meth:`repeat` moves over.
+        So a test's state does not depend on earlier tests, down to the last address.
         """
         self.go_on_with(self.forget())
 
@@ -187,7 +187,7 @@ class SimulatedMachine(Notes):
         self.leaves_unfilled = False
         """Whether large random tensors on the CPU stay as the system gave them."""
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
-        """Which GPU an operator runs on; ``None`` where there is but one."""
+        """The GPU that an operator runs on; ``None`` where there is only one."""
         self.streams = Streams(self.gpus[0].timeline)
         self.numbering = Numbering()
         self.pool_ids = PoolIds()
@@ -236,7 +236,7 @@ class SimulatedMachine(Notes):
 
     @contextmanager
     def making(self, destination: torch.device) -> Iterator[None]:
-        """Set the device that calls inside asked for, whatever device torch gets."""
+        """Set the device that calls inside request, whatever device torch gets."""
         if destination.type == "meta":
             self.has_real_meta = True
         before, self.here.destination = self.here.destination, destination
@@ -293,7 +293,7 @@ class SimulatedMachine(Notes):
             self.values.forget(record.key)
 
     def begin(self, *, has_real_meta: bool) -> None:
-        """Begin a test; ``has_real_meta`` says whether its fixtures made meta tensors."""
+        """Begin a test; ``has_real_meta``: its fixtures made meta tensors."""
         self.has_real_meta = has_real_meta
         self.here.on_meta = False
 

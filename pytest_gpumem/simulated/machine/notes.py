@@ -45,7 +45,7 @@ class Notes:
         return line
 
     def note_finite(self) -> None:
-        """Say that code reads whether unknown numbers are finite, which is taken for granted.
+        """Note a check whether unknown numbers are finite, which is assumed.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """
@@ -57,7 +57,7 @@ class Notes:
         )
 
     def note_integers(self, read: str) -> None:
-        """Say that ``read``, of all of a tensor, yields neutral integers.
+        """Note that ``read``, of all of a tensor, yields neutral integers.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """
@@ -65,7 +65,7 @@ class Notes:
         self.note(f"{read} at {line} read integers that are not computed: each got 0")
 
     def note_number(self) -> None:
-        """Say that ``item()`` yields a neutral number.
+        """Note that ``item()`` yields a neutral number.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """

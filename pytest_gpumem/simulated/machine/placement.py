@@ -1,4 +1,4 @@
-"""Which GPU of a machine an operator runs on: to torch all their tensors are on ``meta``."""
+"""The GPU of a machine that an operator runs on: to torch all its tensors are on ``meta``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_un
 """Operators that take tensors of several devices: each on its own."""
 
 SOURCE = "pytest_gpumem source"
-"""In the metadata of an autograd node that copied to another GPU: the one it copied from."""
+"""Metadata key of an autograd node that copied to another GPU: the GPU it copied from."""
 
 
 class Placement(Generic[_D]):

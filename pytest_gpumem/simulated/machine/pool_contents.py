@@ -30,7 +30,7 @@ class Place:
         self.key: int = storage_key(tensor)
         self.nbytes = storage.nbytes()
         self.address = contents.address_of(self.key)
-        """In a graph's pool; 0 for memory from elsewhere, which dies with its storage."""
+        """The address in a graph's pool; 0 for other memory, which dies with its storage."""
 
     @property
     def lives(self) -> bool:
@@ -61,7 +61,7 @@ class PoolContents:
         return record.address if self.memory.pool_of(record.address) in self.pools else 0
 
     def add(self, place: Place) -> None:
-        """Take note of a storage that lives at its address."""
+        """Register a storage that lives at its address."""
         if place.address:
             self._owners[place.address] = place
             self._by_key[place.key] = place.address

@@ -1,4 +1,4 @@
-"""Which storages stand for CUDA memory, and the blocks behind them."""
+"""Storages that stand for CUDA memory, and the blocks behind them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Nobodys:
         """Do nothing: the owner of the memory frees it."""
 
     def block(self, address: int) -> int:
-        """No bytes: they are counted where they belong."""
+        """Return 0 bytes: they are counted by their owner."""
         return 0
 
 
@@ -89,11 +89,11 @@ class Storages:
         self.taken_back: dict[int, str] = {}
         """By key: the error for readers of a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
-        """Held while a storage's block is freed, once several threads run operators."""
+        """The lock held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
-        """Told the key of each storage that dies, before another can take its address."""
+        """Called with the key of each storage that dies, before another can take its address."""
         self.regrown: Callable[[torch.Tensor], None] = _ignore
-        """Told each tensor whose storage an operator may have resized."""
+        """Called with each tensor whose storage an operator may have resized."""
         self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
         self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
 

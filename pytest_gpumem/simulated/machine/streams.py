@@ -40,7 +40,7 @@ class Recorded(Protocol):
 
     marks: Marks
     moment: float
-    """When the work before it is done, on the clock of the streams."""
+    """The time when the work before it is done, on the clock of the streams."""
     capture: Capture | None
 
 

@@ -158,14 +158,14 @@ class AttentionCall:
 
 
 def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
-    """Which of the fused kernels can run a call of these ``SDPAParams``, in their order."""
+    """Return the fused kernels that can run a call of these ``SDPAParams``, in their order."""
     call = AttentionCall(gpu, *params)
     usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
     return {kernel for kernel, can_run in usable.items() if can_run()}
 
 
 def chosen_kernel(gpu: GPU, query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Which kernel runs a call without mask, dropout and anything else."""
+    """Return the kernel that runs a call without mask, dropout and anything else."""
     return AttentionCall(gpu, query, key, value, None, 0.0, False, False).kernel()
 
 

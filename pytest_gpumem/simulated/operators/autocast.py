@@ -1,4 +1,4 @@
-"""Which operators CUDA autocast casts, and the casts it keeps.
+"""Operators that CUDA autocast casts, and the casts it keeps.
 
 Source: aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
 AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE) and

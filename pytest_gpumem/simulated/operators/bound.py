@@ -118,7 +118,7 @@ def _described(schema: Any) -> str:
 
 
 def _example(kind: str) -> Any:
-    """Something of the type, as far as a description asks."""
+    """Return an example of the type, as far as a description needs one."""
     if "Tensor" not in kind:
         return None
     tensor = raw.empty(0, device=raw.META)

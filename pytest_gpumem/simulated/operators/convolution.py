@@ -263,7 +263,7 @@ class _Call(Choice):
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
-        """The gradients that ``mask`` asks for."""
+        """Return the gradients that ``mask`` selects."""
         kernel = self.kernel(input, weight)
         if kernel == CUDNN:
             kept = input

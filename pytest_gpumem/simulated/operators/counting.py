@@ -83,7 +83,7 @@ def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
 
 
 _Distinct = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Values, which of them each element is, and how often each is there."""
+"""Values, the index of each element's value, and the count of each value."""
 
 
 def _placed(self: torch.Tensor, return_counts: bool, result: _Distinct) -> Iterator[torch.Tensor]:

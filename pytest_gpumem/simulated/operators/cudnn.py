@@ -1,8 +1,8 @@
 """Bytes that only cuDNN determines: measured sizes, else stated estimates.
 
-PyTorch asks the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
-cudnnGetBatchNormalization...Size) and the library answers by its choice of algorithm. What is here
-was read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
+PyTorch calls the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
+cudnnGetBatchNormalization...Size), which answers by its choice of algorithm. The sizes below were
+read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
 autoencoder, cellular automata, all float32 in contiguous tensors, TF32 allowed; and for halves
 from printed peaks of single convolutions. Every byte that comes from this module is marked as
 estimated.

@@ -24,18 +24,18 @@ _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 
 
 def simulate_operator(kernel: Any) -> Callable[[_D], _D]:
-    """Say what a custom kernel does on a simulated GPU; the decorated function stands for it.
+    """Describe a custom kernel on a simulated GPU; the decorated function stands for it.
 
     ``kernel`` is the name of an operator of ``torch.library`` (``"mylib::fused_norm"``), the path
     of a Python function, method or compiled function that launches the kernel
     (``"mylib.kernels.rms_norm"``), the path of a Triton kernel, or any of these objects itself.
     The function is called in its place, with the arguments of the call (for a Triton kernel
-    without the grid), and returns what the kernel would. What it makes by torch's own functions is
-    allocated in that order; what it drops is freed then. A Triton kernel that only writes to its
+    without the grid), and returns the kernel's results. Tensors that it makes by torch's functions
+    are allocated in that order, and freed when it drops them. A Triton kernel that only writes its
     arguments allocates nothing: ``simulate_operator(kernel)(lambda *args, **options: None)``.
     A ``SimpleNamespace`` that it returns stands for a module, and its functions for kernels.
 
-    It holds for every simulation from here on, and for calls with tensors on a simulated GPU alone:
+    It holds for every simulation from now on, and only for calls with tensors on a simulated GPU:
     on a real GPU, and for CPU tensors, the kernel itself runs. A second description replaces the
     first. Raises ``ValueError`` for a name that is none or that nothing has, ``TypeError`` for
     anything else.

@@ -36,7 +36,7 @@ _IN_CPP = {
 _ALIGNMENT = 16
 """Bytes to which the kernel's copies align rows."""
 _DESCRIPTOR = 128
-"""Bytes of a tensor map, which tells the copying unit where a matrix lies."""
+"""Bytes of a tensor map, by which the copying unit finds a matrix."""
 
 
 def _groups(a: Tensor, b: Tensor, offs: Tensor | None) -> int:

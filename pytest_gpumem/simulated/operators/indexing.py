@@ -262,7 +262,7 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
 
 
 def _masked_fill(self: Tensor, mask: Tensor) -> Tensor:
-    """With a tensor of no dimensions: CUDA reads its number, wherever it lives."""
+    """Fill with a tensor of no dimensions, whose number CUDA reads from any device."""
     return torch.ops.aten.masked_fill.Scalar(self, mask, 0)  # type: ignore[no-any-return]  # an operator
 
 

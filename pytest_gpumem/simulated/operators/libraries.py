@@ -27,7 +27,7 @@ def _is_one_call(dims: Sequence[int]) -> bool:
 
 
 def leave_out(gpu: GPU, library: str, operator: str) -> None:
-    """Say that the workspace of ``library`` is in no number."""
+    """Note that the workspace of ``library`` is in no number."""
     gpu.simulation.note(left_out_note(library, operator))
 
 

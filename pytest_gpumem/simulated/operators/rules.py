@@ -31,7 +31,8 @@ class Rule:
     """Allocations on the device before and after an operator's outputs.
 
     Each part is a function that names the values it uses: ``gpu``, arguments of the operator by the
-    names in its schema and, once there is one, ``result``. One that some overloads lack has a default.
+    names in its schema and, once there is one, ``result``. Arguments that some overloads lack
+    have a default.
     """
 
     before: Before | None = None
@@ -74,7 +75,7 @@ class Call:
         return self._rule.shapes(self._given)
 
     def placed(self, result: Any) -> Any:
-        """Return the parts of ``result`` that take memory, in order; a rule may allocate in between."""
+        """Return the parts of ``result`` that take memory, in order; rules may allocate between."""
         rule = self._rule
         if rule.placed is None:
             return result

@@ -54,7 +54,7 @@ class SlowConvolution:
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
-        """The gradients that ``mask`` asks for."""
+        """Return the gradients that ``mask`` selects."""
         kept = grad_output.contiguous()
         del grad_output
         if self.parameters.transposed:
@@ -69,7 +69,7 @@ class SlowConvolution:
     def _of_images(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
-        """Both gradients share one buffer of columns."""
+        """Return the gradients, of which two share one buffer of columns."""
         columns = Scratch(self.gpu)
         nbytes = self._column_bytes(input, weight, grad_output.shape)
         grad_input = grad_weight = None

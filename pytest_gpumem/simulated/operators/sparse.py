@@ -353,7 +353,7 @@ PARTS: dict[str, Composite] = {
 
 
 _SPARSE_OF_BAGS = 9
-"""The argument of ``_embedding_bag_backward`` that asks for a sparse gradient."""
+"""Position of the argument of ``_embedding_bag_backward`` for a sparse gradient."""
 
 
 def is_in_parts(name: str, args: tuple[Any, ...]) -> bool:

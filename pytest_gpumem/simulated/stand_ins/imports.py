@@ -1,7 +1,7 @@
 """The stand-in as code under test imports it: while a simulation is active, and no longer.
 
-Python asks the last finder of ``sys.meta_path`` for modules that all others have not found: so a
-library that is installed is always the real one. Metadata is answered alike, because libraries look
+Python tries the last finder of ``sys.meta_path`` for modules that all others have not found: so an
+installed library is always the real one. Metadata is served alike, because libraries look
 for others by ``importlib.metadata`` as much as by importing them.
 """
 
@@ -61,7 +61,7 @@ class StandInModule(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if path not in _contents():
             _refuse(path)
-        # "from library import module" asks for an attribute first.
+        # "from library import module" reads an attribute first.
         return importlib.import_module(path)
 
 
@@ -124,7 +124,7 @@ class _Making(Loader):
 
 
 class _Refusing(Loader):
-    """Says of a module of the real library that there is no stand-in for it."""
+    """Refuses to load a module of the real library that has no stand-in."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Refuse."""
@@ -164,7 +164,7 @@ def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# Libraries that ask once whether another one is there, and remember the answer.
+# Libraries that check once whether another one is installed, and remember the answer.
 
 _ASKING = "transformers.utils.import_utils"
 _QUESTIONS = (

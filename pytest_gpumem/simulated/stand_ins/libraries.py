@@ -15,14 +15,14 @@ class Library:
     name: str
     """The name of its distribution."""
     version: str
-    """The release whose sources say what is allocated."""
+    """The release whose sources the allocations are from."""
     package: str
     """The package that programs import, and the folder of this one that stands for it."""
     without: frozenset[str]
     """Modules of that release that have no stand-in, with all that is below them."""
     compiled: str
-    """Its extension. Where the Python code is installed without it, the stand-in takes the place of
-    this module alone."""
+    """The name of its extension. Where the Python code is installed without it, only this module is
+    replaced by the stand-in."""
     absent: frozenset[str]
     """Names that other libraries ask of its modules, and that release does not have."""
 

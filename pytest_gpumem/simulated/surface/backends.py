@@ -26,7 +26,7 @@ _CUDNN_VERSIONS = (
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Answer as a CUDA build on this GPU would."""
+    """Give the answers of a CUDA build on this GPU."""
     version = machine.gpus[0].version
     cudnn = next(number for since, number in _CUDNN_VERSIONS if version >= since)
     patches.plan(torch._C, "_has_cudnn", True)

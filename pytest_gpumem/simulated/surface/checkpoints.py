@@ -109,7 +109,7 @@ def load_storage(content: bytes, location: str) -> Any:
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    # As torch's own code does it: anybody else is told that the class is deprecated.
+    # As in torch's own code: other calls warn that the class is deprecated.
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 

@@ -121,7 +121,7 @@ def _graph_break(*_: Any, **__: Any) -> None:
 
 
 def _of_sympy(name: str, asking: FrameType) -> Any:
-    """No argument of a kernel is an expression of ``sympy`` while there is no ``sympy``."""
+    """Return a stand-in for ``Basic``: no kernel gets an expression before ``sympy`` is there."""
     return _NoExpression if name == "Basic" and _is_kernel(asking) else None
 
 
@@ -152,7 +152,7 @@ def _is_kernel(asking: FrameType) -> bool:
 
 
 def _of_symbolic_shapes(name: str, asking: FrameType) -> Any:
-    """No symbols are in numbers; who is no kernel expects a set of torch's own kind."""
+    """Return a stand-in for kernels: numbers hold no symbols; others expect a set of torch's."""
     return _no_symbols if name == "free_unbacked_symbols" and _is_kernel(asking) else None
 
 
@@ -194,7 +194,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
 
 @cache
 def _there() -> Mapping[str, Callable[..., Any]]:
-    """Functions of what may be symbolic, those of this release; numbers get what torch's say."""
+    """Return this release's functions of possibly symbolic numbers, with torch's results."""
     spec = find_spec(_SHAPES)
     assert spec is not None, f"torch imports {_SHAPES}"
     assert spec.origin is not None

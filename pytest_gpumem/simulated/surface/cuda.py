@@ -71,7 +71,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         patches.plan(cuda, name, value)
     patches.plan(torch.cuda.random, "get_rng_state", api.get_rng_state)
     patches.plan(torch.cuda.random, "set_rng_state", api.set_rng_state)
-    # Up to 2.10 torch copies the whole trace for this, whatever is asked of it.
+    # Up to 2.10 torch copies the whole trace for this, whatever the arguments.
     patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)

@@ -14,7 +14,7 @@ _Device: Any = torch.device
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Stand in for ``torch.device``, which is a type that cannot be changed or inherited from."""
+    """Replace ``torch.device``, which is a type that cannot be changed or inherited from."""
     patches.plan(torch, "device", device)
 
 

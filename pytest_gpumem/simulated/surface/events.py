@@ -34,7 +34,7 @@ class SimulatedEvent:
         self._device: int | None = None
         self._is_recorded = False
         self.moment = 0.0
-        """When the work before it is done, on the clock of the streams."""
+        """The time when the work before it is done, on the clock of the streams."""
         self.marks: Marks = {}
         self.capture: Capture | None = None
 

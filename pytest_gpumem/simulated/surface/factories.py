@@ -104,7 +104,7 @@ def _numbered(device: Any) -> Any:
 
 def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def call(function: Any) -> Any:
-        # TorchScript knows torch's functions by identity.
+        # TorchScript compares torch's functions by identity.
         return find(getattr(function, "__wrapped__", function))
 
     return call
@@ -138,7 +138,7 @@ def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if kwargs.get("pin_memory") and not _is_cuda(device):
-            # In C++ the pinned memory is asked for out of sight of any dispatch mode.
+            # In C++ the pinned memory is allocated out of sight of any dispatch mode.
             requires_grad = kwargs.get("requires_grad", False)
             plain = {**kwargs, "pin_memory": False, "requires_grad": False}
             made = call(*args, **plain).pin_memory()
@@ -301,7 +301,7 @@ def asked_for_meta(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call ``factory``, whose ``meta`` tensors are what they say and hold no CUDA memory."""
+    """Call ``factory``, whose ``meta`` tensors are real ones and hold no CUDA memory."""
     with machine.making(META):
         return factory(*args, **kwargs)
 

@@ -44,10 +44,10 @@ def _is_on_gpu(asking: dict[str, Any]) -> bool:
 
 
 def _is_followed(asking: dict[str, Any]) -> bool:
-    """Whether the fast path that the ``forward`` of these local variables asks for is followed.
+    """Whether the fast path that a ``forward`` with these local variables takes is followed.
 
     Source: torch/nn/modules/transformer.py and activation.py of torch 2.6 to 2.15: a layer, its
-    attention, and the encoder, which asks for nested tensors where there is padding.
+    attention, and the encoder, which makes nested tensors where there is padding.
     """
     module = asking.get("self")
     masks = ("src_mask", "src_key_padding_mask", "mask", "key_padding_mask", "attn_mask")

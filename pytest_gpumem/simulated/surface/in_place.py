@@ -29,7 +29,7 @@ _CPU = torch._C.DispatchKey.CPU
 
 @contextmanager
 def answering(execution: ShapeExecution) -> Iterator[None]:
-    """Answer torch inside: before autograd, and in ``execution`` for tensors of inference mode."""
+    """Install the answer inside: before autograd, and in ``execution`` for inference mode."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCPU", "AutogradMeta"):
         library.impl(_QUESTION, _may_take_place, key)

@@ -41,7 +41,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _CudaType(type):
-    """The type of the classes: calling one makes a tensor, ``isinstance`` asks one."""
+    """The type of the classes: calling one makes a tensor, ``isinstance`` checks one."""
 
     dtype: torch.dtype
     is_cuda = True

@@ -40,7 +40,7 @@ class _Surface:
         stale_storages: Sequence[int],
         storages_to_own: Sequence[int] = (),
     ) -> None:
-        """Both lists are of the addresses of storages (``_cdata``)."""
+        """Set a pool's state; both lists hold the addresses of storages (``_cdata``)."""
         memory = self._machine.device(device).allocator
         try:
             freed, live = memory.set_pool_state(state)

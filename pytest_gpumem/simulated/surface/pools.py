@@ -191,7 +191,7 @@ class _Api:
     # Page-locked host memory.
 
     def _cuda_hostMemoryStats(self) -> dict[str, Any]:
-        # The quantities were renamed; what torch's own function says of them tells which it has.
+        # The quantities were renamed; the docstring of torch's own function shows which it has.
         described = torch.cuda.host_memory_stats.__doc__ or ""
         return self._machine.pinned.memory.stats(by_blocks="active_requests" in described)
 

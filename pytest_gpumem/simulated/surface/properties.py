@@ -34,7 +34,7 @@ class Uuid:
 
     @property
     def bytes(self) -> list[int]:
-        """Its sixteen bytes, as numbers."""
+        """The sixteen bytes, as numbers."""
         return list(self._content)
 
     def __eq__(self, other: object) -> bool:

@@ -30,7 +30,7 @@ _CPU = torch.profiler.ProfilerActivity.CPU
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Answer, refuse or pass over."""
+    """Replace functions by answers, refusals or no-ops."""
     readings = _Readings(machine)
     for name in _MEASURED:
         patches.plan(torch.cuda, name, readings.sensor(name))

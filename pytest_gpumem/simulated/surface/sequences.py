@@ -1,6 +1,6 @@
 """Tensors in nested lists: ``torch.tensor([loss, other])``.
 
-For Python's C interface a tensor is no sequence, which is how torch knows that a tensor without
+For Python's C interface a tensor is no sequence, by which torch sees that a tensor without
 dimensions is a number there. A class whose ``__getitem__`` is replaced would be one, and stay one.
 """
 

@@ -35,7 +35,7 @@ _LOOKS = 0.02
 """Seconds between two looks at what a thread does."""
 
 _STUCK = 5.0
-"""Seconds in which who compiles has moved on, unless it waits for a lock."""
+"""Seconds in which a compiling thread has moved on, unless it waits for a lock."""
 
 _SIMULATED = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
@@ -84,7 +84,7 @@ class Standstill:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Let other threads rest inside; yields ``False`` if one did not come to rest in time."""
+        """Make other threads rest inside; yield ``False`` if one did not come to rest in time."""
         lock = self._execution.lock
         if lock is None or self.is_mine:
             yield True

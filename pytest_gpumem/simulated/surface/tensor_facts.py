@@ -45,7 +45,7 @@ class TensorFacts:
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
             return True
-        # A wrapper: it has no storage, and what is faked says itself where it is.
+        # A wrapper: it has no storage, and a fake tensor reports its own device.
         return tensor.__class__ not in raw.PLAIN and tensor.device.type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> bool:
@@ -123,7 +123,7 @@ class TensorFacts:
 
 
 def _is_asked_to_save() -> bool:
-    """Whether safetensors asks, which writes what it finds at an address (safetensors/torch.py)."""
+    """Whether safetensors calls, which writes the memory at an address (safetensors/torch.py)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back

@@ -39,7 +39,7 @@ class TensorMoves(TensorFacts):
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(target, torch.Tensor):
-            # In C++ the other tensor would only say meta.
+            # In C++ the other tensor would only be on meta.
             kwargs.pop("tensor", None)
             return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
         if not isinstance(target, (torch.device, str, int)):
@@ -89,7 +89,7 @@ class TensorMoves(TensorFacts):
     def _wrapper_to(
         self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
     ) -> torch.Tensor:
-        """Let a wrapper move the tensors it holds: it gets the device that the caller named."""
+        """Move a wrapper's tensors, with the device that the caller named."""
         if device.type == "cuda":
             device = self._machine.device(device.index).torch_device
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
@@ -200,7 +200,7 @@ def _is_sparse_on_host(tensor: torch.Tensor) -> bool:
 def _uploaded(
     tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """A copy of indices and values on ``device``, where shapes alone would not say how many.
+    """Return a copy of indices and values on ``device``: shapes would not show how many.
 
     Source: aten/src/ATen/native/sparse/SparseTensor.cpp (copy_sparse_), ATen/SparseTensorUtils.h
     (copy_into_sparse).

@@ -154,7 +154,7 @@ class TensorReads(TensorFacts):
 
 
 def _condition_of(frame: FrameType) -> str:
-    """Name the read of a condition, and the module of torch's that asks where the user does not."""
+    """Name the read of a condition, and torch's module if the condition is there."""
     module = str(frame.f_globals.get("__name__", ""))
     return f"bool() in {module}" if module.startswith("torch.") else "bool()"
 

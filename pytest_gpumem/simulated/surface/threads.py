@@ -64,7 +64,7 @@ class Threads:
         self.standstill = Standstill(machine.execution, lambda: (self.first, *self._tasks))
 
     def plan(self, patches: Patches) -> None:
-        """Take along every thread that starts from here on, and every task of an executor."""
+        """Include every thread that starts from now on, and every task of an executor."""
         patches.plan(threading.Thread, "start", self._start(threading.Thread.start))
         patches.plan(threading.Thread, "join", self._join(threading.Thread.join))
         patches.plan(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
@@ -162,7 +162,7 @@ class Threads:
 
     @property
     def _starter(self) -> str | None:
-        """Whose the threads are that this one starts."""
+        """The owner of threads that this one starts."""
         task = self._tasks.get(get_ident())
         return self.owner if task is None else task.owner
 

@@ -1,6 +1,6 @@
-"""Tensors that hold others and say themselves where they are: quantised weights, jagged tensors.
+"""Tensors that hold others and report their own device: quantised weights, jagged tensors.
 
-To C++ a wrapper on a simulated GPU is on ``meta`` like what it holds, so that autograd and the
+To C++ a wrapper on a simulated GPU is on ``meta`` like its tensors, so that autograd and the
 engine, which look for a driver of any other device, take both for the same.
 """
 

@@ -1,7 +1,7 @@
 """Tensors of several devices in one operator: what torch allows, and how it refuses the rest.
 
 Operators with a CUDA kernel compare the devices of all their tensors, in the order of their
-arguments, unless native_functions.yaml says ``device_check: NoCheck``
+arguments, unless native_functions.yaml has ``device_check: NoCheck``
 (torchgen/dest/register_dispatch_key.py, gen_device_check; ATen/core/adaption.cpp,
 common_device_check_failure). The others are built on TensorIterator, which lets a number on the
 host stand beside CUDA tensors (ATen/TensorIterator.cpp, compute_types). torch 2.6 to 2.15.
@@ -189,7 +189,7 @@ def _refuse_mask(tensors: Sequence[Placed]) -> None:
         )
 
 
-# What torch says of its operators.
+# torch's declarations of its operators.
 
 
 @functools.cache

@@ -82,7 +82,7 @@ def _sequences(
 
 
 _OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
-"""Which tensors of a forward or a backward have the keys' lengths."""
+"""Positions of the tensors of a forward or a backward that have the keys' lengths."""
 
 
 def _parts(ends: Tensor) -> list[slice]:

@@ -27,10 +27,10 @@ class Known(finite.Numbers, Protocol):
         """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Take ``value`` for what every element of ``tensor`` holds."""
+        """Assume ``value`` for every element of ``tensor``."""
 
 
 Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
@@ -80,7 +80,7 @@ torch/nn/init.py since 2.13.
 
 
 def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
-    """Answer the condition that ``frame`` asks, with a note, where it is such a one of torch's."""
+    """Return the answer to a condition in torch's function ``frame``, and a note, if it has one."""
     module = str(frame.f_globals.get("__name__", ""))
     if not module.startswith("torch."):
         return None
@@ -156,7 +156,7 @@ def _no_infinity(values: Known, args: tuple[Any, ...], result: Any) -> torch.Ten
 
 
 def _also(func: Any, other: Assumption | None) -> Assumption:
-    """Take unknown numbers for finite where ``func`` asks that, else do what ``other`` does."""
+    """Assume that unknown numbers are finite where ``func`` checks that, else apply ``other``."""
 
     def assume(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
         answer = finite.answer(values, func, args)

@@ -30,7 +30,7 @@ _SAME = frozenset(
 """Operators whose results hold what each element of their first argument holds."""
 _COUNTING = frozenset({"sum", "count_nonzero"})
 _SOURCES = {"aten::_to_copy": 0, "aten::copy_": 1}
-"""Which argument is copied."""
+"""Position of the argument that is copied."""
 
 
 @dataclass(frozen=True)

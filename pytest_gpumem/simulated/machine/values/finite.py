@@ -33,9 +33,9 @@ QUESTIONS = frozenset(
     + [getattr(_aten, name).Tensor for name in _COMPARISONS]
     + [getattr(_aten, name).Scalar for name in _COMPARISONS]
 )
-"""Operators that can ask whether numbers are finite.
+"""Operators that can check whether numbers are finite.
 
-``isfinite`` asks ``x == x`` and ``x.abs() != inf``, ``isreal`` and code of users ``x != x``.
+``isfinite`` runs ``x == x`` and ``x.abs() != inf``, ``isreal`` and code of users ``x != x``.
 Source: aten/src/ATen/native/TensorCompare.cpp (isfinite, isinf, isnan), torch 2.6 to 2.15.
 """
 

@@ -69,7 +69,7 @@ class Kept:
             self._held -= base.numel() * base.element_size()
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
         if raw.is_on_device(source):
             return
         if source.shape == tensor.shape and source.layout is torch.strided:

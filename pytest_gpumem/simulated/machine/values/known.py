@@ -32,7 +32,7 @@ class Left(Protocol):
     """A keeper of the values that a storage leaves behind, such as a graph's pool."""
 
     def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Take what the storage ``key`` held, where that is known."""
+        """Keep the values of the storage ``key``, where they are known."""
 
 
 class Captured(Protocol):
@@ -58,7 +58,7 @@ class Values(Reading):
         self.pooled: WeakValueDictionary[int, Left] = WeakValueDictionary()
         """By key: where values go when a storage in a graph's pool dies."""
         self.recording: Callable[[], Captured | None] | None = None
-        """Says where operators of a capture go, while there is one."""
+        """Returns the recorder of a capture's operators, while there is a capture."""
 
     def follow(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -95,7 +95,7 @@ class Values(Reading):
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Follow no operator that runs inside."""
+        """Do not follow operators that run inside."""
         before, self._ignoring = self._ignoring, True
         try:
             yield
@@ -105,7 +105,7 @@ class Values(Reading):
     def replace(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Take facts about ``result`` and written tensors from ``operator`` as a whole."""
+        """Update the values of ``result`` and of written tensors from ``operator`` as a whole."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):
@@ -135,7 +135,7 @@ class Values(Reading):
             self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Know of ``result`` what ``function`` returns on the CPU, and nothing else.
+        """Set the values of ``result`` to those that ``function`` returns on the CPU.
 
         For composite operators whose parts have the right shapes and not the right values.
         """
@@ -169,9 +169,9 @@ class Values(Reading):
         return found
 
     def know(self, results: Sequence[Any], computed: Sequence[Any], given: Iterable[Any]) -> None:
-        """Know what ``results``, parts of new storages or given ones, hold.
+        """Set the values of ``results``, which are parts of new storages or given ones.
 
-        ``computed`` of ``given``, which :meth:`shared` returned and which was written to.
+        They are ``computed`` from ``given``, which :meth:`shared` returned and which was written.
         """
         used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
         for result, value in zip(results, computed, strict=True):
@@ -188,7 +188,7 @@ class Values(Reading):
     def make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Know what a factory, or a copy between devices, has just made."""
+        """Set the values of a tensor that a factory, or a copy between devices, has just made."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):

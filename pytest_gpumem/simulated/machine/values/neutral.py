@@ -25,7 +25,7 @@ _DECODERS = (
 
 
 class _AsFloat(type):
-    """Tables by type, such as ``torch.testing`` has, find what they say of ``float``."""
+    """A metaclass by which tables by type, such as ``torch.testing`` has, find ``float``."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is float
@@ -72,7 +72,7 @@ class NeutralInt:
 
 
 def _refusal(shown: str, read: str) -> UnknownValueError:
-    # Not before: the plugin knows these types, and starts without torch.
+    # Imported late: the plugin uses these types, and starts without torch.
     from pytest_gpumem.simulated.common.callsite import user_line
 
     return UnknownValueError(
@@ -142,7 +142,7 @@ for _name, _shown in _CONDITIONS.items():
     setattr(NeutralFloat, _name, _refusing(_name, _shown))
     setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
 for _name in ("__int__", "__trunc__", "__floor__", "__ceil__"):
-    # Python's integers cannot say that they are made up.
+    # Python's integers cannot show that they are made up.
     setattr(NeutralFloat, _name, _refusing(_name, f"{_name.strip('_')}()"))
 for _name, _shown in {"__hash__": "hash()", "__int__": "int()", "__float__": "float()"}.items():
     setattr(NeutralInt, _name, _refusing_integer(_name, _shown))

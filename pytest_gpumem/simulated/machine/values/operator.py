@@ -21,7 +21,7 @@ _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
     "aten::batch_norm_update_stats": (1, 2),
     "aten::rrelu_with_noise": (1,),
 }
-"""Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
+"""Arguments that an operator writes to although its schema omits it (2.6 to 2.15): running
 statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
 
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -45,7 +45,7 @@ class Operator:
 
     func: Any
     name: str
-    """With its namespace, without its overload."""
+    """The name with its namespace, without its overload."""
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
     overwrites: bool

@@ -47,11 +47,11 @@ class Ranges:
             self.remember(result, found)
 
     def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Know the range of ``tensor``."""
+        """Set the range of ``tensor``."""
         self.by_key[storage_key(tensor)] = tensor.dtype, found
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Know nothing more of ``tensors``."""
+        """Forget the ranges of ``tensors``."""
         for tensor in tensors:
             self.by_key.pop(storage_key(tensor), None)
 

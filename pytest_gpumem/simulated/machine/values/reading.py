@@ -108,7 +108,7 @@ class Reading(Kept):
         return not self.everything or self.uncomputed is not None
 
     def refusal(self, read: str) -> str:
-        """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
+        """Return the error text for ``read``, such as ``bool() at test.py:3 reads``."""
         if self.uncomputed is not None:
             return (
                 f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "

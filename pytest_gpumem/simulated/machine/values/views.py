@@ -19,7 +19,7 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
     """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
     offset = tensor.storage_offset()
     if base.dtype == tensor.dtype:
-        # A lazy module's buffer refuses to say its shape otherwise.
+        # A lazy module's buffer has no shape otherwise.
         shape = tensor.size() if is_lazy(tensor) else tensor.shape
         view = _as_strided(base, shape, tensor.stride(), offset)
     else:

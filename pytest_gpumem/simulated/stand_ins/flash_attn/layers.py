@@ -19,7 +19,7 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 def launch(*tensors: Tensor | None) -> None:
-    """Stand for a kernel that writes to its arguments and allocates nothing."""
+    """Replace a kernel that writes to its arguments and allocates nothing."""
     raise RuntimeError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
 

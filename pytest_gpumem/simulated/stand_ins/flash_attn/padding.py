@@ -46,7 +46,7 @@ class IndexPutFirstAxis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Take them out again."""
+        """Return the gradient of the rows at ``indices``."""
         (indices,) = ctx.saved_tensors
         return grads[0][indices], None, None
 

@@ -1,4 +1,4 @@
-"""The driver that Triton asks for the device: a simulated GPU's.
+"""Triton's driver of the device: a simulated GPU's.
 
 Source: triton/backends/nvidia/driver.py and triton/runtime/driver.py, releases 3.2 to 3.9.
 """
@@ -39,11 +39,11 @@ class _Simulated:
 
 
 def _driver(kind: type, machine: SimulatedMachine) -> Any:
-    """Triton's own driver for CUDA, but for what it asks the device."""
+    """Return Triton's own driver for CUDA, but for its queries to the device."""
 
     def __init__(self: Any) -> None:  # noqa: N807  # of the class below
         self.utils = _Utils(machine)
-        # Asked for where they are called: a simulation replaces them when it begins.
+        # Looked up when they are called: a simulation replaces them when it begins.
         self.get_device_capability = lambda *of: torch.cuda.get_device_capability(*of)
         self.get_current_stream = lambda index=None: torch.cuda.current_stream(index).cuda_stream
         self.get_current_device = lambda: torch.cuda.current_device()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]
 
 ARE_IN = "triton.runtime.jit"
-"""The module that is there once Triton is: not all that is called ``triton`` is Triton itself."""
+"""A module of Triton itself, once that is imported: others may be called ``triton``, too."""
 
 CLEARED_CACHE = 256 * 1024 * 1024
 """Bytes that ``triton.testing.do_bench`` clears before each run, so that the L2 cache holds nothing
@@ -40,7 +40,7 @@ CLEARED_CACHE = 256 * 1024 * 1024
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Stand in the way of Triton's launches, and of its driver, once Triton is imported."""
+    """Replace Triton's launches, and its driver, once Triton is imported."""
     launches = _Launches(machine)
     for module, kind, method, launch in (
         (ARE_IN, "JITFunction", "run", launches.of_kernel),
@@ -85,7 +85,7 @@ class _Launches:
         return lambda kernel, *args, **options: real(self._kernel(kernel), *args, **options)
 
     def of_heuristics(self, real: Run) -> Run:
-        """``Heuristics.run``, which asks functions for arguments, and launches."""
+        """Return ``Heuristics.run``, which calls functions for arguments, and launches."""
         return real
 
     def of_tuner(self, real: Run) -> Run:

@@ -1,9 +1,9 @@
-"""Which of its arguments a Triton kernel may write to, read from its source.
+"""Arguments that a Triton kernel may write to, read from its source.
 
 A kernel writes by ``tl.store``, ``tl.atomic_*``, ``tl.inline_asm_elementwise`` and the methods of
 tensor descriptors (triton/language/core.py, releases 3.2 to 3.9); each is followed back to the
 parameters that its pointer is computed from. Where the source leaves that open, as with a function
-that is a parameter itself, what is passed on counts as written.
+that is a parameter itself, its arguments count as written.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Reader:
     returned: Names = _NONE
 
     def read(self, function: ast.FunctionDef) -> Effects:
-        """Follow all assignments until nothing more is learnt: loops carry variables around."""
+        """Follow all assignments until nothing changes: loops carry variables around."""
         given = function.args
         for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
             self.points[argument.arg] = frozenset({argument.arg})
