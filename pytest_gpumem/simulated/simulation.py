@@ -1,4 +1,4 @@
-"""Simulated GPUs as the process meets them: what is replaced while they are there."""
+"""Simulated GPUs of the process: the replaced names while a simulation is active."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pytest_gpumem.simulated.surface.triton import driver, launches
 from pytest_gpumem.values.world import World
 
 _stack: list[Simulation] = []
-"""Active simulations, innermost last: what is patched is the process, so the stack is its."""
+"""Active simulations, innermost last: they replace names of the whole process."""
 
 _LOADING = "CUDA_MODULE_LOADING"
 
@@ -314,7 +314,7 @@ def _suspended() -> Iterator[None]:
 
 
 def active_simulation() -> Simulation | None:
-    """The simulation that serves ``cuda`` now."""
+    """Return the simulation that serves ``cuda`` now."""
     return _stack[-1] if _stack else None
 
 

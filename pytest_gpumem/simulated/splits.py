@@ -17,7 +17,7 @@ class Splits:
     """
 
     def __init__(self, segments: Iterable[Mapping[str, Any]]) -> None:
-        """Begin with ``segments``, as a snapshot has them."""
+        """Begin with ``segments`` of a snapshot."""
         self.bytes = 0
         """Free parts of segments that are partly in use (``inactive_split_bytes``)."""
         self._addresses: list[int] = []

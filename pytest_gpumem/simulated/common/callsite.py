@@ -86,7 +86,7 @@ class Running(threading.local):
 
 
 running = Running()
-"""One, because what a simulation replaces is the process too."""
+"""The only one, because a simulation replaces names of the whole process."""
 
 
 class Provenance:
@@ -200,7 +200,7 @@ class Provenance:
 
 
 def provenance() -> Provenance:
-    """The frames that lead here, without those of this package in front."""
+    """Return the frames that lead here, without those of this package in front."""
     entries: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
     while frame.f_back is not None and is_own(frame.f_code.co_filename):
@@ -230,7 +230,7 @@ def provenance() -> Provenance:
 
 
 def _script_frames() -> Sequence[dict[str, Any]]:
-    """The frames of TorchScript's interpreter, which has none in Python."""
+    """Return the frames of TorchScript's interpreter, which has none in Python."""
     (frames,) = symbolize_tracebacks([gather_traceback(False, True, False)])
     return cast(list[dict[str, Any]], frames)
 
@@ -300,7 +300,7 @@ def _is_factory(operator: Any) -> bool:
 
 @cache
 def is_own(filename: str) -> bool:
-    """Whether code of this file is our own."""
+    """Return whether code of this file is our own."""
     return filename.startswith(_OWN)
 
 
@@ -318,7 +318,7 @@ def is_written_by_inductor(filename: str) -> bool:
 
 @cache
 def is_internal(filename: str) -> bool:
-    """Whether code of this file is torch's, Triton's or our own, or is passed through."""
+    """Return whether code of this file is torch's, Triton's or our own, or is passed through."""
     passed = (
         Path(filename).name in _PASSED
         or filename == copy.__file__

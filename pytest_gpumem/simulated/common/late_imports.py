@@ -1,4 +1,4 @@
-"""Modules that are first imported while a simulation is active: alone, or not at all."""
+"""Modules that are first imported during a simulation: without replaced names, or not at all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StandIn(ModuleType):
         return sys.modules.get(self.__name__) is self
 
     def real(self) -> ModuleType:
-        """The real module, imported alone."""
+        """Return the real module, imported alone."""
         if not self._stands:
             return importlib.import_module(self.__name__)
         del sys.modules[self.__name__]
@@ -119,7 +119,7 @@ class LateImports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the package where Python finds it; others are not found here."""
+        """Find a module of the package as Python does; return ``None`` for others."""
         of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
         if not of_stand_in and (self._is_in_sight(fullname) or not self._is_of(fullname)):
             return None
@@ -138,7 +138,7 @@ class LateImports(MetaPathFinder):
 
 
 class _AloneLoader(Loader):
-    """Puts ``loader`` back where it belongs, and lets it work alone."""
+    """Restores ``loader`` in the module's spec, and runs it without replaced names."""
 
     def __init__(self, loader: Loader, alone: Alone) -> None:
         self._loader = loader

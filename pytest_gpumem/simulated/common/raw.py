@@ -19,7 +19,7 @@ _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
 
 PLAIN: frozenset[Any] = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes of tensors that do not override what is done with them."""
+"""Classes of tensors that do not override operations."""
 
 
 def base(name: str) -> Callable[..., Any]:

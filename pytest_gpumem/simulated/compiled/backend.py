@@ -1,4 +1,4 @@
-"""Backends of ``torch.compile``, led to a simulated GPU: Inductor, and those made of Python.
+"""Backends of ``torch.compile`` for a simulated GPU: Inductor, and those made of Python.
 
 A backend gets Dynamo's graph and what it makes of it runs, as on a GPU: Inductor's wrapper, or the
 graphs that AOTAutograd has cut, operator by operator.
@@ -42,7 +42,7 @@ class Backend:
         self._tracing = tracing
         self._given = given
         self._settings: dict[str, Any] | None = getattr(given, "config", None)
-        """Inductor's, by name; ``None`` for another backend."""
+        """Inductor's settings, by name; ``None`` for another backend."""
         self._refuses = refuses
 
     def __eq__(self, other: object) -> bool:
@@ -76,7 +76,7 @@ class Backend:
 
 
 def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether there is a tensor on a GPU in ``graph``."""
+    """Return whether there is a tensor on a GPU in ``graph``."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes]
     return any(
         isinstance(value, torch.Tensor) and value.is_cuda

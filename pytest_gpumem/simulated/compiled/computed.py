@@ -38,7 +38,7 @@ _COMPUTED = frozenset({"aten", "prims"})
 """Namespaces of torch's operators, which the CPU can compute."""
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
-"""Strides on the CPU may be others than on a GPU; Inductor takes these for the same, too."""
+"""Replacements for other strides on the CPU; Inductor treats both as the same, too."""
 
 
 class Computed:
@@ -164,7 +164,7 @@ def _operator(target: Any) -> Operator:
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
-    """Draw for ``inductor_random`` by its seed, as backward has to draw the same again."""
+    """Draw for ``inductor_random`` by its seed, so that backward draws the same again."""
     draw = getattr(_aten, mode).generator
     drawn: torch.Tensor = draw(size, generator=_seeded(seed), dtype=torch.float32, device=CPU)
     return drawn
@@ -265,7 +265,7 @@ def _targets(node: Node) -> list[Node]:
 
 
 def _written(graph: GraphModule) -> list[int]:
-    """The positions of the inputs that ``graph`` writes to."""
+    """Return the positions of the inputs that ``graph`` writes to."""
     inputs = list(graph.graph.find_nodes(op="placeholder"))
     written = {target for node in graph.graph.nodes for target in _targets(node)}
     return [at for at, each in enumerate(inputs) if each in written]
@@ -278,7 +278,7 @@ def _nodes(graph: GraphModule) -> Iterator[Node]:
 
 
 def _on_host(graph: GraphModule) -> GraphModule:
-    """A copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites the one it has."""
+    """Return a copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites its own."""
     copied = _copied(graph)
     name_gpu(copied, lambda value: CPU if isinstance(value, torch.device) else value)
     return copied

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.compiled.tracing import Bare, Resting, Tracing
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
-"""Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
+"""Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
 
 _GOES_ON = "while another thread goes on that may use torch"
 """The reason why nothing can be compiled: names are replaced for all threads of the process."""
@@ -66,7 +66,7 @@ _INDUCTOR = "torch._inductor.compile_fx"
 """The module in which Inductor gets a graph, from any frontend."""
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
-"""Under which a callback of Dynamo's keeps what it calls, by release."""
+"""Attributes of Dynamo's callbacks for the wrapped function, by release."""
 
 _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
 """The folder of files that simulate, and compute what compiled code needs."""
@@ -82,7 +82,7 @@ _CAPTURES = (
 and attention whose scores a function changes. Their gradients need the tensors of its closure."""
 
 libraries_compile: set[CodeType] = set()
-"""Functions of this package that stand for what a library gives to ``torch.compile``."""
+"""Functions of this package that replace those a library passes to ``torch.compile``."""
 
 _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 """The frames that were compiled for a machine, of all of the process: Dynamo keeps them there."""
@@ -255,7 +255,7 @@ class Compilation:
         note_at_line(self._machine, f"{what}: compiled code allocates less")
 
     def _reason(self, backend: str) -> str | None:
-        """Why what ``backend`` makes is not followed."""
+        """Return why the result of ``backend`` is not followed; ``None`` if it is."""
         if torch.__version__ < FOLLOWED_SINCE:
             return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
@@ -315,7 +315,7 @@ class Compilation:
         return _compile
 
     def _capturing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled autograd, which traces from there on until its instance is closed."""
+        """Wrap the start of compiled autograd, which traces until its instance is closed."""
 
         def begin_capture(instance: Any, *args: Any) -> Any:
             instance.stack.enter_context(self._tracer().entered())
@@ -333,7 +333,7 @@ class Compilation:
         return extract_bw_module
 
     def forget(self, *, own: bool = True) -> None:
-        """Compile anew what was compiled for machines, with ``own`` for this one, too.
+        """Reset the code that was compiled for machines, with ``own`` for this one, too.
 
         Dynamo keeps but a few results of each frame, and takes for dynamic what had other sizes
         before: what a test allocates would depend on those that ran before it.
@@ -399,7 +399,7 @@ def _inner(callback: Any) -> Any:
 
 
 def _filtered(others: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Guards without those on names of torch's: what is replaced there is torch's own again."""
+    """Filter out guards on names of torch's: replaced names are torch's own again by then."""
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
         kept = [True] * len(guards) if others is None else others(guards)

@@ -33,7 +33,7 @@ _PLACES = ("device", "fake_device", "_fake_device")
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """List what makes fake tensors of the GPUs of ``machine``."""
+    """Plan replacements that make fake tensors of the GPUs of ``machine``."""
     for name, value in (
         ("__new__", staticmethod(_placed(machine, FakeTensor.__new__))),
         ("is_cuda", property(lambda fake: fake.fake_device.type == "cuda")),

@@ -41,7 +41,7 @@ def kept() -> Iterator[None]:
 
 @cache
 def _with_shapes_alone() -> tuple[OpOverload, ...]:
-    """ATen's operators that are built from others and have a kernel for ``meta`` in Python."""
+    """Return ATen's operators that are built from others and have a Python ``meta`` kernel."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = name.partition("::")

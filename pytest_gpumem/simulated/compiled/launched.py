@@ -15,7 +15,7 @@ class Launched:
 
     @contextmanager
     def told_to(self, wrote: Callable[..., None]) -> Iterator[None]:
-        """Tell ``wrote`` inside."""
+        """Call ``wrote`` for writes inside."""
         before, self.wrote = self.wrote, wrote
         try:
             yield
@@ -24,4 +24,4 @@ class Launched:
 
 
 launched = Launched()
-"""One, because what a simulation replaces is the process."""
+"""The only receiver, because a simulation replaces names of the whole process."""

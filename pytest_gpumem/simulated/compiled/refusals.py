@@ -14,11 +14,11 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 class CompiledCodeError(RuntimeError):
-    """Compiled code that cannot be followed, where all of it is to be: the test fails."""
+    """An error for compiled code that cannot be followed, if all of it must be."""
 
 
 def another_goes_on() -> CompiledCodeError:
-    """The error where another thread does not rest, for which all would be replaced, too."""
+    """Return the error for another thread that does not rest: replacements would affect it."""
     return CompiledCodeError(
         f"{OF_COMPILED_CODE} {user_line()} compiles, and another thread goes on that may use "
         "torch: let it end before, or use compile='eager'"
@@ -32,7 +32,7 @@ def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
 
 
 def tell_of_compiled_code(notes: Iterable[str]) -> bool:
-    """Whether ``notes`` are of a run that called compiled code; one that follows it has none."""
+    """Return whether ``notes`` are of a run whose compiled code was not followed."""
     return any(note.startswith(OF_COMPILED_CODE) for note in notes)
 
 

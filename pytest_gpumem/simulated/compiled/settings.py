@@ -1,4 +1,4 @@
-"""Settings of Inductor's: what it would measure, what it keeps, and processes it would start."""
+"""Settings of Inductor's: measurements, caches, and processes for compiling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TUNING = (
     "coordinate_descent_tuning",
     "triton.autotune_at_compile_time",
 )
-"""Settings of Inductor that let it choose kernels by their speed."""
+"""Settings with which Inductor chooses kernels by their speed."""
 
 UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
 """Settings of Inductor where it writes a wrapper: nothing is measured."""

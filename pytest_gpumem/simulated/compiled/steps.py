@@ -35,7 +35,7 @@ class MarkedSteps:
             self._count = _exchanged(others)
 
     def forget(self) -> None:
-        """Begin as if none had been marked."""
+        """Reset the count of marked steps."""
         self._count = 0
         if self._are_counted:
             _exchanged(0)

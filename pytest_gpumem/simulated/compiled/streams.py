@@ -23,7 +23,7 @@ _OWN: tuple[type, ...] = torch.cuda.streams.Stream, torch.cuda.streams.Event
 
 @contextmanager
 def refused() -> Iterator[list[str]]:
-    """Refuse to make any inside; why is in the value, as torch wraps errors by release."""
+    """Refuse to make any inside; the value has the reason, as torch wraps errors by release."""
     refusals: list[str] = []
 
     def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:

@@ -95,7 +95,7 @@ _last: weakref.ref[Tracing] | None = None
 
 
 class Tracing:
-    """Lets torch compile for the GPUs of ``machine``; can be entered anew inside."""
+    """Makes torch compile for the GPUs of ``machine``; can be entered again inside."""
 
     def __init__(self, machine: SimulatedMachine, bare: Bare, code: Bare, resting: Resting) -> None:
         self._machine = machine
@@ -185,7 +185,7 @@ class Tracing:
         return _no_clock()
 
     def _pads(self, decide: Any) -> Callable[..., bool]:
-        """Whether a product is padded: Inductor measures it, where it is not clear before.
+        """Wrap ``decide``, whether a product is padded: Inductor measures it in unclear cases.
 
         Tensor cores read rows of 16 bytes, so padding pays where they are used, unless the product
         waits for memory anyway: then copying what is padded costs more.
@@ -317,7 +317,7 @@ class Tracing:
 
 
 class _OnHost(TorchDispatchMode):
-    """Makes on the CPU what is to be made on a GPU: constants, whose values are looked at."""
+    """Makes constants of a GPU on the CPU, as torch reads their values."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -358,14 +358,14 @@ def _version() -> str:
 
 
 def _intensity(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Multiplications by each number that is read or written (is_mm_compute_bound)."""
+    """Return the multiplications per number that is read or written (is_mm_compute_bound)."""
     sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
     rows, inner, columns = (size if isinstance(size, int) else size.node.hint for size in sizes)
     return rows * inner * columns / (rows * inner + inner * columns + rows * columns)
 
 
 def _asking(name: str) -> Callable[..., Any]:
-    """Ask ``torch._C`` under ``name`` when it is called: which machine answers changes."""
+    """Return a function that looks ``name`` up in ``torch._C`` when called: machines change."""
 
     def ask(*args: Any) -> Any:
         return getattr(torch._C, name)(*args)

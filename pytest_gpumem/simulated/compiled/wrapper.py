@@ -36,7 +36,7 @@ from pytest_gpumem.values.operator_names import FUSED
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """List what wrappers are to find while they are loaded, and what is written into them."""
+    """Plan the names that wrappers load, and changes to their source."""
     patches.plan(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
     patches.plan(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
     patches.plan(AsyncCompile, "triton", _load_kernel)
@@ -62,7 +62,7 @@ class Memory:
     def __call__(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Take memory of the current GPU."""
+        """Allocate memory of the current GPU."""
         # Looked up when it is called: a wrapper outlives the simulation that it was made in.
         try:
             return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
@@ -71,13 +71,13 @@ class Memory:
 
 
 def _take_pinned(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Take memory of the host that a copy to the GPU reads."""
+    """Allocate memory of the host that a copy to the GPU reads."""
     return torch.empty_strided(size, stride, dtype=dtype, pin_memory=True)
 
 
 @cache
 def _together(operators: tuple[str, ...]) -> str:
-    """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
+    """Return the operators as users call them: ``torch.softmax + torch.dropout, fused``."""
     names = list(dict.fromkeys(map(shown_operator, operators)))
     return " + ".join(names) + (FUSED if len(names) > 1 else "")
 
@@ -141,7 +141,7 @@ def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | None] | None:
-    """The operators of what ``nodes`` compute together, and filename, line and function of it.
+    """Return the operators that ``nodes`` compute together, and their filename, line and function.
 
     The line is that of the last one, ``None`` where none of them comes from the user's code: of
     torch's own modules. It is ``None`` altogether where there is no operator.
@@ -156,7 +156,7 @@ def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | 
 
 
 def _name(operator: Any) -> str | None:
-    """An operator's name as its schema has it; ``None`` for what computes sizes."""
+    """Return an operator's name by its schema; ``None`` for one that computes sizes."""
     if isinstance(operator, OpOverload):
         return operator._schema.name
     return operator.name() if isinstance(operator, HigherOrderOperator) else None
@@ -166,7 +166,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
 def _place(stack: str | None) -> Place | None:
-    """The innermost frame outside torch."""
+    """Return the innermost frame outside torch."""
     for filename, line, function in reversed(_FRAME.findall(stack or "")):
         if not is_internal(filename):
             return filename, int(line), function.strip()
@@ -185,7 +185,7 @@ class Kernel:
         self._source = source
 
     def run(self, *args: Any, stream: Any = None, **options: Any) -> None:
-        """Launch it: what it writes to has unknown values from then on."""
+        """Launch the kernel: tensors that it writes to have unknown values from then on."""
         if launched.wrote is not None:
             launched.wrote(*(args[at] for at in self._outputs if at < len(args)))
 

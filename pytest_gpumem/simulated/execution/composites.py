@@ -23,7 +23,7 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 
 
 def is_composite(func: Any) -> bool:
-    """Whether torch builds ``func`` from other operators on every device."""
+    """Return whether torch builds ``func`` from other operators on every device."""
     # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
     return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
 
@@ -37,7 +37,7 @@ def composite(runner: Runner, func: Any) -> Handler:
 
 
 def is_move(func: Any) -> bool:
-    """Whether ``func`` is the primitive that Inductor writes where a graph's parts are apart."""
+    """Return whether ``func`` is Inductor's primitive between separate parts of a graph."""
     return str(func) == "prims.device_put.default"
 
 
@@ -47,7 +47,7 @@ def move(runner: Runner, func: Any) -> Handler:
 
 
 def in_view(runner: Runner, func: Any) -> Handler:
-    """An operator that autograd sees whole and that CUDA builds from others."""
+    """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
     built = on_machine(tables.IN_VIEW[str(func)], func, runner.machine)
     parts = of_parts(runner, built)
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
@@ -60,7 +60,7 @@ nothing else (torch/_prims/rng_prims.py)."""
 
 
 def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
-    """Control flow, and what else takes functions for arguments."""
+    """Return a handler of control flow, and of other operators that take functions."""
     if func.name() in _UNSEEN:
         return of_parts(runner, _UNSEEN[func.name()])
     if func.name() in _WITH_RANDOM_STATE:

@@ -18,12 +18,12 @@ _SPARSE_PARTS = {**sparse.PARTS, **sparse_products.PARTS}
 
 
 def computing(runner: Runner, func: Any) -> Handler:
-    """Any operator that is of no other kind."""
+    """Return the handler of an operator that is of no other kind."""
     return of_rule(runner, func, tables.rule_of(func), resizes=may_resize(func))
 
 
 def may_resize(func: Any) -> bool:
-    """Whether ``func`` may change the size of an existing storage."""
+    """Return whether ``func`` may change the size of an existing storage."""
     schema = func._schema
     return "out" in schema.overload_name or "resize" in schema.name or "set_" in schema.name
 

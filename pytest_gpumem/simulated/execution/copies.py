@@ -15,7 +15,7 @@ from pytest_gpumem.simulated.operators import sparse, transfers
 
 
 def copy(runner: Runner, func: Any) -> Handler:
-    """Write to a tensor what another holds, wherever the two are."""
+    """Return a handler that writes a tensor's contents to another, on any devices."""
     operator = Operator.of(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ from pytest_gpumem.values.errors import UnknownValueError
 
 
 def is_custom(func: Any) -> bool:
-    """Whether ``func`` is none of torch's own."""
+    """Return whether ``func`` is no operator of torch's own."""
     return func.namespace not in TORCHS_OWN
 
 
@@ -78,7 +78,7 @@ def _on_device(runner: Runner, definition: Any) -> Handler:
 
 
 def _kernel(definition: Any) -> Any:
-    """The function that ``torch.library.custom_op`` was given for GPUs, or for all devices."""
+    """Return the function of ``torch.library.custom_op`` for GPUs, or for all devices."""
     functions = definition._backend_fns
     return functions.get("cuda", functions.get(None, definition._init_fn))
 

@@ -25,11 +25,11 @@ _IN_CPP = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "scalar_tensor")
 )
-"""Factories whose meta kernels take no longer than to look their shapes up."""
+"""Factories whose meta kernels are as fast as looking their shapes up."""
 
 
 def is_factory(func: Any) -> bool:
-    """Whether ``func`` takes a device."""
+    """Return whether ``func`` takes a device."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
@@ -131,7 +131,7 @@ def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
 
 
 def scalar(runner: Runner, func: Any) -> Handler:
-    """A number as a tensor, which C++ also makes of the numbers among arguments."""
+    """Return a handler that makes a tensor of a number, as C++ does for arguments, too."""
     make = factory(runner, func)
     machine, here = runner.machine, runner.machine.here
     operator = Operator.of(func)

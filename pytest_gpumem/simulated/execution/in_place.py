@@ -13,7 +13,7 @@ from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 
 
 def may_be_in_place(func: Any) -> bool:
-    """Whether some formula applies ``func`` in place."""
+    """Return whether some formula applies ``func`` in place."""
     return str(func) in IN_PLACE
 
 

@@ -51,7 +51,7 @@ class Special(NamedTuple):
 
     takes: Callable[[Any], bool]
     handler: Callable[[Runner, Any, Handler], Handler]
-    """Is given what runs the other calls."""
+    """A function that gets the handler of the other calls."""
 
 
 SPECIAL = (
@@ -60,7 +60,7 @@ SPECIAL = (
     Special(masks.is_selection, masks.selected),
     Special(is_of_lists, computing.each_device),
 )
-"""Every one that takes an operator, from the inside out."""
+"""All such kinds, from the inside out."""
 
 
 def handler_of(runner: Runner, func: Any) -> Handler:

@@ -17,7 +17,7 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def is_pinning(func: Any) -> bool:
-    """Whether ``func`` is about pinned memory."""
+    """Return whether ``func`` is about pinned memory."""
     return func._schema.name in _ANSWERS
 
 
@@ -28,7 +28,7 @@ def pinning(runner: Runner, func: Any) -> Handler:
 
 
 def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the host has memory that is pinned."""
+    """Return whether a tensor of the host has memory that is pinned."""
     if machine.storages.of(tensor) is not None:
         return False
     try:
@@ -38,7 +38,7 @@ def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
 
 
 def pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy of ``tensor``, or itself where it is pinned.
+    """Return a pinned copy of ``tensor``, or itself where it is pinned.
 
     Raises ``RuntimeError`` in torch's words for a tensor on a GPU.
     """

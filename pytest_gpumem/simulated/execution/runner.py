@@ -112,7 +112,7 @@ class Runner:
         return result
 
     def concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments, with CPU tensors of unknown values on ``meta``."""
+        """Return the arguments, with CPU tensors of unknown values on ``meta``."""
         return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
 
     def is_elsewhere(
@@ -174,11 +174,11 @@ class Runner:
         return owner
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is on ``meta`` because user code requested that."""
+        """Return whether ``tensor`` is on ``meta`` because user code requested that."""
         return raw.is_meta(tensor) and self.place(tensor) == "meta"
 
     def place(self, tensor: torch.Tensor) -> str:
-        """The device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
+        """Return the device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
         record = self.storages.of(tensor)
         if record is not None:
             return str(record.device.torch_device)
@@ -198,7 +198,7 @@ class Runner:
         return self.values.refusal(f"{func} at {user_line()} reads")
 
     def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether some tensor stands for memory of a GPU; others have errors of their own."""
+        """Return whether a tensor stands for memory of a GPU; others have errors of their own."""
         if self.machine.has_real_meta:
             return self.owner(args, kwargs) is not None
         return any(map(raw.is_meta, tensors_in((args, kwargs))))
@@ -224,7 +224,7 @@ class Runner:
 def no_shapes(
     runner: Runner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> UnsupportedOperatorError:
-    """The refusal of the operator ``func``, called with these arguments."""
+    """Return the refusal of the operator ``func``, called with these arguments."""
     own = func.namespace in TORCHS_OWN
     line = user_line() if own else callers_line()
     sentence = (

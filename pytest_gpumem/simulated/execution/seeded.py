@@ -13,7 +13,7 @@ from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 SMALLEST = 1 << 16
-"""Numbers of a tensor that is worth leaving unfilled; what code may decide by is smaller."""
+"""Fewest numbers of a tensor that is left unfilled; code may decide by smaller ones."""
 
 
 def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:

@@ -187,7 +187,7 @@ def _of_other_sizes(known: _Known, key: Any) -> Any:
 
 
 def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
-    """The description of a call by element, and the one size and stride of all its tensors.
+    """Return the description of a call by element, and the size and stride all its tensors have.
 
     The size is empty unless all are dense and in order, to which TensorIterator (``fast_set_up`` of
     aten/src/ATen/TensorIterator.cpp) answers in kind. Numbers on tensors may stand beside them.
@@ -214,7 +214,7 @@ def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
 
 
 def _is_alike(func: Any) -> bool:
-    """Whether ``func`` returns the same on machines that are alike, with no description to change.
+    """Return whether ``func`` has the same results on alike machines, without descriptions.
 
     Descriptions of lists, of hundreds of tensors each, go with their machine.
     """
@@ -225,7 +225,7 @@ def _is_alike(func: Any) -> bool:
 
 
 def is_of_lists(func: Any) -> bool:
-    """Whether ``func`` takes lists of tensors, and does the same to one element after the other."""
+    """Return whether ``func`` takes lists of tensors, and runs element by element."""
     return bool(func._schema.name.startswith("aten::_foreach_"))
 
 
@@ -240,7 +240,7 @@ def _has_values(values: Iterable[Any]) -> bool:
 
 
 def storages_in(value: Any) -> set[int]:
-    """The keys of all storages in ``value``."""
+    """Return the keys of all storages in ``value``."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage()._cdata}
     items = value.values() if isinstance(value, dict) else value

@@ -19,7 +19,7 @@ _empty_strided = torch.empty_strided
 
 
 def is_sized_by_values(func: Any) -> bool:
-    """Whether values decide how large the results of ``func`` are, which it makes itself."""
+    """Return whether values decide how large the results of ``func`` are, which it makes itself."""
     return bool(DATA_DEPENDENT & set(func.tags)) and "out" not in func._schema.overload_name
 
 
@@ -53,7 +53,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
 
 
 def _shaped_as(func: Any, computed: Any) -> Any:
-    """Meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
+    """Return meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
     if isinstance(computed, torch.Tensor):
         strides = computed.stride()
         if func is torch.ops.aten.nonzero.default:

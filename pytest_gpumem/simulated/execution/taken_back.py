@@ -26,6 +26,6 @@ def refuse(storages: Storages, func: Any, args: tuple[Any, ...], kwargs: Any) ->
 
 @cache
 def _reads(func: Any) -> bool:
-    """Whether ``func`` uses more of its tensors than their shapes."""
+    """Return whether ``func`` uses more of its tensors than their shapes."""
     name = func._schema.name
     return name == "aten::_to_copy" or not (name == "aten::detach" or is_factory(func))

@@ -77,11 +77,11 @@ class Device:
         self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
-        """Calls of cuDNN whose workspace once did not fit: they do without from then on."""
+        """Calls of cuDNN whose workspace once did not fit: later ones use none."""
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that work goes to now: by default the default stream."""
+        """The handle of the stream that work goes to now: by default the default stream."""
         return 0
 
     def share(self, shared: SharedDevice | None) -> None:

@@ -30,7 +30,7 @@ class Estimates:
         self.clear()
 
     def clear(self) -> None:
-        """Start over: what is live stays so, peaks and places are forgotten."""
+        """Reset peaks and places; live blocks stay."""
         self._seen = self._highest = self._read()[1]
         self._in_peak = 0
         self._largest: tuple[int, str] | None = None
@@ -38,7 +38,7 @@ class Estimates:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Count no peak inside."""
+        """Leave peaks inside out of the count."""
         self._settle(self._read()[1], self.live)
         known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
         try:
@@ -77,7 +77,7 @@ class Estimates:
 
     @property
     def in_peak(self) -> int:
-        """Estimated bytes among those of the highest peak since :meth:`clear`."""
+        """The estimated bytes in the highest peak since :meth:`clear`."""
         self._settle(self._read()[1], self.live)
         return self._in_peak
 

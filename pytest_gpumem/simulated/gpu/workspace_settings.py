@@ -45,7 +45,7 @@ _LARGE_MAJORS: tuple[tuple[Version, frozenset[int]], ...] = (
 )
 
 STATIC_SIZE = (2, 13)
-"""From this release on sizes are read once, and there are functions that set them."""
+"""First release in which sizes are read once, and functions set them."""
 _LT_READ_EVERY_TIME = (2, 8)
 """First release that reads it every time, until :data:`STATIC_SIZE`."""
 
@@ -58,7 +58,7 @@ TEMPORARY = "temporary"
 
 
 def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> int:
-    """Bytes of a cuBLAS workspace when CUBLAS_WORKSPACE_CONFIG is not set."""
+    """Return the bytes of a cuBLAS workspace when CUBLAS_WORKSPACE_CONFIG is not set."""
     for since, majors in _LARGE_MAJORS:
         if version >= since:
             return LARGE_BYTES if capability[0] in majors else DEFAULT_BYTES
@@ -67,7 +67,7 @@ def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> in
 
 
 def workspace_bytes(config: str | None, version: Version, capability: tuple[int, int]) -> int:
-    """Bytes of a cuBLAS workspace under a CUBLAS_WORKSPACE_CONFIG of ``:KiB:count`` pairs."""
+    """Return a cuBLAS workspace's bytes by a CUBLAS_WORKSPACE_CONFIG of ``:KiB:count`` pairs."""
     default = default_workspace_bytes(version, capability)
     if not config:
         return default
@@ -83,7 +83,7 @@ def workspace_bytes(config: str | None, version: Version, capability: tuple[int,
 
 
 def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
-    """Bytes for cuBLASLt; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as std::stoi does."""
+    """Return cuBLASLt's bytes; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as by std::stoi."""
     found = re.match(r"\s*\+?([0-9]{1,10})", os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
     if found and int(found[1]) < 1 << 31:
         return int(found[1]) * 1024
@@ -103,7 +103,7 @@ class WorkspaceSettings:
         """Bytes that ``torch._C._cuda_setCublasWorkspaceSize`` and its Lt twin set, by library."""
 
     def forget(self) -> None:
-        """Begin as a process does: nothing has been read, nothing set."""
+        """Reset to the state of a new process: nothing read, nothing set."""
         self._static.clear()
         self.chosen.clear()
 

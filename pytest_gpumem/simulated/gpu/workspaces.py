@@ -1,4 +1,4 @@
-"""cuBLAS and cuBLASLt workspaces: which are live, and what a matrix product does to them.
+"""cuBLAS and cuBLASLt workspaces: the live ones, and the effect of a matrix product on them.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release (setWorkspaceForHandle,
 getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); the release binaries agree.
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _NO_HANDLE_FOR_LT = (2, 12)
-"""From this release on an Lt handle is taken without cuBLAS's workspace."""
+"""First release that takes an Lt handle without cuBLAS's workspace."""
 
 
 class Memory(Protocol):

@@ -45,7 +45,7 @@ class Clock:
             self._ends[stream] = max(self.end(stream), moment)
 
     def is_over(self, moment: float) -> bool:
-        """Whether ``moment`` has passed."""
+        """Return whether ``moment`` has passed."""
         return moment <= self.now
 
     def wait_for(self, moment: float) -> None:

@@ -115,7 +115,7 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
 
 
 def restored(device: torch.device, state: torch.Tensor) -> torch.Generator:
-    """The generator that was pickled."""
+    """Return the generator that was pickled."""
     return torch.Generator(device).set_state(state)
 
 

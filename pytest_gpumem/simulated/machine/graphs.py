@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 CLEARS_WORKSPACES = (2, 12)
-"""From this release on a graph that is given up frees the cuBLAS workspaces of its stream."""
+"""First release in which resetting a graph frees the cuBLAS workspaces of its stream."""
 _EMPTY = (
     "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on "
     "wrong device or stream."
@@ -61,7 +61,7 @@ class Graph:
         capture_error_mode: str = "global",
         check_input_liveness: bool = False,
     ) -> None:
-        """Capture the work of the current stream from here on."""
+        """Capture the work of the current stream from now on."""
         machine = self._machine
         gpu = machine.current
         if self._captured is not None:
@@ -107,7 +107,7 @@ class Graph:
         return None if capture is None else capture.recording
 
     def capture_end(self) -> None:
-        """End the capture; what it allocated stays with the graph."""
+        """End the capture; its allocations stay with the graph."""
         capture = self._capture
         if capture is None:
             raise RuntimeError("capture_end() called before capture_begin().")
@@ -167,7 +167,7 @@ class Graph:
             captured.memory.release_pool(captured.pool)
 
     def pool(self) -> PoolId:
-        """The id of the pool, for other graphs to share."""
+        """Return the id of the pool, for other graphs to share."""
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._captured.pool
@@ -179,22 +179,22 @@ class Graph:
             self._register(gpu, state_of(generator, gpu))
 
     def enable_debug_mode(self) -> None:
-        """Keep what ``debug_dump`` needs: nothing here."""
+        """Do nothing: ``debug_dump`` needs nothing here."""
 
     def debug_dump(self, debug_path: str) -> None:
-        """Write the graph to a file: there are no kernels to write."""
+        """Do nothing: there are no kernels to write to a file."""
         raise _unsupported("torch.cuda.CUDAGraph.debug_dump")
 
     def raw_cuda_graph(self) -> int:
-        """The driver's graph: there is none."""
+        """Return the driver's graph: there is none."""
         raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph")
 
     def raw_cuda_graph_exec(self) -> int:
-        """The driver's graph: there is none."""
+        """Return the driver's graph: there is none."""
         raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph_exec")
 
     def get_graph_data(self) -> dict[str, Any]:
-        """The nodes of the graph: there are none."""
+        """Return the nodes of the graph: there are none."""
         raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
 
     def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:

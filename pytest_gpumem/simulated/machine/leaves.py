@@ -52,7 +52,7 @@ class Leaves:
 
 
 def _roots() -> list[Any]:
-    """The nodes at which the engine, which is somewhere below in the stack, has begun."""
+    """Return the nodes at which the engine, which is somewhere below in the stack, has begun."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE_RUNS:
         frame = frame.f_back

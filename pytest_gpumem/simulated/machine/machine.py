@@ -42,7 +42,7 @@ class GPU(Device):
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that work goes to now."""
+        """The handle of the stream that work goes to now."""
         return self.simulation.streams.current(self.index)
 
     @property
@@ -70,9 +70,9 @@ class GPU(Device):
 
     @contextmanager
     def logging(self) -> Iterator[SetupLog]:
-        """Log what is allocated inside, so that :meth:`renew` can do it again.
+        """Log allocations inside, so that :meth:`repeat` can repeat them.
 
-        What a log inside this one records is left to that one.
+        Events that an inner log records are left to that one.
         """
         log = SetupLog()
         trace = self.allocator.trace
@@ -141,7 +141,7 @@ class SetupLog:
     position: int = 0
 
     def repeat(self, memory: Memory) -> Taken:
-        """Do the same in ``memory``, which takes over what is still held."""
+        """Repeat the events in ``memory``, which takes over storages that still live."""
         allocated, reserved = memory.allocated, memory.reserved
         peak_allocated, peak_reserved = allocated, reserved
         addresses: dict[int, int] = {}
@@ -261,7 +261,7 @@ class SimulatedMachine(Notes):
         return NeutralFloat()
 
     def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
-        """Whether ``read``, of all of an unknown ``tensor``, yields neutral integers; notes it.
+        """Return whether ``read``, of all of an unknown ``tensor``, yields neutral integers; note it.
 
         Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
         """
@@ -274,7 +274,7 @@ class SimulatedMachine(Notes):
         return True
 
     def kernel_wrote(self, *values: Any) -> None:
-        """Forget what is known of tensors that a kernel may have written to, or made.
+        """Forget the values of tensors that a kernel may have written to, or made.
 
         In a capture it writes when its graph is replayed.
         """
@@ -298,7 +298,7 @@ class SimulatedMachine(Notes):
         self.here.on_meta = False
 
     def forget_reads(self) -> None:
-        """Begin anew to count what is read, and to see what the host has room for."""
+        """Reset the counts of reads, and look up how much memory the host has."""
         self.neutral_reads.clear()
         self.granted = False
         self.values.begin()

@@ -31,7 +31,7 @@ class Notes:
             self.notes[sentence] = None
 
     def count_read(self, name: str) -> str:
-        """Count a read of what a simulated GPU does not have; return its line.
+        """Count a read of a value that a simulated GPU does not have; return its line.
 
         Raises :class:`UnknownValueError` where one line reads without end.
         """

@@ -41,7 +41,7 @@ class Block:
         self.free_from = 0.0
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of the block."""
+        """Return the first ``nbytes`` of the block."""
         if self.buffer is None:
             self.buffer = bytearray(self.size + _ALIGNMENT)
         whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
@@ -62,7 +62,7 @@ class Pinned:
         """Blocks that were given back while a stream copied from them."""
         self._cached: list[Block] = []
         self._registered: dict[int, int] = {}
-        """Address and size of what ``cudaHostRegister`` was given."""
+        """Address and size of memory registered by ``cudaHostRegister``."""
         self._streams = streams
         self.memory = HostAllocator()
         """The memory that CUDA's allocator of pinned memory would hold."""
@@ -85,7 +85,7 @@ class Pinned:
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy of a CPU tensor, with its strides (``_pin_memory``, native/Memory.cpp)."""
+        """Return a pinned CPU copy with the same strides (``_pin_memory``, native/Memory.cpp)."""
         reach = sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
@@ -101,7 +101,7 @@ class Pinned:
         return pinned.copy_(tensor)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` is pinned."""
+        """Return whether ``storage`` is pinned."""
         if self._by_key and storage._cdata in self._by_key:
             return True
         return bool(self._registered) and self._is_registered(_data_ptr(storage))

@@ -54,7 +54,7 @@ class PoolContents:
         """Addresses of the storages that live."""
 
     def address_of(self, key: int) -> int:
-        """The address of a storage, if it is in one of the pools; else 0."""
+        """Return the address of a storage, if it is in one of the pools; else 0."""
         record = self._values.record(key)
         if record is None or record.allocator is not self.memory or not record.address:
             return 0
@@ -68,13 +68,13 @@ class PoolContents:
             self._values.pooled[place.key] = self
 
     def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Keep what a storage leaves behind, where that is known."""
+        """Keep the values that a storage leaves behind, where they are known."""
         address = self._by_key.pop(key)
         if base is not None and self._owners[address].key == key:
             self._held[address] = base
 
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """All elements of what is at ``address``; ``None`` if fewer than ``nbytes`` are known."""
+        """Return all elements at ``address``; ``None`` if fewer than ``nbytes`` are known."""
         owner = self._owners.get(address)
         # Whoever lives there may have been written to outside of graphs.
         base = self._values.base(owner.key) if owner is not None and owner.lives else None
@@ -82,7 +82,7 @@ class PoolContents:
         return None if base is None or _nbytes(base) < nbytes else base
 
     def at(self, place: Place) -> torch.Tensor | None:
-        """All elements of what is at ``place``; ``None`` where that is not known."""
+        """Return all elements at ``place``; ``None`` where they are unknown."""
         if not place.address:
             return self._values.base(place.key) if place.lives else None
         base = self.behind(place.address, place.nbytes)
@@ -111,7 +111,7 @@ class PoolContents:
             self._values.forget(owner.key)
 
     def overwritten(self, place: Place) -> None:
-        """Forget what other storages had in memory that ``place`` has, at other addresses."""
+        """Forget the contents of other addresses in the memory of ``place``."""
         start, end = place.address, place.address + place.nbytes
         for address, base in list(self._held.items()) if start else ():
             if address != start and address < end and address + _nbytes(base) > start:
@@ -139,7 +139,7 @@ class EveryPoolContents:
         self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
 
     def of(self, gpu: Device, pool: PoolId) -> PoolContents:
-        """The contents of a GPU's pools, ``pool`` among them from now on."""
+        """Return the contents of a GPU's pools, ``pool`` among them from now on."""
         found = self._by_index.get(gpu.index)
         if found is None or found.memory is not gpu.allocator:
             found = PoolContents(self._values, gpu.allocator)

@@ -14,9 +14,9 @@ from pytest_gpumem.simulated.machine.generators import drawn_from
 RNG_BYTES = 8
 """A seed, and an offset: one int64 each."""
 RNG_PER_CAPTURE = (2, 12)
-"""From this release on a capture has them of its own, on the default stream."""
+"""First release in which each capture has such memory, on the default stream."""
 LAZY_RNG = (2, 14)
-"""From this release on a capture allocates them at its first random operator."""
+"""First release in which a capture allocates it at its first random operator."""
 
 
 class RandomState:
@@ -65,7 +65,7 @@ class RandomState:
 
 
 def state_of(generator: torch.Generator | None, gpu: Device) -> object:
-    """The state of a generator, by default of the GPU's own: generators can share one."""
+    """Return the state of a generator, by default of the GPU's own: generators can share one."""
     return drawn_from(torch.cuda.default_generators[gpu.index] if generator is None else generator)
 
 

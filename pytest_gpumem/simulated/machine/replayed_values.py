@@ -72,7 +72,7 @@ class Recording:
     def add(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Remember a call, of which nothing is computed now."""
+        """Remember a call, without computing it now."""
         if operator.moves_views:
             return
         written = [args[at] for at, _ in operator.written if at < len(args)]
@@ -94,7 +94,7 @@ class Recording:
         self._steps.append(_Step(None, (), {}, None, targets))
 
     def replay(self) -> None:
-        """Do it all again; where values are not all computed, what it writes is unknown."""
+        """Repeat all calls; unless all values are computed, mark their results as unknown."""
         if self._values.everything:
             run = _Replay(self._values, self._contents)
             for step in self._steps:
@@ -136,7 +136,7 @@ class _Replay:
         self._values = values
         self._contents = contents
         self._blank: set[Place] = set()
-        """Made for something to write to: what was there before does not matter."""
+        """Memory made for a write: its earlier contents do not matter."""
 
     def do(self, step: _Step) -> None:
         operator = step.operator

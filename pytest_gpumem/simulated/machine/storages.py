@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 ELSEWHERE = 1 << 48
-"""Added to addresses of memory that is not the present test's; CUDA's have 47 bits."""
+"""Offset of addresses of memory that is not the present test's; CUDA's have 47 bits."""
 
 MOST_POISONED = 65_536
-"""Elements of a CPU tensor of unknown values that are made unlike any result."""
+"""Most elements that are filled in a CPU tensor of unknown values."""
 
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
@@ -98,7 +98,7 @@ class Storages:
         self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
 
     def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
-        """The block behind ``tensor``; ``None`` if it does not live on a simulated device."""
+        """Return the block behind ``tensor``; ``None`` if it is on no simulated device."""
         try:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -110,7 +110,7 @@ class Storages:
             return self.by_key.get(storage_key(tensor))
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
         return bool(self.on_host) and storage_key(tensor) in self.on_host
 
     def adopt_on_host(self, tensor: torch.Tensor) -> SimulatedStorage:
@@ -166,7 +166,7 @@ class Storages:
         return int(_data_ptr(made))
 
     def is_untouched(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a CPU tensor whose memory was allocated and never used."""
+        """Return whether ``tensor`` is a CPU tensor whose memory was allocated and never used."""
         record = self.on_host.get(storage_key(tensor)) if self.on_host else None
         return record is not None and record.nbytes > 0
 
@@ -288,7 +288,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse one is made of, values last; none for other tensors."""
+    """Return the strided tensors of a sparse one, values last; none for other tensors."""
     layout = tensor.layout
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         if layout is torch.sparse_coo:
@@ -298,7 +298,7 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a sparse tensor; ``None`` for other tensors."""
+    """Return the values of a sparse tensor; ``None`` for other tensors."""
     parts = parts_of_sparse(tensor)
     return parts[-1] if parts else None
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.captures import Capture
 
 STREAMS_PER_POOL = 32
-"""kStreamsPerPool of c10/cuda/CUDAStream.cpp: then the first stream is handed out again."""
+"""kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
 HIGHEST_PRIORITY = -3
 """torch compiles four priorities, 0 to -3; GPUs since Volta have six."""
 _TYPE_BITS = 4
@@ -74,7 +74,7 @@ class Streams:
         self._made: dict[tuple[int, int], int] = {}
 
     def current(self, device: int) -> int:
-        """Handle of the stream that work on ``device`` goes to now; 0 is the default stream.
+        """Return the handle of the stream that work on ``device`` goes to; 0 is the default stream.
 
         Autograd runs a node on the stream on which its forward ran.
         """
@@ -107,7 +107,7 @@ class Streams:
         self.captures.clear()
 
     def reset(self, *, keep: bool) -> None:
-        """Forget what a test has set and, unless ``keep``, that streams were ever used."""
+        """Forget the settings of a test and, unless ``keep``, that streams were ever used."""
         self.sync_debug_mode = 0
         self.clock = Clock()
         if not keep:
@@ -116,7 +116,7 @@ class Streams:
             self._made.clear()
 
     def make(self, device: int, priority: int) -> int:
-        """Handle of a stream out of the pool of its device and priority, in turn."""
+        """Return the handle of a stream from the pool of its device and priority, in turn."""
         level = min(max(-priority, 0), -HIGHEST_PRIORITY)
         made = self._made.get((device, level), 0)
         self._made[device, level] = made + 1
@@ -124,7 +124,7 @@ class Streams:
         return (made % STREAMS_PER_POOL) << (_TYPE_BITS + 1) | (level + 1) << 1 | 1
 
     def is_capturing(self, device: int) -> bool:
-        """Whether the current stream of ``device`` is being captured."""
+        """Return whether the current stream of ``device`` is being captured."""
         return bool(self.captures) and (device, self.current(device)) in self.captures
 
     def host_waits(self, device: int) -> None:
@@ -161,7 +161,7 @@ class Streams:
             raise cuda_error("operation not permitted when stream is capturing")
 
     def waits(self, key: StreamKey, event: Recorded) -> None:
-        """Later work of a stream comes after an event; with it the stream joins a capture."""
+        """Delay later work of a stream until an event; with it the stream joins a capture."""
         self.timeline.wait(key, event.marks)
         self.clock.delay(key, event.moment)
         capture = event.capture
@@ -183,7 +183,7 @@ class Streams:
         return stream
 
     def _at(self, device: int, number: int) -> int:
-        """The current stream of ``device`` when autograd's node ``number`` was made."""
+        """Return the current stream of ``device`` when autograd's node ``number`` was made."""
         numbers, streams = self._here.chosen.get(device, ((), ()))
         position = bisect_right(numbers, number)
         return streams[position - 1] if position else 0
@@ -206,12 +206,12 @@ def _node_sequence() -> int:
 
 
 def cuda_error(text: str) -> RuntimeError:
-    """An error of the CUDA runtime as torch raises it; a class of its own since 2.8."""
+    """Return an error of the CUDA runtime as torch raises it; a class of its own since 2.8."""
     error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
     return error(f"CUDA error: {text}")
 
 
 def priority_of(stream: int) -> int:
-    """The priority that a handle of :meth:`Streams.make` has; 0 for handles from elsewhere."""
+    """Return the priority of a handle of :meth:`Streams.make`; 0 for other handles."""
     kind = stream >> 1 & (1 << _TYPE_BITS) - 1
     return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0

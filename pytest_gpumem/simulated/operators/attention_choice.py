@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: which kernel CUDA takes.
+"""scaled_dot_product_attention: the choice of a kernel on CUDA.
 
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h, of torch 2.6 to
 2.15.
@@ -45,7 +45,7 @@ class AttentionCall:
         self.trains = self.grad_mode and any(t.requires_grad for t in (query, key, value))
 
     def kernel(self) -> str:
-        """The first kernel in torch's order of priority that can run this call."""
+        """Return the first kernel in torch's order of priority that can run this call."""
         usable = {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn, MATH: _math}
         for kernel in self._priority():
             if usable[kernel]():

@@ -48,10 +48,10 @@ FLOAT32_OUTPUT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()
-"""Asked for a float32 result by their ``dtype`` argument, unless the caller named one."""
+"""Operators that get ``dtype=float32``, unless the caller named a type."""
 
 FLOAT32_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
-"""Redispatched to the overload that takes a ``dtype``."""
+"""Operators redispatched to the overload that takes a ``dtype``."""
 
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
@@ -76,7 +76,7 @@ class CastCache:
         self._library: torch.library.Library | None = None
 
     def install(self) -> None:
-        """Put the casting kernels in the place of torch's, which only know real CUDA tensors."""
+        """Replace torch's casting kernels, which apply only to real CUDA tensors."""
         if self._library is not None:
             return
         library = self._library = torch.library.Library("aten", "IMPL")

@@ -64,7 +64,7 @@ def _slice(tensor: Tensor, dim: int, at: int) -> Tensor:
 
 
 def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Tensor:
-    """A batched product of matrices; sums keep their dimensions."""
+    """Return a batched product of matrices; sums keep their dimensions."""
     if not sum_dims:
         return left * right
     both, of_left, of_right = [], [], []

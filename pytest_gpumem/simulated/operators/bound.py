@@ -133,7 +133,7 @@ def _parsed(schema: str) -> tuple[Any, str] | None:
 
 
 def _blocks(text: str) -> Iterable[tuple[str, str, list[str]]]:
-    """Macro, name and definitions of every block that binds something."""
+    """Yield macro, name and definitions of every block that binds something."""
     found = list(_BLOCK.finditer(text))
     for block, following in zip(found, [*found[1:], None], strict=False):
         inside = text[block.end() : following.start() if following else len(text)]
@@ -143,6 +143,6 @@ def _blocks(text: str) -> Iterable[tuple[str, str, list[str]]]:
 
 
 def _joined(text: str) -> str:
-    """The string that adjacent literals of C++ make, on one line."""
+    """Return the string that adjacent literals of C++ make, on one line."""
     pieces = (raw or plain.replace('\\"', '"') for raw, plain in _PIECE.findall(text))
     return " ".join("".join(pieces).split())

@@ -61,7 +61,7 @@ class Signature:
 
 
 def overload_of(name: str) -> OpOverload | None:
-    """The operator of ATen called ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
+    """Return ATen's operator ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
     packet, _, overload = name.partition(".")
     operator = getattr(torch.ops.aten, packet, None)
     found: OpOverload | None = getattr(operator, overload or "default", None)

@@ -1,4 +1,4 @@
-"""Tensors copied into pieces, and pieces into one: what their kernels know is on the device.
+"""Tensors split into pieces, and pieces joined, with the kernels' metadata on the device.
 
 ``fully_shard`` copies by these: ``split_with_sizes_copy`` what was gathered, ``_chunk_cat`` what is
 to be reduced. A list of blocks, of eight bytes for 2 KiB, is made on the host and copied.

@@ -180,7 +180,7 @@ def _measured(convolution: Convolution) -> int | None:
 
 
 def convolution_bytes(convolution: Convolution) -> int:
-    """Bytes of the plan's workspace; an estimate, measured for some shapes and by rule for others.
+    """Return the bytes of the plan's workspace: an estimate, for some shapes a measured one.
 
     - channels last, grouped or pointwise: nothing. The kernel reads its operands as they are (a
       pointwise one is a product). One large float32 image whose channels suit tensor cores took
@@ -244,7 +244,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def reserve_bytes(call: Recurrent) -> int:
-    """Bytes that a recurrent layer keeps for its backward; an estimate.
+    """Return the bytes that a recurrent layer keeps for its backward; an estimate.
 
     What each layer keeps of its gates, and the outputs of all layers but the last. An LSTM and a
     GRU of four layers of 320 had reserves of 736,000,000 and 864,000,000 bytes (pytorch#2895,
@@ -255,7 +255,7 @@ def reserve_bytes(call: Recurrent) -> int:
 
 
 def recurrent_workspace_bytes(call: Recurrent) -> int:
-    """Bytes of a recurrent layer's workspace; an estimate.
+    """Return the bytes of a recurrent layer's workspace; an estimate.
 
     A copy of the parameters, and the gates of one step of each layer, twice.
     """

@@ -66,7 +66,7 @@ class Descriptions:
         self._open: tuple[ExitStack, Wrote] | None = None
 
     def of(self, name: str, overload: str) -> Description | None:
-        """The description of the operator ``name``, a qualified one."""
+        """Return the description of the operator ``name``, a qualified one."""
         if overload and (description := self.operators.get(f"{name}.{overload}")) is not None:
             return description
         return self.operators.get(name)
@@ -84,7 +84,7 @@ class Descriptions:
 
     @contextmanager
     def served(self, wrote: Wrote) -> Iterator[None]:
-        """Put every description in the place of its function.
+        """Replace every described function by its description inside.
 
         ``wrote`` is called with the arguments and results of a kernel.
         """
@@ -192,7 +192,7 @@ DESCRIPTIONS = Descriptions()
 
 
 def on_gpu(*values: Any) -> bool:
-    """Whether a call with ``values`` is one for the GPU: not if all its tensors are elsewhere."""
+    """Return whether a call with ``values`` is for the GPU: not if all tensors are elsewhere."""
     kinds = {tensor.device.type for tensor in tensors_in(values)}
     return not kinds or "cuda" in kinds
 
@@ -337,7 +337,7 @@ def _of_object(found: Any, owner: Any, name: str, shown: str) -> Callable[[Descr
 
 
 def _resolve(path: str) -> tuple[Any, str, Any]:
-    """The owner, last name and value of a dotted path, imported as far as it is modules."""
+    """Return the owner, last name and value of a dotted path, imported as far as it is modules."""
     parts = path.split(".")
     value, module = None, ""
     for count in range(1, len(parts)):

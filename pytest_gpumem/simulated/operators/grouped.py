@@ -46,7 +46,7 @@ def _groups(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
 
 
 def _is_fast(gpu: GPU, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
-    """Whether one kernel of CUTLASS multiplies all groups."""
+    """Return whether one kernel of CUTLASS multiplies all groups."""
     half = a.dtype is b.dtype is torch.bfloat16 and out_dtype in (None, torch.bfloat16)
     major = gpu.model.compute_capability[0]
     return half and (major == 9 or (major == 10 and gpu.version >= (2, 9)))

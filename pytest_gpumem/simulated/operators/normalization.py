@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By the input, by its weight and by its bias."""
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
-"""Samples that cuDNN normalises, by whether it trains."""
+"""Most samples that cuDNN normalises, by whether it trains."""
 
 
 def batch_norm(
@@ -301,7 +301,7 @@ def _batch_norm_backward(
 
 
 def _merges(gradient: Tensor) -> bool:
-    """Whether reshaping to (batch, channels, rest) is a view."""
+    """Return whether reshaping to (batch, channels, rest) is a view."""
     size = stride = None
     for at in range(gradient.dim() - 1, 1, -1):
         if gradient.shape[at] == 1:
@@ -383,7 +383,7 @@ def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[i
 # Group norm.
 
 _FLOAT_STATISTICS: tuple[int, int] = (2, 14)
-"""Since this release group norm of halves computes its statistics in float32 first."""
+"""First release whose group norm of halves computes its statistics in float32 first."""
 
 
 def _group_norm(

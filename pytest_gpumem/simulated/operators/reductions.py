@@ -39,7 +39,7 @@ def global_reduction_bytes(
     sm_count: int,
     threads_per_sm: int,
 ) -> tuple[int, int] | None:
-    """Bytes of the buffer and of the semaphores; ``None`` if each output has its own block.
+    """Return the bytes of buffer and semaphores; ``None`` if each output has its own block.
 
     ``strides`` are in elements; the input is below 2 GiB. How many values a thread loads at once
     (input_vec_size, by kernel and release) does not enter: a sum that several blocks share has
@@ -110,7 +110,7 @@ def _configured(
 
 
 def power_below(value: int) -> int:
-    """The largest power of two that is not above ``value``: ``last_pow2``."""
+    """Return the largest power of two that is not above ``value``: ``last_pow2``."""
     return 1 << (max(value, 1).bit_length() - 1)
 
 
@@ -277,7 +277,7 @@ def sum_of_all(gpu: GPU, tensor: Tensor) -> None:
 
 
 def _over(accumulator: Accumulator) -> Rule:
-    """A rule for an operator that reads its input as it is."""
+    """Return a rule for an operator that reads its input as it is."""
 
     def after(
         gpu: GPU,

@@ -69,7 +69,7 @@ _WITHOUT_BIASES = (2, 3)
 
 
 def _buffer_elements(weights: list[Tensor], per_layer: int) -> int:
-    """Elements of cuDNN's buffer, which has two vectors of biases for each layer in any case."""
+    """Return the elements of cuDNN's buffer, which always has two bias vectors per layer."""
     elements = _elements(weights)
     if per_layer in _WITHOUT_BIASES:
         elements += sum(2 * weight.shape[0] for weight in weights[::per_layer])

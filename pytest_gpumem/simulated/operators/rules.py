@@ -36,7 +36,7 @@ class Rule:
     """
 
     before: Before | None = None
-    """May return what stays allocated until the operator ends."""
+    """The result may hold memory until the operator ends."""
     shapes: ShapesOf | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
     placed: Placed | None = None
@@ -70,7 +70,7 @@ class Call:
         self._scratch = None if rule.before is None else rule.before(given)
 
     def shapes(self) -> Any:
-        """The outputs, of a rule that makes them."""
+        """Return the outputs, of a rule that makes them."""
         assert self._rule.shapes is not None
         return self._rule.shapes(self._given)
 
@@ -83,7 +83,7 @@ class Call:
         return rule.placed(self._given)
 
     def end(self, result: Any) -> None:
-        """Do what happens after the outputs were allocated."""
+        """Run the part after the outputs were allocated."""
         rule = self._rule
         if rule.after is not None:
             self._given[rule.result_at] = result
@@ -176,7 +176,7 @@ def _bound(
 
 
 def first_of(results: Iterable[Any]) -> Any:
-    """The first of what an operator returns; the others go first to last, as in a std::tuple."""
+    """Return the first result; the others are freed first to last, as in a std::tuple."""
     held = list(results)
     del results
     first = held.pop(0)
@@ -192,5 +192,5 @@ def passing(gpu: Device, *sizes: int) -> None:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a compiler traces what is done with ``tensor``: a composite is to stay in parts."""
+    """Return whether a compiler traces ``tensor``, so that a composite must stay in parts."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))

@@ -1,4 +1,4 @@
-"""Scattering, and reducing by index or segment: counts, and where segments begin.
+"""Scattering, and reducing by index or segment: counts, and starts of segments.
 
 Source: aten/src/ATen/native/TensorAdvancedIndexing.cpp (scatter_reduce_two), SegmentReduce.cpp,
 cuda/Indexing.cu (index_reduce_func_cuda_impl), cuda/SegmentReduce.cu (_segment_reduce_lengths_ and

@@ -41,7 +41,7 @@ _MERGE_SORT_TILE = 256 * 8
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether ``value`` is a sparse COO tensor."""
+    """Return whether ``value`` is a sparse COO tensor."""
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
@@ -78,7 +78,7 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy of ``tensor`` with elements of ``dtype``, or of its own type."""
+    """Return a copy of ``tensor`` with elements of ``dtype``, or of its own type."""
     values = tensor._values().to(dtype or tensor.dtype, copy=True)
     return _made(tensor._indices().clone(), values, tensor, coalesced=tensor.is_coalesced())
 
@@ -289,7 +289,7 @@ def _sum(self: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def refusal(what: str) -> UnsupportedOperatorError:
-    """The refusal of ``what``, which sparse tensors can do on a GPU."""
+    """Return the refusal of ``what``, which sparse tensors can do on a GPU."""
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
 
 
@@ -357,7 +357,7 @@ _SPARSE_OF_BAGS = 9
 
 
 def is_in_parts(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
+    """Return whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
     if name == "aten._embedding_bag_backward.default":
         return bool(args[_SPARSE_OF_BAGS])
     return any(map(is_sparse, args)) or name.startswith("aten._to_sparse")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 MOST_SHOWN = 3
-"""Tensors of a list that are shown."""
+"""Most tensors of a list that are shown."""
 WIDEST = 99
-"""Columns of a line that names arguments; where they are more, the rest is ``*args``."""
+"""Columns of a line that names arguments; the arguments beyond are ``*args``."""
 
 CHECK = "  # check: shape, dtype, what else it takes"
 IN_PLACE = "  # check: what it takes"
@@ -100,14 +100,14 @@ def of_function(
 def shown_call(
     name: str, args: Sequence[Any], options: Mapping[str, Any], place: Place = _device
 ) -> str:
-    """The call as its reader would write it, with tensors by shape, dtype and device."""
+    """Return the call as its reader would write it, with tensors by shape, dtype and device."""
     named = [f"{key}={_shown(value, place)}" for key, value in options.items()]
     given = [*(_shown(value, place) for value in args), *named]
     return f"{name}({', '.join(given)})"
 
 
 def parameters_of(schema: Any, given: Mapping[str, Any]) -> list[Parameter]:
-    """The parameters of an operator, with what a call has ``given`` for them."""
+    """Return the parameters of an operator, with what a call has ``given`` for them."""
     return [
         Parameter(
             _identifier(argument.name),
@@ -139,7 +139,7 @@ def results_of(schema: Any, parameters: Sequence[Parameter]) -> tuple[str, str]:
 
 
 def signature(parameters: Iterable[Parameter], used: str, room: int) -> str:
-    """Parameters as ``def`` has them; those behind the last that is ``used`` only if they fit."""
+    """Return parameters for ``def``; those behind the last that is ``used`` only if they fit."""
     parameters = list(parameters)
     whole = ", ".join(_with_star(parameters))
     if len(whole) <= room:
@@ -178,7 +178,7 @@ def _with_star(parameters: Sequence[Parameter]) -> Iterator[str]:
 
 
 def _likeness(parameters: Sequence[Parameter]) -> tuple[str, str]:
-    """A tensor like the first, and a list like the first list or of such a tensor."""
+    """Return a tensor like the first, and a list like the first list or of such a tensor."""
     like, each = None, None
     for parameter in parameters:
         name, given = parameter.name, parameter.given
@@ -192,7 +192,7 @@ def _likeness(parameters: Sequence[Parameter]) -> tuple[str, str]:
 
 
 def _alias(schema: Any, returned: Any) -> str | None:
-    """The argument that ``returned`` is, or a view of."""
+    """Return the argument that ``returned`` is, or a view of."""
     if returned.alias_info is None:
         return None
     before = returned.alias_info.before_set
@@ -207,7 +207,7 @@ def _alias(schema: Any, returned: Any) -> str | None:
 
 
 def _signature(doc: str | None) -> tuple[list[str], str | None]:
-    """Names of the arguments, and the type of the result, ``None`` for a function without one."""
+    """Return argument names and the result's type, ``None`` for a function without one."""
     match = _SIGNATURE.match(doc or "")
     if match is None or "*args" in match["arguments"]:
         return [], "torch.Tensor"

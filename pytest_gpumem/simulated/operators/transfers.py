@@ -1,4 +1,4 @@
-"""Copies between host and GPU: what is no single stretch of memory on both sides is staged.
+"""Copies between host and GPU: staged unless both sides are one stretch of memory.
 
 Source: aten/src/ATen/native/cuda/Copy.cu (copy_requires_temporaries, copy_kernel_cuda) and
 native/TensorConversions.cpp (_to_copy), of torch 2.6 to 2.15. Copies between GPUs that reach each
@@ -97,7 +97,7 @@ def _are_one_stretch(target: Tensor, source: Tensor) -> bool:
 
 
 def _is_in_order(tensor: Tensor) -> bool:
-    """Whether a dense copy of ``tensor`` is contiguous (infer_dense_strides)."""
+    """Return whether a dense copy of ``tensor`` is contiguous (infer_dense_strides)."""
     strides = [
         stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     ]

@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.stand_ins.usage import telling
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _modules: dict[str, ModuleType] = {}
-"""Every module that was made so far: code that keeps one finds the same one later."""
+"""Every module that was made so far: code that keeps one gets the same one later."""
 
 
 @contextmanager

@@ -19,12 +19,12 @@ class Library:
     package: str
     """The package that programs import, and the folder of this one that stands for it."""
     without: frozenset[str]
-    """Modules of that release that have no stand-in, with all that is below them."""
+    """Modules of that release without a stand-in, with all modules below them."""
     compiled: str
     """The name of its extension. Where the Python code is installed without it, only this module is
     replaced by the stand-in."""
     absent: frozenset[str]
-    """Names that other libraries ask of its modules, and that release does not have."""
+    """Names that other libraries look up in its modules, and that release does not have."""
 
     @property
     def is_missing(self) -> bool:

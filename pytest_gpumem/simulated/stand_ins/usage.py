@@ -1,4 +1,4 @@
-"""Tells the active simulation that the stand-in was used."""
+"""Reports to the active simulation that the stand-in was used."""
 
 from __future__ import annotations
 

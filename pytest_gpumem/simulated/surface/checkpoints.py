@@ -41,7 +41,7 @@ def loading_on(machine: SimulatedMachine) -> Iterator[None]:
 
 
 def gives_no_values() -> bool:
-    """Whether safetensors has been given memory, still alive, of what has no values."""
+    """Return whether safetensors has memory, still alive, of tensors without values."""
     return _machine is not None and bool(_machine.storages.without_values)
 
 

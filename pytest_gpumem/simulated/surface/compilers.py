@@ -117,7 +117,7 @@ class _LeftAlone:
 
 
 def _graph_break(*_: Any, **__: Any) -> None:
-    """Do what the real one does in code that is not compiled."""
+    """Do nothing, as the real one does in code that is not compiled."""
 
 
 def _of_sympy(name: str, asking: FrameType) -> Any:

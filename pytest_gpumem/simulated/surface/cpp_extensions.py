@@ -48,7 +48,7 @@ class Compiling:
         self._patches.apply()
 
     def undo(self) -> None:
-        """Put it back."""
+        """Restore the original functions."""
         if self._patches is not None:
             self._patches.undo()
             self._patches = None

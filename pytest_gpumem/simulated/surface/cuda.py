@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
 FLATTENS_POOL_IDS = "2.13"
-"""From this release on ``torch.cuda.memory_stats`` takes keys that are no strings.
+"""First release whose ``torch.cuda.memory_stats`` takes keys that are no strings.
 
 ``torch.__version__`` compares itself by releases.
 """
@@ -29,7 +29,7 @@ _PRIVATE = "reserved_bytes_by_private_pools"
 
 @cache
 def _joins_pool_ids(release: str) -> bool:
-    """Whether this release has strings for keys; each comparison parses the release."""
+    """Return whether this release has strings for keys; each comparison parses the release."""
     return release < FLATTENS_POOL_IDS
 
 
@@ -87,7 +87,7 @@ _STATE = frozenset(
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
-    """Whether a replacement is a part of ``torch.cuda`` that user code does not call by itself."""
+    """Return whether a replacement is a part of ``torch.cuda`` that user code does not call."""
     if isinstance(value, type):
         return False
     below = (torch._C, torch.version, torch.backends.cudnn, torch.backends.cuda)

@@ -19,7 +19,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _Kind(type):
-    """Makes real devices, and answers for their type."""
+    """The type of the stand-in: it makes real devices, and ``isinstance`` finds them."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) is int and not options:

@@ -86,7 +86,7 @@ class SimulatedEvent:
         streams.timeline.finish(self.marks)
 
     def elapsed_time(self, end_event: SimulatedEvent) -> float:
-        """Milliseconds between two events, on the host's clock."""
+        """Return the milliseconds between two events, on the host's clock."""
         if not (self._times and end_event._times):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
@@ -137,7 +137,7 @@ class _CudaEvent(SimulatedEvent):
         raise cuda_error("operation not supported")
 
     def ipc_handle(self) -> bytes:
-        """A handle for other processes: they cannot see a simulated GPU."""
+        """Return a handle for other processes: they cannot see a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def __repr__(self) -> str:

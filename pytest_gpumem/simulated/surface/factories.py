@@ -129,7 +129,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _is_faking() -> bool:
-    """Whether a fake mode of the user's own takes the place of the simulation."""
+    """Return whether a fake mode of the user's own takes the place of the simulation."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return isinstance(mode, FakeTensorMode)
 

@@ -20,7 +20,7 @@ _CONTEXTS = {
     "all": Contexts.ALL,
 }
 _KEPT_WITHOUT_TRACE = 1
-"""Events that ``enabled="state"`` keeps."""
+"""Events kept with ``enabled="state"``."""
 
 
 class _Api:

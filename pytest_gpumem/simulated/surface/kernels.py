@@ -24,7 +24,7 @@ _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
 (torch/csrc/utils/pybind.h, PYBIND11_TYPE_CASTER of at::Tensor)."""
 
 _WITHOUT_KERNELS = sys.stdlib_module_names | {"torch", "numpy", "sympy", "pytest_gpumem", "_pytest"}
-"""Packages of half of all modules there are."""
+"""Packages without such kernels, which hold half of all modules."""
 
 
 class Extensions:

@@ -33,7 +33,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _is_simulated() -> bool:
-    """Whether any simulation is active: a library stays loaded when the one that loaded it ends."""
+    """Return whether any simulation is active: a library outlives the one that loaded it."""
     return ctypes.CDLL.__init__.__module__ == __name__
 
 

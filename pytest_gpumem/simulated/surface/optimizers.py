@@ -36,7 +36,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:
-    """Positions of ``tensors`` by device, the last one met first, as C++'s hash map gives them."""
+    """Group positions of ``tensors`` by device, the last one met first, as C++'s hash map does."""
     devices: dict[torch.device, list[int]] = {}
     for position, tensor in enumerate(tensors):
         assert tensor is not None  # torch checks the first list

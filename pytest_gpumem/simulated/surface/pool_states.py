@@ -59,7 +59,7 @@ class _Surface:
                 records[key].allocator = memory
 
     def storage(self, pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
-        """A storage at ``pointer``, which frees nothing."""
+        """Return a storage at ``pointer``, which frees nothing."""
         storage = torch.UntypedStorage(nbytes, device="meta")
         gpu = self._machine.device(torch.device(device).index)
         record = self._machine.storages.refer(storage, pointer, gpu)
@@ -69,12 +69,12 @@ class _Surface:
         return storage
 
     def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor on ``storage``."""
+        """Return a tensor on ``storage``."""
         made = torch.empty(0, dtype=metadata["dtype"], device="cuda")
         return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
     def has_own_memory(self, key: int) -> bool:
-        """Whether the storage at ``key`` frees what it points to."""
+        """Return whether the storage at ``key`` frees what it points to."""
         record = self._machine.storages.by_key.get(key)
         return record is not None and record.allocator is not NOBODYS
 
@@ -105,7 +105,7 @@ class _Surface:
         addresses: Sequence[int | None],
         indices: Sequence[int],
     ) -> bool:
-        """Whether each of ``tensors[indices]`` lies at its address."""
+        """Return whether each of ``tensors[indices]`` lies at its address."""
         return all(tensors[index].data_ptr() == addresses[index] for index in indices)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.pools import Pool
 
 THREAD_POOLS = (2, 8)
-"""From this release on ``use_mem_pool`` routes only the thread that opened it."""
+"""First release whose ``use_mem_pool`` routes only the thread that opened it."""
 OPTIONS_SINCE = {"use_on_oom": (2, 8), "no_split": (2, 10)}
 """The release that brought each option of ``MemPool`` (torch/cuda/memory.py)."""
 
@@ -54,7 +54,7 @@ class SimulatedMemPool:
         return self._memory.pool_uses(self.id)
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """The pool's segments."""
+        """Return the pool's segments."""
         return self._memory.segments(self.id)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -84,12 +84,12 @@ class SimulatedMemPoolContext:
 
     @classmethod
     def active_pool(cls) -> Pool | None:
-        """The pool that is active in this thread."""
+        """Return the pool that is active in this thread."""
         return cls._machine.active_pools.pool
 
 
 def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId:
-    """The pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
+    """Return the pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
     if pool is not None:
         return pool[0], pool[1]
     active = machine.active_pools.pool

@@ -78,7 +78,7 @@ class DeviceProperties:
 
     @classmethod
     def of(cls, gpu: GPU) -> DeviceProperties:
-        """The properties of ``gpu``."""
+        """Return the properties of ``gpu``."""
         model = gpu.model
         capability = model.compute_capability
         per_sm, per_block = _SHARED_MEMORY_KIB[capability]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
-"""Readings of ``torch.cuda`` that no memory model has; all but the first two since 2.1."""
+"""Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""
 
 _CUDA = torch.profiler.ProfilerActivity.CUDA
 _CPU = torch.profiler.ProfilerActivity.CPU
@@ -49,7 +49,7 @@ class _Readings:
         self._machine = machine
 
     def sensor(self, name: str) -> Callable[..., int]:
-        """The function of ``torch.cuda`` that reads the sensor ``name``."""
+        """Return the function of ``torch.cuda`` that reads the sensor ``name``."""
 
         def read(device: Any = None) -> int:
             torch.cuda._utils._get_device_index(device, optional=True)
@@ -63,12 +63,12 @@ class _Readings:
         return read
 
     def device_memory_used(self, device: Any = None) -> int:
-        """Bytes that this process holds of the device, without a CUDA context."""
+        """Return the bytes that this process holds of the device, without a CUDA context."""
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
     def list_gpu_processes(self, device: Any = None) -> str:
-        """This process alone, as torch would print it."""
+        """Return this process only, in torch's format."""
         index = torch.cuda._utils._get_device_index(device, optional=True)
         used = self.device_memory_used(index) / (1024 * 1024)
         return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
@@ -112,11 +112,11 @@ class Runtime:
         return gpu.allocator.free_memory, gpu.model.total_memory
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
-        """Page-lock memory of the host; the result code."""
+        """Page-lock memory of the host; return the result code."""
         return self._machine.pinned.register(ptr, size)
 
     def cudaHostUnregister(self, ptr: int) -> int:  # noqa: N802  # CUDA's own name
-        """Undo it; the result code."""
+        """Unlock memory of the host; return the result code."""
         return self._machine.pinned.unregister(ptr)
 
     def __getattr__(self, name: str) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""Several GPUs: what torch settles in C++, out of sight, and what several GPUs cannot do here."""
+"""Several GPUs: code that torch has in C++, out of sight, and operations without support here."""
 
 from __future__ import annotations
 

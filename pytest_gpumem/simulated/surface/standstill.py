@@ -32,7 +32,7 @@ from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.surface.compilers import told_to_compile
 
 _LOOKS = 0.02
-"""Seconds between two looks at what a thread does."""
+"""Seconds between two checks of what a thread does."""
 
 _STUCK = 5.0
 """Seconds in which a compiling thread has moved on, unless it waits for a lock."""
@@ -59,9 +59,9 @@ Event = tuple[FrameType, str, Any]
 
 
 class Standstill:
-    """Lets one thread be alone, as far as torch is concerned.
+    """Gives one thread exclusive use of torch.
 
-    ``threads`` are those that take part in the simulation, ``execution`` is where operators run.
+    ``threads`` are those that take part in the simulation; operators run in ``execution``.
     """
 
     patience = 10.0
@@ -137,7 +137,7 @@ class Standstill:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Rest inside, where this thread waits and touches nothing."""
+        """Mark this thread as resting inside, where it waits and uses nothing."""
         thread = get_ident()
         before = thread in self._resting
         with self._changed:
@@ -217,7 +217,7 @@ class Standstill:
             sleep(_LOOKS)
 
     def _is_quiet(self, thread: int, frame: FrameType, is_still: bool) -> bool:
-        """Whether ``thread`` is where it will be stopped before it meets torch again."""
+        """Return whether ``thread`` is where it will be stopped before it meets torch again."""
         if is_still and _simulates(frame.f_code):
             return True  # it waits for the lock of operators, which this thread holds
         if is_still and thread in self._watched:
@@ -247,7 +247,7 @@ def _keeps_locks(module: str, function: str) -> bool:
 
 
 def _simulates(code: CodeType) -> bool:
-    """Whether this is part of what simulates, which is not to be met half done."""
+    """Return whether this is code of the simulation, which must not be interrupted."""
     filename = code.co_filename
     return filename.startswith(_SIMULATED) and filename not in _AROUND
 
@@ -257,7 +257,7 @@ def _is_torchs(code: CodeType) -> bool:
 
 
 def _knows_torch(frame: FrameType | None) -> bool:
-    """Whether the code there may inspect a tensor that it gets, which no profiler reports."""
+    """Return whether the code may inspect a tensor that it gets, which no profiler reports."""
     while frame is not None:
         if "torch" in frame.f_globals:
             return True

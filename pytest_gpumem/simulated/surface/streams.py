@@ -1,4 +1,4 @@
-"""Streams as user code has them; what they stand for is in the machine.
+"""Streams in user code; their state is in the machine.
 
 Source: torch/csrc/Stream.cpp, torch/cuda/streams.py.
 """
@@ -54,7 +54,7 @@ class SimulatedStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority."""
+        """Return the lowest and the highest priority."""
         return 0, HIGHEST_PRIORITY
 
     @property
@@ -89,7 +89,7 @@ class SimulatedStream:
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
+        """Return whether a CUDA graph is being captured."""
         return self._key in self._machine.streams.captures
 
     def synchronize(self) -> None:

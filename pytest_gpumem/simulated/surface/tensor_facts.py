@@ -123,7 +123,7 @@ class TensorFacts:
 
 
 def _is_asked_to_save() -> bool:
-    """Whether safetensors calls, which writes the memory at an address (safetensors/torch.py)."""
+    """Return whether safetensors calls: it writes memory at an address (safetensors/torch.py)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back

@@ -83,7 +83,7 @@ class TensorMoves(TensorFacts):
         return moved
 
     def _crosses(self, block: SimulatedStorage | None, device: torch.device) -> bool:
-        """Whether a copy to ``device`` is one between the host and a GPU."""
+        """Return whether a copy to ``device`` is one between the host and a GPU."""
         return device.type != "meta" and (block is None) != (device.type == "cpu")
 
     def _wrapper_to(
@@ -138,7 +138,7 @@ class TensorMoves(TensorFacts):
         return tensor.to(other)
 
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether one tensor may take the other's place: CPU and CUDA may, meta may not.
+        """Return whether one tensor may take the other's place: CPU and CUDA may, meta may not.
 
         Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
         """
@@ -187,7 +187,7 @@ class TensorMoves(TensorFacts):
 
 
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``Tensor.to`` was called with ``non_blocking=True``, its third argument."""
+    """Return whether ``Tensor.to`` was called with ``non_blocking=True``, its third argument."""
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
 
 

@@ -1,4 +1,4 @@
-"""Reads of what a tensor holds, and its items."""
+"""Reads of a tensor's values, and its items."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TensorReads(TensorFacts):
         return self._array(tensor, *args, **kwargs)
 
     def _has_neutral_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
-        """Whether reading all of ``tensor`` yields neutral integers, which is then noted."""
+        """Return whether reading all of ``tensor`` yields neutral integers, which is then noted."""
         if not self._is_unknown(tensor) or not tensor.dim():
             return False
         block = self._block(tensor)
@@ -128,7 +128,7 @@ class TensorReads(TensorFacts):
         return True
 
     def _is_open(self, tensor: torch.Tensor) -> _Truth:
-        """Whether what a tensor on the device holds is unknown, or goes back to an assumption."""
+        """Return whether a device tensor's values are unknown, or go back to an assumption."""
         if self._block(tensor) is None or self._values.everything:
             return False
         return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))

@@ -19,7 +19,7 @@ _LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
 
 
 class _Tensors(TensorMoves, TensorReads):
-    """All that is replaced."""
+    """All replacements of tensors."""
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:

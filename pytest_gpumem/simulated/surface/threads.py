@@ -1,4 +1,4 @@
-"""Threads that the code under test starts: they use the simulated GPU too.
+"""Threads that the code under test starts, which use the simulated GPU too.
 
 What torch calls a mode belongs to one thread, so every other thread has to enter it, and what a
 GPU's own driver keeps apart per thread (the current device) is kept apart here. Autograd's threads
@@ -50,7 +50,7 @@ class Threads:
     ) -> None:
         self._machine = machine
         self._joining = joining
-        """Lets operators of one more thread be seen."""
+        """Installs the dispatch mode on one more thread."""
         self.owner: str | None = UNMEASURED
         """The owner of tasks that start now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
@@ -167,7 +167,7 @@ class Threads:
         return self.owner if task is None else task.owner
 
     def forget_failures(self) -> None:
-        """Drop what threads of an earlier test could not run."""
+        """Drop the errors of threads of an earlier test."""
         self._failures.clear()
 
     def begin(self, owner: str) -> None:

@@ -49,7 +49,7 @@ _WITHOUT_DEVICE = frozenset(
         "_nccl_version_suffix",
     }
 )
-"""Functions that ask no driver; nor do the settings of tunable operators."""
+"""Functions that call no driver; nor do the settings of tunable operators."""
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
@@ -96,7 +96,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _plan_driver_functions(patches: Patches) -> None:
-    """Refuse what is left of ``torch._C``: a build with CUDA would call the driver, and crash."""
+    """Refuse the rest of ``torch._C``: a build with CUDA would call the driver, and crash."""
     replaced = {name for owner, name, _ in patches.planned if owner is torch._C}
     for name in dir(torch._C):
         if (
@@ -128,7 +128,7 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 def _plan_layouts(patches: Patches) -> None:
-    """Layouts that C++ makes on the device out of sight."""
+    """Refuse layouts that C++ makes on the device out of sight."""
     for name in ("csr", "csc", "bsr", "bsc", "compressed"):
         name = f"sparse_{name}_tensor"
         why = "makes indices in C++ that a simulated GPU does not see: use sparse_coo_tensor"

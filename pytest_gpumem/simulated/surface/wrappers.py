@@ -56,7 +56,7 @@ def place_of(wrapper: torch.Tensor) -> torch.device | None:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` handles operators itself."""
+    """Return whether ``tensor`` handles operators itself."""
     kind = tensor.__class__
     return kind not in raw.PLAIN and kind.__torch_dispatch__ is not _HANDLES_NOTHING
 
@@ -82,7 +82,7 @@ def making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
 
 
 def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Leave out of a pickled wrapper where it was: it may be loaded elsewhere."""
+    """Remove the device from a pickled wrapper: it may be loaded elsewhere."""
 
     def without(state: Any) -> Any:
         if isinstance(state, tuple):
@@ -115,7 +115,7 @@ def faking(make: Callable[..., Any]) -> Any:
 
 
 def _beside_numbers(common: Callable[..., Any]) -> Any:
-    """The device of fake tensors, without the numbers that C++ made of Python's beside them.
+    """Return the device of fake tensors, without the numbers that C++ made of Python's beside them.
 
     It makes them where it takes a GPU's fake tensor to be, which is ``meta`` here
     (TensorCompare.cpp, ``where`` with a scalar).

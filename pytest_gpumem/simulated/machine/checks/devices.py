@@ -33,7 +33,7 @@ NUMBER = "number"
 """The place of a number that C++ made a tensor of: it may stand anywhere."""
 
 NAMES_ITS_ARGUMENT: Version = (2, 8)
-"""Since when the text begins with the argument (pytorch/pytorch pull request 155085)."""
+"""First release whose text begins with the argument (pytorch/pytorch pull request 155085)."""
 
 INDEXING = frozenset(
     f"aten::{name}"
@@ -133,7 +133,7 @@ def _beside_meta(tensors: Sequence[Placed]) -> str:
 
 
 def two_devices(devices: Sequence[str]) -> str:
-    """TensorIterator's words: the first device that is not the host is the common one."""
+    """Return TensorIterator's error: the first device that is not the host is the common one."""
     common = next(device for device in devices if device != "cpu")
     other = next(device for device in devices if device != common)
     return (
@@ -203,7 +203,7 @@ def _native_functions() -> str:
 
 @functools.cache
 def _checked_by(func: Any) -> str | None:
-    """The name under which the CUDA kernel of ``func`` compares devices; ``None`` if it does not.
+    """Return the name under which ``func``'s CUDA kernel compares devices; ``None`` if it does not.
 
     Source: torchgen/dest/register_dispatch_key.py (wrapper_kernel_sig, gen_one) and
     torchgen/api/native.py (name).

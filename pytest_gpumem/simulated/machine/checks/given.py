@@ -40,11 +40,11 @@ class Given:
                 yield value
 
     def dtype(self) -> torch.dtype:
-        """The type of the first tensor, which most kernels are chosen by."""
+        """Return the type of the first tensor, which most kernels are chosen by."""
         return next(self.tensors()).dtype
 
     def common_dtype(self) -> torch.dtype:
-        """The type to which TensorIterator promotes the operands: the first two or three."""
+        """Return the type to which TensorIterator promotes the operands: the first two or three."""
         operands = [
             value
             for name, value in self.by_name.items()

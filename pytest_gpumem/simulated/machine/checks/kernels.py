@@ -37,7 +37,7 @@ def _dispatches(accepted: _Types, of: _DtypeOf, rows: str) -> Iterator[tuple[str
 
 
 _HALVES_SINCE = (2, 14)
-"""Since this release these kernels take 16 bits (tried on 2.13 and 2.15)."""
+"""First release in which these kernels take 16 bits (tried on 2.13 and 2.15)."""
 
 
 def _before_halves(checks: Iterable[tuple[str, Check]]) -> dict[str, Check]:

@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.machine.checks.names import (
 _INDICES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
 
 SHORT_INDICES: Version = (2, 8)
-"""Since when ``gather`` and ``scatter`` take 32-bit indices (pytorch/pytorch issue 162711)."""
+"""First release with 32-bit indices in ``gather`` and ``scatter`` (pytorch/pytorch#162711)."""
 
 
 def _refusing(is_refused: Callable[[torch.dtype], bool], text: str) -> Check:

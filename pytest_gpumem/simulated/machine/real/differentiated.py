@@ -17,7 +17,7 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 @contextmanager
 def with_autograd() -> Iterator[None]:
-    """Differentiate inside an operator, where autograd is done with its part."""
+    """Enable autograd inside an operator, where autograd itself has finished."""
     with (
         torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
         torch.inference_mode(False),

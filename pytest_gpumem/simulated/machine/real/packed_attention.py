@@ -33,7 +33,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Tensor | None, Tensor | None],
     dropout: float, mask: int, scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
-    """The output, the logarithm of each row's sum by sequence, and the seed of what is dropped."""
+    """Return the output, the logarithm of each row's sum by sequence, and the dropout's seed."""
     seed = seed_for(dropout)
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []

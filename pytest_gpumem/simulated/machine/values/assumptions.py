@@ -72,7 +72,7 @@ _CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
     ("distributions.continuous_bernoulli", "__init__"): (True, _VALID),
     ("distributions.geometric", "__init__"): (True, _VALID),
 }
-"""Conditions in torch's own code: module and function -> how they are answered, and the note.
+"""Conditions in torch's own code: module and function -> the answer, and the note.
 
 Sources: torch/nn/utils/clip_grad.py, nn/functional.py and distributions of torch 2.6 to 2.15;
 torch/nn/init.py since 2.13.
@@ -92,7 +92,7 @@ _SEEDING = frozenset({"torch.utils.data.dataloader", "torch.utils.data.sampler"}
 
 
 def drawn_seed(device: int) -> int | None:
-    """A seed for the module of torch's that reads one; ``None`` for any other reader.
+    """Return a seed for the module of torch's that reads one; ``None`` for any other reader.
 
     With ``cuda`` as the default device seeds are drawn there, which here is the GPU of the index
     ``device``. It comes from the same generator.
@@ -139,7 +139,7 @@ def _has_input(values: Known, args: tuple[Any, ...], result: Any) -> None:
 
 
 def _caller() -> tuple[str, str]:
-    """Module and function of the innermost frame outside this package."""
+    """Return module and function of the innermost frame outside this package."""
     frame = sys._getframe(1)
     own = __name__.partition(".machine.")[0]
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(own):

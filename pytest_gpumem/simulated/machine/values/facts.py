@@ -69,7 +69,7 @@ class Facts:
         return Infinity.NONE if fact is None else fact.infinite
 
     def is_assumed(self, values: Iterable[Any]) -> bool:
-        """Whether what is known of a tensor among ``values`` goes back to an assumption."""
+        """Return whether a fact about a tensor among ``values`` goes back to an assumption."""
         found = (self.of(tensor) for tensor in tensors_in(values))
         return any(fact is not None and fact.assumed for fact in found)
 
@@ -123,7 +123,7 @@ class Facts:
         return None
 
     def _of_equal(self, given: Any) -> torch.Tensor | None:
-        """The one value of a tensor, or of all tensors of a list."""
+        """Return the one value of a tensor, or of all tensors of a list."""
         tensors = [given] if isinstance(given, torch.Tensor) else given
         found = [self.uniform(tensor) for tensor in tensors if tensor.numel()]
         first = found[0] if found else None

@@ -136,7 +136,7 @@ def _is_unknown_number(values: Numbers, tensor: Any) -> bool:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether each element is compared with itself."""
+    """Return whether each element is compared with itself."""
     return one is other or (
         one.shape == other.shape
         and one.stride() == other.stride()
@@ -177,7 +177,7 @@ def passed_on(name: str, given: list[Infinity]) -> Infinity:
 
 
 MOST_UPLOADED = 4_096
-"""Numbers of a CPU tensor that are looked at when it is copied to the device."""
+"""Most numbers of a CPU tensor that are checked when it is copied to the device."""
 
 
 def held(source: torch.Tensor) -> Infinity:

@@ -41,7 +41,7 @@ class Captured(Protocol):
     def add(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Remember a call, of which nothing is computed now."""
+        """Remember a call, without computing it now."""
 
     def described(self, value: Any) -> Any:
         """``value`` without hold on its tensors, as an argument of a call to be added."""
@@ -63,7 +63,7 @@ class Values(Reading):
     def follow(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Do to the values what an operator has just done to the shapes."""
+        """Update the values after an operator has run on the shapes."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):
@@ -179,7 +179,7 @@ class Values(Reading):
                 self._keep_all(result, value, used, parts=True)
 
     def _shares(self, tensor: torch.Tensor, value: Any) -> bool:
-        """Whether ``value`` is of the very memory that ``tensor`` is known by."""
+        """Return whether ``value`` shares memory with the kept values of ``tensor``."""
         base = self._bases.get(storage_key(tensor))
         if base is None or not isinstance(value, torch.Tensor):
             return False
@@ -231,7 +231,7 @@ class Values(Reading):
             self._derive(operator, args, kwargs, result)
 
     def died(self, key: int) -> None:
-        """Drop the values of a storage that has died; a graph's pool keeps what is left there."""
+        """Drop the values of a storage that has died; a graph's pool keeps its contents."""
         contents = self.pooled.pop(key, None) if self.pooled else None
         if contents is not None:
             contents.died(key, self._bases.get(key))
@@ -317,7 +317,7 @@ class Values(Reading):
         kwargs: dict[str, Any],
         targets: list[torch.Tensor],
     ) -> bool:
-        """Whether what is written, and all around it, is known; else nothing is any more."""
+        """Return whether a write leaves all of its target known; else forget its values."""
         names = {name for _, name in operator.written}
         places = {at for at, _ in operator.written}
         read = [value for at, value in enumerate(args) if at not in places]

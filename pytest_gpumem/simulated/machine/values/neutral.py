@@ -9,7 +9,7 @@ from typing import Any
 from pytest_gpumem.values.errors import UnknownValueError
 
 VALUE = 0.0
-"""Zero lets loss scaling and logging go on: no infinity was found, the loss is finite."""
+"""The neutral value, with which loss scaling and logging continue: the loss is finite."""
 
 _HARMLESS = frozenset({"json.encoder", "torch.optim._adafactor", "yaml.representer"})
 """Modules whose comparisons of numbers decide about no memory: encoders ask for NaN and infinities
@@ -21,7 +21,7 @@ _DECODERS = (
     "transformers.tokenization_utils_tokenizers",
     "transformers.tokenization_mistral_common",
 )
-"""Modules that hand tokens to compiled code that makes text of them."""
+"""Modules that pass tokens to compiled code that makes text of them."""
 
 
 class _AsFloat(type):

@@ -94,7 +94,7 @@ class Operator:
 
     @classmethod
     def by(cls, compute: Callable[..., Any], written: tuple[tuple[int, str], ...] = ()) -> Operator:
-        """Describe what ``compute``, no operator of torch's, does with tensors on the CPU."""
+        """Describe the effect of ``compute``, no operator of torch's, on tensors of the CPU."""
         name = getattr(compute, "__name__", str(compute))
         return cls(
             func=compute,
@@ -112,7 +112,7 @@ class Operator:
         )
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
+        """Return the tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
         found: list[torch.Tensor] = []
         for at, name in self.written:
             device_tensors(args[at] if at < len(args) else kwargs.get(name), found)

@@ -89,7 +89,7 @@ def _fits(found: Range, dtype: torch.dtype) -> bool:
 
 
 def _drawn(args: tuple[Any, ...]) -> Range | None:
-    """The range of ``randint(high, size)`` or ``randint(low, high, size)``."""
+    """Return the range of ``randint(high, size)`` or ``randint(low, high, size)``."""
     numbers = [value for value in args[:2] if isinstance(value, int)]
     low, high = (0, *numbers)[-2:] if numbers else (0, 0)
     return (low, high - 1) if high > low else None

@@ -43,7 +43,7 @@ class Reading(Kept):
         self.begin()
 
     def begin(self) -> None:
-        """See what the host has room for, and what the CPU can compute."""
+        """Look up how much memory the host has; reset failures to compute on the CPU."""
         self.uncomputed = None
         self.work.begin()
         if self.everything:
@@ -208,7 +208,7 @@ def _lacks_half(error: Exception) -> bool:
 
 @contextmanager
 def _drawing(source: torch.Generator) -> Iterator[None]:
-    """Draw the CPU's random numbers from ``source``: most operators take no other way."""
+    """Draw the CPU's random numbers from ``source``, for most operators the only way."""
     default = torch.default_generator
     before = default.get_state()
     default.set_state(source.get_state())

@@ -31,14 +31,14 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
 
 
 def elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Elements of ``dtype`` in the whole storage."""
+    """Return the number of elements of ``dtype`` in the whole storage."""
     size: int = (dtype or tensor.dtype).itemsize
     nbytes: int = tensor.untyped_storage().nbytes()
     return nbytes // size
 
 
 def covers(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is all of its storage."""
+    """Return whether ``tensor`` is all of its storage."""
     return tensor.is_contiguous() and tensor.numel() == elements(tensor)
 
 

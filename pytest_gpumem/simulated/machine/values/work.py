@@ -51,7 +51,7 @@ _FINE = 1e-4
 
 
 def _own_clock() -> Callable[[], float]:
-    """The time that this thread has computed, which other processes do not change."""
+    """Return the time that this thread has computed, which other processes do not change."""
     fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
     return time.thread_time if fine else time.perf_counter
 
@@ -71,7 +71,7 @@ class Work:
         self._show: Callable[[float], None] | None = None
 
     def begin(self) -> None:
-        """Begin anew, without a limit."""
+        """Reset the counts, without a limit."""
         self._calls.clear()
         self._limit = self._show = None
 
@@ -107,7 +107,7 @@ class Work:
         return handle
 
     def expect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Stop before the values of ``result``, of ``func``, where they take more than is left."""
+        """Raise before computing ``result`` of ``func``, if that exceeds the remaining time."""
         if self._limit is None:
             return
         if _has_formula(func):
@@ -152,7 +152,7 @@ class _Calls:
 
     @cached_property
     def operations(self) -> int:
-        """Operations of floating point of one call."""
+        """The floating-point operations of one call."""
         return _operations(self.func, self.args, self.kwargs, self.result)
 
 
@@ -198,7 +198,7 @@ def _shapes(value: Any) -> Any:
 
 @cache
 def speed(dtype: torch.dtype) -> float:
-    """Operations of floating point that the CPU does in a second, in products of ``dtype``.
+    """Return the CPU's floating-point operations per second, in products of ``dtype``.
 
     Measured once in a process, in some milliseconds: on one thread, in its own time, and taken for
     as many threads as torch has. Whatever else runs on the machine changes nothing.
@@ -221,7 +221,7 @@ def speed(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[int]:
-    """Compute on one thread inside; yields how many there are otherwise."""
+    """Compute on one thread inside; yield the usual number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -26,7 +26,7 @@ class _Call(NamedTuple):
     alibi_slopes: Tensor | None = None
 
     def of(self, sequence: int) -> _Call:
-        """The call for one sequence: slopes may be each sequence's own."""
+        """Return the call for one sequence: slopes may be each sequence's own."""
         slopes = self.alibi_slopes
         if slopes is None or slopes.dim() == 1:
             return self

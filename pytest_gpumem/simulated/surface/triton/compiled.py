@@ -61,7 +61,7 @@ class Compiled:
         return lambda *args, stream=None: self.launch(grid, args)
 
     def launch(self, grid: Sequence[int], args: Sequence[Any]) -> None:
-        """Do to the values of the arguments what the kernel may do to them.
+        """Update the values of the arguments for a run of the kernel.
 
         Raises ``ValueError`` for a tensor that is not on a GPU, ``RuntimeError`` for a grid that is
         too large, in the words of Triton's launcher.
@@ -110,7 +110,7 @@ class Compiled:
         )
 
     def _init_handles(self) -> None:
-        """Load the code to the device: there is nothing to load."""
+        """Do nothing: there is no code to load."""
 
 
 def _memory_of(value: Any) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
-    """Whether a replacement is the driver: Inductor reads kernels for the GPU that it names."""
+    """Return whether a replacement is the driver, by which Inductor finds the GPU of kernels."""
     return isinstance(value, _Simulated)
 
 
@@ -77,7 +77,7 @@ class _Utils:
         self._machine = machine
 
     def get_device_properties(self, index: int) -> dict[str, int]:
-        """Shared memory (bytes), registers, multiprocessors and threads of a warp."""
+        """Return shared memory (bytes), registers, multiprocessors and threads of a warp."""
         properties = DeviceProperties.of(self._machine.device(index))
         return _Properties(
             max_shared_mem=properties.shared_memory_per_block_optin,

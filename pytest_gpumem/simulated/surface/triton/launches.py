@@ -157,7 +157,7 @@ def _twin(of: Any, kind: type[Any]) -> Any:
 
 @cache
 def _with_compiler(kind: type) -> type:
-    """A kind of kernel that compiles nothing; Triton sets its compiler where it needs it first."""
+    """Return a kernel class that compiles nothing; Triton sets its compiler at first use."""
 
     def made(kernel: Any) -> Run:
         def compile(source: Any, target: Any = None, options: Any = None, **others: Any) -> Any:

@@ -49,7 +49,7 @@ class Stores:
         self._known: WeakKeyDictionary[FunctionType, Effects] = WeakKeyDictionary()
 
     def of(self, kernel: Any) -> Names:
-        """The parameters that ``kernel``, a function of Triton's, may write to."""
+        """Return the parameters that ``kernel``, a function of Triton's, may write to."""
         return self.effects(base_function(kernel)).written
 
     def effects(self, function: Any) -> Effects:
@@ -131,7 +131,7 @@ class _Reader:
             self.points[target.id] = self.points.get(target.id, _NONE) | self._of(value)
 
     def _of(self, node: ast.AST | None) -> Names:
-        """The parameters that an expression may point into."""
+        """Return the parameters that an expression may point into."""
         if isinstance(node, ast.Name):
             return self.points.get(node.id, _NONE)
         if isinstance(node, ast.Call):
@@ -179,7 +179,7 @@ class _Reader:
         return _NONE.union(*(passed.get(name, _NONE) for name in effects.returned))
 
     def _unknown(self, call: ast.Call, given: Names) -> Names:
-        """A method of a value, or a function that is a value."""
+        """Return parameters the result of a method, or of a function value, may point into."""
         if not isinstance(call.func, ast.Attribute):
             self.written |= given
             return given
@@ -206,7 +206,7 @@ class _Reader:
 
 
 def _is_of_language(called: Any) -> bool:
-    """Whether Triton's language has it, whose functions are known by their names."""
+    """Return whether it is of Triton's language, whose functions are known by name."""
     if isinstance(called, ModuleType):
         return False
     module = getattr(called, "__module__", None) or getattr(type(called), "__module__", "")
@@ -214,6 +214,6 @@ def _is_of_language(called: Any) -> bool:
 
 
 def _has_method(name: str) -> bool:
-    """Whether tensors of Triton's language have it: none writes but by the names above."""
+    """Return whether it is a method of Triton's tensors: only those named above write."""
     language = sys.modules.get(_LANGUAGE)
     return hasattr(getattr(language, "tensor", None), name)
