@@ -37,7 +37,7 @@ class StandIn(ModuleType):
     ) -> None:
         super().__init__(name)
         spec = _spec(name)
-        # Importing submodules and looking through sys.modules ask for these of every module.
+        # Importing submodules and looking through sys.modules read these of every module.
         vars(self).update(
             __package__=spec.parent,
             __spec__=spec,

@@ -30,7 +30,7 @@ def base(name: str) -> Callable[..., Any]:
         if args[0].__class__ in PLAIN and not _modes_enabled():
             return method(*args, **kwargs)
         # Under a mode, or for a subclass, torch would look the method up again and find the
-        # replaced one; parameters of lazy modules know only torch's own.
+        # replaced one; parameters of lazy modules accept only torch's own.
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 

@@ -58,7 +58,7 @@ class Backend:
         """Return what runs in the place of ``graph``."""
         if self._settings is not None:
             if not _is_of_gpu(graph, inputs):
-                return graph.forward  # the CPU computes what it is told
+                return graph.forward  # the CPU runs it as it is
             self._tracing.say_tuned(self._settings)
         elif not _is_of_torch(self._given):
             inputs = _as_placed(graph, inputs)

@@ -67,7 +67,7 @@ def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
         return of_parts(
             runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
         )
-    # What it runs where nothing compiles it; random operators of DTensor have one for CUDA alone.
+    # It runs this where nothing compiles it; random operators of DTensor have one only for CUDA.
     keys = torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CUDA
     eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
     if eagerly is not None:

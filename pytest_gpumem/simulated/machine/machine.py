@@ -261,7 +261,7 @@ class SimulatedMachine(Notes):
         return NeutralFloat()
 
     def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
-        """Return whether ``read``, of all of an unknown ``tensor``, yields neutral integers; note it.
+        """Note and return whether ``read`` of all of an unknown ``tensor`` yields neutral integers.
 
         Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
         """

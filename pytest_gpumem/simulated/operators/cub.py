@@ -32,7 +32,7 @@ def radix_sort_pairs_bytes(
     compute capability 9.0, so their sort depends on ``sms``.
     """
     if count <= _tile(256, 19, key_bytes, value_bytes):
-        return 1  # One block sorts them; a null pointer would ask for the size again.
+        return 1  # One block sorts them; a null pointer would query the size again.
     if key_bytes < 4 and capability < (9, 0):
         spine = _spine(key_bytes, sms)
         return alias_temporaries(spine, count * key_bytes, count * value_bytes)

@@ -263,7 +263,7 @@ def _calling(target: Callable[..., Any], like: CodeType) -> CodeType:
 
 @cache
 def _template(free: tuple[str, ...]) -> CodeType:
-    # A function's closure has to fit its code: the free variables are named, and left alone.
+    # A function's closure has to fit its code: the free variables are named, and not used.
     names = ", ".join(free)
     source = (
         f"def make({names}):\n"

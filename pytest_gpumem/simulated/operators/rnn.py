@@ -48,7 +48,7 @@ def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     with torch.no_grad():
         for weight, view in zip(weights, _views(buffer, weights), strict=True):
             view.copy_(weight)
-            weight.set_(view)  # type: ignore[call-overload]  # the stubs know storages only
+            weight.set_(view)  # type: ignore[call-overload]  # the stubs have storages only
     return buffer
 
 

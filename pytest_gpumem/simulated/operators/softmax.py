@@ -37,7 +37,7 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
 
 
 def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
-    """Return whether the product, which takes its strides' order from its factors, is contiguous."""
+    """Return whether the product is contiguous; its strides are in the order of its factors'."""
     if gradient.is_contiguous() and output.is_contiguous():
         return True
     strides = compute_elementwise_output_strides(gradient, output)

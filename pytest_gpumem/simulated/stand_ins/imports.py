@@ -55,7 +55,7 @@ class StandInModule(ModuleType):
     """A module of the library; a name that it lacks is refused."""
 
     def __getattr__(self, name: str) -> Any:
-        # Of names with underscores, Python and its tools ask every module.
+        # Python and its tools read names with underscores of every module.
         path = f"{self.__name__}.{name}"
         if name.startswith("__") or path in FLASH_ATTN.absent:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -93,7 +93,7 @@ class _Finder(DistributionFinder):
             return None
         if FLASH_ATTN.lacks(fullname):
             return ModuleSpec(fullname, _Refusing(), is_package=True)
-        if fullname == FLASH_ATTN.package:  # who only asks whether it is there imports nothing
+        if fullname == FLASH_ATTN.package:  # a check whether it is there imports nothing
             return ModuleSpec(fullname, _Making(), is_package=True)
         names = _contents()
         if fullname not in names:

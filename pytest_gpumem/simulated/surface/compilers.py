@@ -61,7 +61,7 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
 
         inside.callback(left_alone.forget)
         inside.enter_context(LateImports("torch", alone, but=_OF_TESTS).watched())
-        if _DYNAMO in sys.modules:  # who waits for a module of torch's is asked before all of torch
+        if _DYNAMO in sys.modules:  # finders of single modules come before the one of all torch
             inside.enter_context(present())
         stand_in(_SYMPY, _of_sympy, alone)
         stand_in(_FUNCTIONS, _of_functions, alone)
@@ -72,7 +72,7 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
 
 def load() -> None:
     """Import all of it now, if possible: a later use raises the error of a failed import."""
-    # A test may have emptied sys.path, or deleted the folder that torch's settings ask for.
+    # A test may have emptied sys.path, or deleted the folder that torch's settings need.
     with suppress(ImportError, OSError):
         importlib.import_module(f"{_DYNAMO}.eval_frame")
 

@@ -98,7 +98,7 @@ def _is_meta(device: Any) -> bool:
 
 
 def _numbered(device: Any) -> Any:
-    # A build without CUDA does not know whose number that is.
+    # A build without CUDA cannot map that number to a device.
     return torch.device("cuda", device) if type(device) is int else device
 
 

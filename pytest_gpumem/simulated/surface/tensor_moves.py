@@ -94,7 +94,7 @@ class TensorMoves(TensorFacts):
             device = self._machine.device(device.index).torch_device
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if self.device(tensor) == device:
-            # The device said no more, the type stands first: None is this tensor's own.
+            # The device adds nothing, so the type is first: None is this tensor's own.
             first = [tensor.dtype if one is None else one for one in args[1:2]]
             return _to(tensor, *first, *args[2:], **kwargs)
         return _to(tensor, device, *args[1:], **kwargs)

@@ -40,7 +40,7 @@ class TensorReads(TensorFacts):
         asking = sys._getframe(2)
         granted = taken_for_granted(asking)
         if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()  # of a DTensor, whose shards are asked for it as well
+            tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
         if granted and self._is_open(tensor):
             answer, note = granted
             self._machine.note(note)

@@ -112,7 +112,7 @@ class Threads:
                     run()
                 except SimulationError as error:
                     if get_ident() in self._strangers:
-                        return  # the test that would be told is over
+                        return  # the test that would get the error is over
                     self._failures[threading.current_thread()] = error
                     self._machine.note(f"a thread of the test ended early: {error}")
 
