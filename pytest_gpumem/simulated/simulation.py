@@ -145,7 +145,7 @@ class Simulation(SimulatedMachine):
         self._patches = Patches()
         self._of_triton = Patches()
         """Replacements in a library that is slow to import, and that few tests need."""
-        # What is replaced has to be torch's own, and not what an active simulation has put there.
+        # The replaced names have to be torch's own, and none that an active simulation has set.
         with _suspended():
             plan.plan(self, self._casts, self._patches)
             self.threads.plan(self._patches)

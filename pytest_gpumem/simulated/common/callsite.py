@@ -44,7 +44,7 @@ RELEASED = "free"
 """The operator's name where memory is freed, which no operator does."""
 
 COMPUTED = "computed"
-"""The kind of what an operator computes; as a purpose, of what compiled code does."""
+"""The kind of an operator's results; as a purpose, of compiled code's."""
 
 Place = tuple[str, int, str]
 """Filename, line and function."""
@@ -138,7 +138,7 @@ class Provenance:
         """Frames of TorchScript, which stand before Python's."""
 
     def record(self, recording: Recording) -> None:
-        """Note what was to be recorded; where that is stacks, look up TorchScript's."""
+        """Note the settings of the recording; if it records stacks, look up TorchScript's."""
         self.recording = recording
         if recording.on and recording.contexts is not Contexts.NEVER:
             self.script_frames = _script_frames()
@@ -244,9 +244,9 @@ def user_line(innermost: FrameType | None = None) -> str:
 
 
 def callers_line() -> str:
-    """``path:line`` of the innermost frame outside what is installed, if there is any.
+    """``path:line`` of the innermost frame outside installed packages, if there is any.
 
-    Who describes a library's kernel looks for a line of their own, and not for the library's.
+    The author of a description looks for a line of their own, and not for the library's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_installed(frame.f_code.co_filename):

@@ -65,7 +65,7 @@ class StandIn(ModuleType):
         return sys.modules.get(self.__name__) is self
 
     def real(self) -> ModuleType:
-        """Return the real module, imported alone."""
+        """Return the real module, imported without replaced names."""
         if not self._stands:
             return importlib.import_module(self.__name__)
         del sys.modules[self.__name__]
@@ -93,7 +93,7 @@ class StandIn(ModuleType):
 
 
 class LateImports(MetaPathFinder):
-    """Imports the modules of ``package`` alone, lest they keep what they find replaced.
+    """Imports the modules of ``package`` without replaced names, lest they keep these.
 
     With ``itself`` it is the package, with all that it imports, and no module of it that is
     imported later. ``but`` are parts of it that are imported in sight of what is replaced.
@@ -165,7 +165,7 @@ class _AloneLoader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         # A collection may start a thread (a loader's, for its workers), which would wait
-        # for what is imported here, as this thread for it.
+        # for the module imported here, as this thread for it.
         with self._alone(), paused():
             self._loader.exec_module(module)
 

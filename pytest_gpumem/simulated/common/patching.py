@@ -19,7 +19,7 @@ class _Replaced:
 
     @property
     def present(self) -> Any:
-        # vars(), not getattr(): what a class inherits must come back by deletion.
+        # vars(), not getattr(): an inherited attribute must come back by deletion.
         return vars(self.owner).get(self.name, _ABSENT)
 
     def replace(self) -> None:
@@ -58,7 +58,7 @@ class Patches:
         return bool(self._replaced) and not self._is_paused
 
     def apply(self) -> None:
-        """Make every planned replacement, remembering what stood there."""
+        """Make every planned replacement, remembering the old values."""
         for owner, name, value in self._planned:
             replaced = _Replaced(owner, name, value, _ABSENT)
             self._replaced.append(replaced)
@@ -95,7 +95,7 @@ class Patches:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Replace inside what the innermost :meth:`paused` has put back."""
+        """Apply again inside the replacements that the innermost :meth:`paused` has undone."""
         resumed, self._put_back = self._put_back, []
         for replaced in reversed(resumed):
             replaced.replace()

@@ -1,4 +1,4 @@
-"""``torch.compile``: Inductor's own wrapper of a graph, run for what it allocates.
+"""``torch.compile``: Inductor's own wrapper of a graph, run for its allocations.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
 ``surface``. Dynamo, AOTAutograd and Inductor are torch's own and see torch as it is, but for the

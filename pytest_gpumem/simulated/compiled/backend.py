@@ -1,6 +1,6 @@
 """Backends of ``torch.compile`` for a simulated GPU: Inductor, and those made of Python.
 
-A backend gets Dynamo's graph and what it makes of it runs, as on a GPU: Inductor's wrapper, or the
+A backend gets Dynamo's graph and its result runs, as on a GPU: Inductor's wrapper, or the
 graphs that AOTAutograd has cut, operator by operator.
 """
 
@@ -31,7 +31,7 @@ _DYNAMOS_OWN = (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback)
 class Backend:
     """The backend of one ``torch.compile``: ``given``, for a graph that is on a simulated GPU.
 
-    What it cannot compile runs eagerly, with a note, or raises
+    Code that it cannot compile runs eagerly, with a note, or raises
     :class:`~pytest_gpumem.simulated.compiled.refusals.CompiledCodeError` where that ``refuses``.
     """
 
@@ -46,7 +46,7 @@ class Backend:
         self._refuses = refuses
 
     def __eq__(self, other: object) -> bool:
-        """Whether Dynamo may take for this one what it has compiled for ``other``."""
+        """Whether Dynamo may use for this one code that it has compiled for ``other``."""
         if not isinstance(other, Backend):
             return NotImplemented
         return self._machine is other._machine and bool(self._given == other._given)
@@ -55,7 +55,7 @@ class Backend:
         return hash(self._machine)
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
-        """Return what runs in the place of ``graph``."""
+        """Return the function that runs in the place of ``graph``."""
         if self._settings is not None:
             if not _is_of_gpu(graph, inputs):
                 return graph.forward  # the CPU runs it as it is

@@ -64,12 +64,12 @@ class Computed:
                     return wrapper(inputs)
                 capture = values.capture()
                 if capture is not None:
-                    machine.kernel_wrote()  # into the graph, as of what comes
+                    machine.kernel_wrote()  # into the graph, as if from its results
                     described = capture.described(tuple(self._copies_on_host(inputs)))
                     results = _alone(values, wrapper, inputs)
                     capture.add(self._whole(), described, {}, tuple(results))
                     return results
-                # Nothing holds what is on the GPU: the wrapper frees it when it would be freed.
+                # Nothing keeps tensors on the GPU: the wrapper frees them when they would be freed.
                 given = values.shared(self._copies_on_host(inputs))
                 if given is None:
                     return wrapper(inputs)
@@ -105,7 +105,7 @@ class Computed:
 
 
 def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
-    """Run ``wrapper``, which empties its inputs to free them; nothing is known of what it does."""
+    """Run ``wrapper``, which empties its inputs to free them, without following its values."""
     with values.ignoring(), launched.told_to(_nobody):
         return wrapper(inputs)
 
@@ -203,7 +203,7 @@ _OF_STORAGES = re.compile("as_strided|eager_offset")
 
 
 def _lacking(node: Node) -> str | None:
-    """Return what of ``node`` is not computed beside a wrapper; ``None`` if all of it is."""
+    """Return the part of ``node`` that is not computed beside a wrapper, or ``None``."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"

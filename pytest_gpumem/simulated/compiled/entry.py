@@ -1,4 +1,4 @@
-"""The entry into compiling: what ``torch.compile`` is asked to do, done for a simulated GPU.
+"""The entry into compiling: ``torch.compile``, done for a simulated GPU.
 
 ``torch.compile`` is torch's own. The function it returns calls ``_callback_from_stance`` for the
 compiler of frames each time that it is called; here it gets the same with another backend. So a
@@ -69,7 +69,7 @@ _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
 """Attributes of Dynamo's callbacks for the wrapped function, by release."""
 
 _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
-"""The folder of files that simulate, and compute what compiled code needs."""
+"""The folder of files that simulate, and compute for compiled code."""
 
 _LIBRARY = f"{Path(torch.__file__).parent / '_library'}{os.sep}"
 """The folder of torch that calls shape functions of custom operators, which run on no GPU."""
@@ -208,7 +208,7 @@ class Compilation:
                 return told
             if hasattr(told, "hooks"):
                 return self._callback(told)
-            # A stance's own: it waits, or refuses to compile anew, around what would compile.
+            # A stance's own: it waits, or refuses to compile anew, around a compiler.
             own = self._callback(callback)
             return None if own is None else of_stance(own)
 
@@ -217,7 +217,7 @@ class Compilation:
     def _callback(self, callback: Any) -> Any:
         """Return the compiler in the place of ``callback``; ``None`` to run eagerly."""
         if callback not in self._callbacks:
-            with self._resting() as rest:  # what torch needs to compile may have to be imported
+            with self._resting() as rest:  # torch may have to import modules for compiling
                 if not rest:
                     self._say_eager(_GOES_ON)
                     return None
@@ -304,7 +304,7 @@ class Compilation:
                         if not refusals and isinstance(error, TorchRuntimeError):
                             raise  # it is the user's
                         self._ran_eagerly = True
-                        # Neither gets a name: it would keep what the frames hold.
+                        # Neither gets a name: it would keep the contents of the frames.
                         not_followed(
                             self._machine,
                             CompiledCodeError(refusals[0]) if refusals else error,
@@ -335,8 +335,8 @@ class Compilation:
     def forget(self, *, own: bool = True) -> None:
         """Reset the code that was compiled for machines, with ``own`` for this one, too.
 
-        Dynamo keeps but a few results of each frame, and takes for dynamic what had other sizes
-        before: what a test allocates would depend on those that ran before it.
+        Dynamo keeps only a few results of each frame, and takes sizes that changed for dynamic:
+        without this, a test's allocations would depend on the tests before it.
         """
         if own:
             self._steps.forget()
@@ -367,7 +367,7 @@ _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
 
 
 class _ButOwn:
-    """A callback that leaves alone what this package calls while compiled code runs."""
+    """A callback that does not compile calls of this package while compiled code runs."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -387,7 +387,7 @@ class _ButOwn:
         if is_this_packages:
             return ConvertFrameReturn()
 
-        # What measures around ``Module.__call__`` calls what is to be compiled.
+        # Measuring wraps ``Module.__call__``, which calls the code to be compiled.
         is_simulated = is_shapes or filename.startswith(_SIMULATED)
         below = _FrameAction.SKIP if is_simulated else _FrameAction.DEFAULT
         skipped = _FrameExecStrategy(_FrameAction.SKIP, below)

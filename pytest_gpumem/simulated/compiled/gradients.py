@@ -54,7 +54,7 @@ def _with_shapes_alone() -> tuple[OpOverload, ...]:
 
 
 def _is_led_past(operator: OpOverload) -> bool:
-    # What has a kernel for meta in C++ has one for CUDA, too, and is not taken apart there.
+    # An operator with a kernel for meta in C++ has one for CUDA, too, and is not decomposed there.
     name = operator.name()
     return (
         DispatchKey.Meta in _handles(operator)

@@ -26,7 +26,7 @@ def another_goes_on() -> CompiledCodeError:
 
 
 def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
-    """Note what becomes of the compiled code that the user's line calls."""
+    """Note how the compiled code that the user's line calls runs."""
     sentence = f"{OF_COMPILED_CODE} {user_line()} {predicate}"
     machine.note(sentence, always=ran_eagerly(sentence))
 

@@ -1,8 +1,8 @@
 """Steps that code has marked with ``torch.compiler.cudagraph_mark_step_begin()``.
 
-torch counts them for the process. Once there is one, only the next begins a step: what CUDA graphs
-return is overwritten then, and no longer by each call. So they are of the machine alone that was
-there, and over when a test is.
+torch counts them for the process. Once there is one, only the next begins a step: results of CUDA
+graphs are overwritten then, and no longer by each call. So they belong to the machine that was
+active, and end with the test.
 
 Source: torch/_inductor/cudagraph_trees.py (MarkStepBox, get_curr_generation), torch 2.6 to 2.13.
 """
@@ -42,7 +42,7 @@ class MarkedSteps:
 
 
 def _exchanged(count: int) -> int:
-    """Set torch's count to ``count``; return what it was."""
+    """Set torch's count to ``count``; return the old one."""
     trees = sys.modules.get(_TREES)
     if trees is None:
         return 0

@@ -1,4 +1,4 @@
-"""torch's structured trace: a log of what it compiles, for torch's own tools.
+"""torch's structured trace: a log of its compilations, for torch's own tools.
 
 Without this, other listeners get empty lines. pytest listens to all loggers that do not propagate,
 and showed hundreds of them with a failure.

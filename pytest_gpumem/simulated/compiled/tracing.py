@@ -69,7 +69,7 @@ _MEASURES: Any = object()
 _WAITS_FOR_MEMORY = 100
 """Highest intensity of a product that waits for memory.
 
-Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 on V100, 100 on
+Half of a GPU's multiplications while it reads one number, as Inductor has it: 69 on V100, 100 on
 A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
 """
 
@@ -161,7 +161,7 @@ class Tracing:
         return compile_fx_inner
 
     def say_tuned(self, given: Mapping[str, Any]) -> None:
-        """Note that Inductor, with these settings of its own, would measure what it chooses."""
+        """Note that Inductor, with these settings of its own, would measure its choices."""
         if any(given.get(name, getattr(config, name)) for name in settings.TUNING):
             note_at_line(
                 self._machine,
@@ -190,7 +190,7 @@ class Tracing:
         Tensor cores read rows of 16 bytes, so padding pays where they are used, unless the product
         waits for memory anyway: then copying what is padded costs more.
         """
-        decide = getattr(decide, "__wrapped__", decide)  # it remembers what was measured
+        decide = getattr(decide, "__wrapped__", decide)  # it remembers measurements
 
         def should_pad(
             match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any
@@ -307,7 +307,7 @@ class Tracing:
                 inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 inside.enter_context(settings.apart_by_attention())
                 if self._machine.values.everything:
-                    # What it keeps has no graph to compute values by.
+                    # Its entries have no graph to compute values by.
                     of_autograd: Any = torch._functorch.config
                     inside.enter_context(of_autograd.patch(enable_autograd_cache=False))
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))

@@ -30,7 +30,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     f"{_NAME}.compiler.compiler": {},
     f"{_NAME}.language": {"dtype": type("dtype", (), {})},
 }
-"""By module: what is read of it."""
+"""By module: the attributes that are read of it."""
 
 
 @contextmanager

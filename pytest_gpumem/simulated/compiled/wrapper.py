@@ -89,7 +89,7 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
     def make_buffer_allocation(codegen: Any, buffer: Any) -> str:
         line = write(codegen, buffer)
         origin = origin_of(_nodes_of(codegen, buffer))
-        # What is written stays as it is: tests of compiled code read it.
+        # The written line stays as it is: tests of compiled code read it.
         is_told = origin is not None and f"{_TAKES}(" in line
         return f"{_TAKES}.of{origin}; {line}" if is_told else line
 

@@ -1,4 +1,4 @@
-"""Operators that compute: kernels for ``meta``, and the rules of what CUDA allocates beside."""
+"""Operators that compute: kernels for ``meta``, and the rules of CUDA's allocations beside."""
 
 from __future__ import annotations
 

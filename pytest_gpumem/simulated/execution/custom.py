@@ -117,7 +117,7 @@ def _refusing(runner: Runner, func: Any) -> Handler:
 
 
 def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:
-    """``func`` of tensors on a GPU, where it is known what it is built from."""
+    """Return a handler of ``func`` that runs its known parts for tensors on a GPU."""
     parts = vision.PARTS.get(str(func))
     if parts is None:
         return otherwise

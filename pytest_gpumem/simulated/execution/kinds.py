@@ -43,7 +43,7 @@ KINDS = (
     Kind(lambda func: func._schema.name == "aten::copy_", copies.copy),
     Kind(views.makes_views, views.views),
 )
-"""The first that takes an operator runs it; what none takes, computes."""
+"""The kinds of operators: the first that takes one runs it; by default it computes."""
 
 
 class Special(NamedTuple):

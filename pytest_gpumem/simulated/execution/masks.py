@@ -36,7 +36,7 @@ def is_selection(func: Any) -> bool:
 
 
 def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """``masked_select``, where the mask alone is known.
+    """Return a handler of ``masked_select``, where only the mask is known.
 
     Source: aten/src/ATen/native/cuda/IndexKernel.cpp (masked_select_out_cuda_impl).
     """

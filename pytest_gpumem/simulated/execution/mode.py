@@ -64,7 +64,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             if any(issubclass(kind, FakeTensor) for kind in types):
                 # It would leave the operator to the fake mode whose place this one has.
                 return FakeTensor.__torch_dispatch__(func, types, args, kwargs or {})
-            # A subclass that handles operators itself; what it calls inside comes back here.
+            # A subclass that handles operators itself; its inner calls come back here.
             return NotImplemented
         lock = self.lock
         if lock is not None:

@@ -38,7 +38,7 @@ class OnHost:
         """Returns a sentence that an operator reads unknown values."""
 
     def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``operator`` by shapes alone: what it returns or writes to is unknown."""
+        """Run ``operator`` by shapes: tensors that it returns or writes to are unknown."""
         func = operator.func
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return func(*args, **kwargs)  # set_ to a storage, whatever that holds

@@ -1,4 +1,4 @@
-"""Operators whose kernels for ``meta`` do not return what CUDA does."""
+"""Operators whose kernels for ``meta`` return other results than CUDA's."""
 
 from __future__ import annotations
 

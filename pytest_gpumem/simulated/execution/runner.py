@@ -74,7 +74,7 @@ class Runner:
             self._dispatch.inside = False
 
     def run_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel of torch's that makes a tensor, or make what it made of such arguments."""
+        """Run a kernel of torch's that makes a tensor, or repeat its result for such arguments."""
         key, make = self.shapes.find(func, args, kwargs)
         if make is not NEW and make is not None:
             return make(args)
@@ -206,7 +206,7 @@ class Runner:
     def _explain(
         self, error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise what ``error``, of a kernel without values, means on a simulated GPU."""
+        """Raise the error of a simulated GPU for ``error``, of a kernel without values."""
         text = str(error)
         if isinstance(error, NotImplementedError):
             if DATA_DEPENDENT & set(func.tags):

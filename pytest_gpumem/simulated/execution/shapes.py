@@ -60,7 +60,7 @@ class UnknownError(Exception):
 
 
 _everywhere: dict[Any, _Known] = {}
-"""By what machines have in common: what torch's own operators returned on any of them."""
+"""Results of torch's own operators on any machine, by the machines' common property."""
 
 
 class Shapes:
@@ -116,7 +116,7 @@ class Shapes:
             return None, NEW
 
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Remember what an operator returned for arguments described by ``key``."""
+        """Remember the result of an operator for arguments described by ``key``."""
         make = None
         # unsqueeze_ and its relatives write to the tensor's own shape: they must run each time.
         if torch.Tag.inplace_view not in key[0].tags:

@@ -34,7 +34,7 @@ class GpuModel:
 # max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.0.
 #
-# total_memory, sm_count and l2_cache_bytes are what a Linux driver reported on a real card. The
+# total_memory, sm_count and l2_cache_bytes are as a Linux driver reported on a real card. The
 # driver keeps a part of the memory to itself, which differs by release (of one model by up to
 # 1.5 %), so the source names the CUDA version of the driver:
 #
@@ -103,7 +103,7 @@ class Machine:
 
 
 def find_machine(name: str | GpuModel | Machine) -> Machine:
-    """Return what ``"A100-80GB*2"`` or ``"T4"`` stands for; a model of one's own stands for itself.
+    """Return the machine ``"A100-80GB*2"`` or ``"T4"`` names; a model of one's own is kept.
 
     Raises :class:`GpuError` for a model or a number that there is not.
     """

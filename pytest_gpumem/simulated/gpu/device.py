@@ -95,7 +95,7 @@ class Device:
         self.allocator.growth = 0
 
     def forget(self) -> Memory:
-        """Give everything back; return the empty memory to go on with in :meth:`go_on_with`."""
+        """Free everything; return an empty memory for :meth:`go_on_with`."""
         self.workspaces.clear()
         self.workspaces.settings.forget()
         self.allocator.share(None)

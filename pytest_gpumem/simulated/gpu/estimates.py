@@ -96,7 +96,7 @@ class Estimates:
 
 
 def estimate_note(largest: int, at_largest: str, in_peak: int, at_peak: str) -> str:
-    """Return the sentence on estimates: the largest one in bytes, and what the peak has of them."""
+    """Return the sentence on estimates: the largest in bytes, and their share of the peak."""
     if in_peak:
         return f"{format_size(in_peak)} of the peak are an estimate: {at_peak}"
     return (

@@ -21,7 +21,7 @@ class Memory(Allocator):
     """The caching allocator, with stacks, and torch's own exception when the GPU is full.
 
     Python's garbage collector may run wherever an object is made, here too, and the storages that
-    it finds give back their blocks at once. In C++ it cannot come in between: what is freed while
+    it finds give back their blocks at once. In C++ it cannot come in between: memory freed while
     an operation is under way waits for its end.
     """
 
@@ -95,7 +95,7 @@ class Memory(Allocator):
             super().empty_cache(pool, context)
 
     def record_history(self, recording: Recording, *, clear: bool = False) -> None:
-        """Do what ``torch.cuda.memory._record_memory_history`` does."""
+        """Start or stop recording, as ``torch.cuda.memory._record_memory_history`` does."""
         self.trace.record(recording, clear=clear)
         self._recording = recording
         self._collects_frees = recording.on and recording.contexts is Contexts.ALL

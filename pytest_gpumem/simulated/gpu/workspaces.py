@@ -50,7 +50,7 @@ class Memory(Protocol):
 
 @dataclass
 class Workspaces:
-    """The workspaces of one device: which are live, and what a GEMM does to them."""
+    """The workspaces of one device: the live ones, and the effect of a GEMM on them."""
 
     memory: Memory
     version: Version
@@ -80,7 +80,7 @@ class Workspaces:
         self._bytes = None
 
     def gemm(self, stream: int = 0) -> None:
-        """A cuBLAS call: what it allocates before the kernel runs, and keeps."""
+        """Allocate for a cuBLAS call before the kernel runs, and keep the memory."""
         if self.settings.per_operation:
             self._temporary(self.bytes, stream)
         else:
@@ -113,7 +113,7 @@ class Workspaces:
         self._kept.clear()
 
     def clear_stream(self, stream: int) -> None:
-        """Free what belongs to ``stream``: a CUDA graph captured there is given up (since 2.12)."""
+        """Free memory of ``stream``: a CUDA graph captured there is reset (since 2.12)."""
         for key in [key for key in self._kept if key[1] == stream]:
             address, _ = self._kept.pop(key)
             if address:

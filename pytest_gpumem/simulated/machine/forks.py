@@ -31,7 +31,7 @@ def after_fork(call: Callable[[], None]) -> None:
 
 
 def check(storages: Storages, args: Any, kwargs: dict[str, Any], target: Any) -> None:
-    """Raise what torch raises for an operator of a GPU in a forked process.
+    """Raise torch's error for an operator of a GPU in a forked process.
 
     ``target`` is where ``Tensor.to`` moves a tensor, if it does.
     """

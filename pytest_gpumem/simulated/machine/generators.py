@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The CUDA generators, by the address of what stands for them in C++."""
+"""The CUDA generators, by the address of their stand-in in C++."""
 
 
 def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
@@ -153,7 +153,7 @@ class _States:
         return _bytes_of(generator.initial_seed(), offset)
 
     def full(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return what these 16 bytes stand for; ``None`` for a state of another process.
+        """Return the state behind these 16 bytes; ``None`` for a state of another process.
 
         Raises torch's error for any other size.
         """

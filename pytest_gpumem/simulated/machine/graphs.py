@@ -141,7 +141,7 @@ class Graph:
     def replay(self) -> None:
         """Run the captured work again: nothing is allocated.
 
-        Where values are computed, that is done; else what the graph writes is unknown afterwards.
+        Where values are computed, they are computed here; else the graph's results are unknown.
         """
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")

@@ -105,7 +105,7 @@ class GPU(Device):
 
     @property
     def is_logging(self) -> bool:
-        """Whether :meth:`logging` goes on."""
+        """Whether a context of :meth:`logging` is open."""
         return bool(self._open_logs)
 
     @property

@@ -40,7 +40,7 @@ class Numbering:
     def ended(self, began: int) -> Callable[[int], int]:
         """Count the nodes that a backward pass has made since number ``began``.
 
-        Returns what their numbers are, had they been made by the GPU's thread, as this thread
+        Returns their numbers as if they had been made by the GPU's thread, as this thread
         counts: on a GPU both threads have a node of the same number, and so have they here.
         """
         before, made = self._on_gpu, _next() - began

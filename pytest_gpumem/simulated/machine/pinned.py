@@ -1,8 +1,8 @@
 """Page-locked host memory: pageable here, but remembered as pinned.
 
 ``pin_memory()`` hands out memory of blocks that are used again, as torch's allocator of pinned
-memory does; what a factory makes with ``pin_memory=True`` is counted alike, and its memory is the
-CPU allocator's.
+memory does; tensors that a factory makes with ``pin_memory=True`` are counted alike, and use the
+CPU allocator's memory.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Placement(Generic[_D]):
     """Follows the operators of a machine with several GPUs.
 
     An operator runs where its tensors are, as on real devices, whichever device is the current
-    one. What C++ makes from the options of a tensor alone (``at::zeros(size, grad.options())`` in
+    one. A tensor that C++ makes from another's options (``at::zeros(size, grad.options())`` in
     a formula of autograd) comes without it: it is put where the operator before it ran.
     """
 
@@ -58,7 +58,7 @@ class Placement(Generic[_D]):
         return self.latest
 
     def following(self, handler: Handler) -> Handler:
-        """Note where ``handler``'s operator runs; what it is made of may span several GPUs."""
+        """Note where ``handler``'s operator runs; its parts may span several GPUs."""
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.follow(args, kwargs)

@@ -1,7 +1,7 @@
 """Values in the memory of graphs' pools, whichever tensor has that memory now.
 
 A graph reads and writes addresses. The tensor that had one during the capture may have died since,
-and another graph may use the same memory: what either writes there, both read.
+and another graph may use the same memory: a write of either is read by both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Place:
 
 
 class PoolContents:
-    """The values in all graphs' pools of one GPU, by address; what is not known is not there."""
+    """The known values in all graphs' pools of one GPU, by address."""
 
     def __init__(self, values: Values, memory: Memory) -> None:
         self._values = values
@@ -90,7 +90,7 @@ class PoolContents:
         if base is None or (owner.lives and self._values.base(owner.key) is base):
             return base
         if _nbytes(base) > place.nbytes:
-            # What a larger one has left: from here on there are only as many bytes.
+            # A larger storage left this: from now on there are only as many bytes.
             base = base.view(torch.uint8)[: place.nbytes].clone().view(base.dtype)
             self.put(place, base)
         elif owner.lives:

@@ -41,7 +41,7 @@ class RandomState:
     of a graph without random operators; ``get_capture_state(id, create_if_not_found)`` in those of
     2.14.1 and 2.15.0, where registering is left to the operator (#176753).
 
-    This class is the first line of the table; the captures hold what is theirs.
+    This class is the first line of the table; the captures hold the memory of the others.
     """
 
     def __init__(self) -> None:
@@ -75,6 +75,6 @@ def state_tensors(gpu: Device, stream: int) -> list[int]:
 
 
 def free_all(memory: Memory, addresses: list[int]) -> None:
-    """Free what is at ``addresses``, the last first; the list is empty then."""
+    """Free ``addresses``, the last first; the list is empty then."""
     while addresses:
         memory.free(addresses.pop())

@@ -62,7 +62,7 @@ class SharedGPU(GPU):
 
 
 _KINDS: dict[type[GPU], type[SharedGPU]] = {}
-"""By what a GPU is alone: what it is while there are strangers."""
+"""By the class of a GPU without strangers: its class while there are some."""
 
 
 def _shared_kind(kind: type[GPU]) -> type[SharedGPU]:

@@ -154,7 +154,7 @@ class Streams:
             self.timeline.finish_device(device)
 
     def refuse_in_capture(self, key: StreamKey) -> None:
-        """Raise what CUDA raises for a wait during a capture, which then is worth nothing."""
+        """Raise CUDA's error for a wait during a capture, which becomes invalid."""
         capture = self.captures.get(key)
         if capture is not None:
             capture.valid = False

@@ -165,7 +165,7 @@ def _by_products(
     return out
 
 
-# What the kernels allocate.
+# Allocations of the kernels.
 
 
 def _flash_outputs(

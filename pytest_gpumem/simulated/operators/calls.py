@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 class Signature:
     """The arguments of one overload by the names in its schema, and two names more.
 
-    ``gpu`` is where a call runs, and ``result`` is what it has returned.
+    ``gpu`` is where a call runs, and ``result`` is its result.
     """
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
@@ -39,9 +39,9 @@ class Signature:
         return given
 
     def taking(self, function: Callable[..., _R]) -> Callable[[list[Any]], _R]:
-        """``function``, called with what it names of what was given; ``*args`` is every argument.
+        """``function``, called with the given arguments that it names; ``*args`` is every argument.
 
-        What only other overloads have is its default. Raises ``TypeError`` where it has none.
+        An argument of other overloads is its default. Raises ``TypeError`` where it has none.
         """
         places: list[int] = []
         for name, parameter in inspect.signature(function).parameters.items():

@@ -27,7 +27,7 @@ _THREADS = 128
 _BLOCK = 16 * _THREADS
 """BYTES_PER_BLOCK."""
 _NUMBER = 8
-"""Bytes of what is packed."""
+"""Bytes of the packed metadata."""
 
 
 def _split(

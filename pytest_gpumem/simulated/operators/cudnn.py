@@ -246,7 +246,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 def reserve_bytes(call: Recurrent) -> int:
     """Return the bytes that a recurrent layer keeps for its backward; an estimate.
 
-    What each layer keeps of its gates, and the outputs of all layers but the last. An LSTM and a
+    Each layer keeps numbers of its gates, and all layers but the last their outputs. An LSTM and a
     GRU of four layers of 320 had reserves of 736,000,000 and 864,000,000 bytes (pytorch#2895,
     cuDNN 6): exactly this for 25,000 rows.
     """

@@ -108,7 +108,7 @@ class _Replaced:
         self.description = description
         self._wrote: Wrote = _nobody
         self._codes: tuple[CodeType, CodeType] | None = None
-        """The function's own code, and what calls the description instead."""
+        """The function's own code, and code that calls the description instead."""
 
     @contextmanager
     def applied(self, wrote: Wrote) -> Iterator[None]:
@@ -227,7 +227,7 @@ def checked_outputs(schema: Any, outputs: Any) -> Any:
 
 
 def how_to_describe(func: Any) -> str:
-    """Return a hint what to write so that the operator ``func`` runs on a simulated GPU."""
+    """Return a hint how to describe ``func`` so that it runs on a simulated GPU."""
     import torch
 
     unknown = [
@@ -279,7 +279,7 @@ def _template(free: tuple[str, ...]) -> CodeType:
     return code
 
 
-# From what the caller wrote to what is described.
+# From the caller's name to the described object.
 
 
 def _registration(kernel: Any) -> Callable[[Description], None]:

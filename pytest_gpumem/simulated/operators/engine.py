@@ -72,7 +72,7 @@ class _Count(TorchDispatchMode):
 
 @cache
 def references_of_sole_owner() -> tuple[int, int]:
-    """Return the references to a tensor, and to its storage, that the engine's buffer alone holds.
+    """Return the references to a tensor, and to its storage, of the engine's buffer by itself.
 
     They depend on how torch wraps tensors for Python, so they are measured, not written down: once,
     when a simulation begins. A backward pass starts the engine's threads, and a process that has

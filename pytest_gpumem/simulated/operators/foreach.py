@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: what their one-launch CUDA kernels allocate in addition.
+"""Operators on lists of tensors: additional allocations of their one-launch CUDA kernels.
 
 Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu (foreach_tensor_norm_cuda,
 foreach_tensor_max_cuda), MultiTensorApply.cuh (kChunkSize) and native/ForeachUtils.h

@@ -1,4 +1,4 @@
-"""Losses and reductions made of other operators below autograd, and what they keep.
+"""Losses and reductions made of other operators below autograd, and the tensors they keep.
 
 Source: aten/src/ATen/native/Loss.cpp (binary_cross_entropy_with_logits, mse_loss, smooth_l1_loss:
 their result is made as large as the input before the reduction shrinks it; huber_loss,

@@ -74,7 +74,7 @@ def batch_norm(
         output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
             *kept, running_mean, running_var, training, momentum, eps
         )
-        # _batch_norm_impl_index drops its copies, batch_norm then the rest of what it returned.
+        # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
         del kept
         return output
     return _batch_norm(  # type: ignore[no-any-return]  # an operator
@@ -232,7 +232,7 @@ _LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
 
 
 def _staging(channels: int, per_channel: int) -> tuple[int, int]:
-    """flexible_launch_configs: blocks over channels, and over what is reduced."""
+    """flexible_launch_configs: blocks over channels, and over the reduced dims."""
     width = min(reductions.power_below(channels), _TILE)
     height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
     if width * height != _LARGEST_BLOCK:
@@ -360,7 +360,7 @@ def _layer_norm_gradients(
     for _ in given:
         scratch.take(blocks * columns * input.element_size())
     for tensor, earlier in zip(given, first, strict=True):
-        # The sum of the partial results takes the place of what was allocated for it.
+        # The sum of the partial results takes the place of the memory allocated for it.
         adopt(tensor, gpu)
         shape, dtype = (blocks, columns), input.dtype
         reductions.reduce(gpu, shape, (columns, 1), dtype, 0, reductions.SUMS, dtype)

@@ -235,9 +235,9 @@ def reduce(
     accumulator: Accumulator,
     result: torch.dtype,
 ) -> None:
-    """Allocate and free what reducing a tensor over ``dims`` (all: ``None``) takes.
+    """Allocate and free the memory of reducing a tensor over ``dims`` (all: ``None``).
 
-    ``dtype`` is what the kernel reads, ``result`` what it writes.
+    ``dtype`` is the type that the kernel reads, ``result`` the one it writes.
     """
     elements = math.prod(shape)
     if elements < MAX_VALUES * 32:
@@ -271,7 +271,7 @@ _NOTHING = (None,)
 
 
 def sum_of_all(gpu: GPU, tensor: Tensor) -> None:
-    """Allocate and free what reducing all of ``tensor`` to one number, as a norm does, takes."""
+    """Allocate and free the memory of reducing all of ``tensor`` to one number, as a norm does."""
     dtype = tensor.dtype
     reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, None, _NORMS, dtype)
 

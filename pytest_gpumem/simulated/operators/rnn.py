@@ -208,7 +208,7 @@ def _gru_cell(
     if not input.is_cuda:
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
     if is_traced(input):
-        # torch has no shapes for it: compiled code stops here, and goes on behind.
+        # torch has no shapes for it: compiled code breaks here, and continues after it.
         raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
     gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
     return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
@@ -390,7 +390,7 @@ def _backward(
         buffer = torch.zeros_like(weight_buf)
         workspace = _workspace(gpu, call)
         if weight_stride0 in _WITHOUT_BIASES:
-            # cuDNN's layers have biases all the same: what belongs to the weights is copied.
+            # cuDNN's layers have biases all the same: the part of the weights is copied.
             grads = [torch.empty_like(one) for one in weight]
         else:
             grads = _views(buffer, weight)

@@ -92,7 +92,7 @@ class Call:
             self._scratch.free()
 
     def abandon(self) -> None:
-        """Give back what was taken before the outputs, of a call that has failed."""
+        """Free the memory taken before the outputs, of a call that has failed."""
         if self._scratch is not None:
             self._scratch.free()
 
@@ -121,7 +121,7 @@ class Scratch:
     def estimate(self, nbytes: int, library: str, what: str) -> int:
         """Allocate a workspace of ``library`` whose size is an estimate.
 
-        ``what`` it is for ends up in the notes of the simulation.
+        The purpose ``what`` is shown in the notes of the simulation.
         """
         if not nbytes:
             return 0
@@ -140,7 +140,7 @@ class Scratch:
             self._give_back(address)
 
     def free(self) -> None:
-        """Free what is left, newest first."""
+        """Free the rest, newest first."""
         while self._addresses:
             self._give_back(self._addresses.pop())
 

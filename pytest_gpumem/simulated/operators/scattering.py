@@ -42,7 +42,7 @@ def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> Non
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
-    """Whether lengths are not negative, and add up to what there is."""
+    """Whether lengths are not negative, and add up to the whole."""
     if lengths is None or unsafe:
         return
     passing(gpu, lengths.element_size())

@@ -46,7 +46,7 @@ def _sort(gpu: GPU, self: Tensor, dim: int, result: _Pair) -> None:
 
 
 def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int]) -> None:
-    """Allocate and free what sorting ``tensor`` along ``dim`` into given results takes."""
+    """Allocate and free the memory of sorting ``tensor`` along ``dim`` into given results."""
     if not tensor.dim() or not tensor.numel():
         return
     length = tensor.shape[dim]
@@ -66,7 +66,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
 
 
 def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
-    """Allocate and free what sorting a contiguous row into given results takes."""
+    """Allocate and free the memory of sorting a contiguous row into given results."""
     if elements <= _SORTED_IN_SHARED_MEMORY:
         passing(gpu, elements * INDEX_BYTES)
     else:

@@ -289,7 +289,7 @@ def _sum(self: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def refusal(what: str) -> UnsupportedOperatorError:
-    """Return the refusal of ``what``, which sparse tensors can do on a GPU."""
+    """Return the refusal of the operation ``what``, which sparse tensors can do on a GPU."""
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
 
 

@@ -41,7 +41,7 @@ def _device(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a description, and what the call gave for it."""
+    """A parameter of a description, and its argument in the call."""
 
     name: str
     given: Any = None
@@ -229,7 +229,7 @@ def _shown(value: Any, place: Place) -> str:
 
 
 def _literal(value: Any) -> str:
-    """``value`` as Python writes it; what has no literal is ``None``."""
+    """``value`` in Python's notation; ``None`` for one without a literal."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     try:

@@ -90,7 +90,7 @@ RULES: dict[str, Rule] = {
 def rule_of(func: OpOverload) -> BoundRule | None:
     """Return the rule that ``func`` follows."""
     rule = RULES.get(func._schema.name)
-    # ``upsample_nearest2d.vec_out``: generated from what is built of others, as is its CUDA kernel.
+    # ``upsample_nearest2d.vec_out``: generated from a composite, as is its CUDA kernel.
     is_built = func._overloadname == "vec_out"
     return None if rule is None or is_built else BoundRule(rule, func._schema)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
     """The temporary of ``target.copy_(source)`` from the host.
 
-    The host converts what it sends, unless the copy does not block.
+    The host converts its data first, unless the copy does not block.
     """
     if target.layout is not torch.strided or not target.numel():
         return

@@ -1,6 +1,6 @@
 """Autocast for CUDA: installed the first time it is switched on inside a simulation.
 
-``torch.autocast`` is replaced in its own methods, too: they are what Dynamo and AOTAutograd run for
+``torch.autocast`` is replaced in its own methods, too: Dynamo and AOTAutograd run them for
 the ``with`` statements of a compiled function, while the functions of ``torch`` are torch's own.
 
 Source: torch/amp/autocast_mode.py (``_enter_autocast``, ``_exit_autocast``) and

@@ -103,7 +103,7 @@ def _asking(machine: SimulatedMachine, kernel: str) -> Any:
 
 
 class _Preferred:
-    """A setting that changes speed and not what the simulation models."""
+    """A setting that changes speed but nothing that is simulated."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _machine: SimulatedMachine | None = None
-"""The one that files are loaded on: pickle calls by name, and hands over only what it has read."""
+"""The one that files are loaded on: pickle calls by name, and passes only data it has read."""
 
 
 @contextmanager
@@ -132,7 +132,7 @@ class _Saving:
         self._machine = machine
         self._reduce: Callable[..., Any] = Tensor._reduce_ex_internal
         self._saved: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        """By key: what stands for a storage, for as long as a pickler holds on to it."""
+        """By key: the stand-in for a storage, for as long as a pickler refers to it."""
 
     def reduce(self, tensor: Tensor, proto: int) -> Any:
         if not self._is_unknown(tensor):

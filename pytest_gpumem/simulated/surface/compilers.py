@@ -24,8 +24,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch._subclasses.schema_check_mode  # by what leaves modes, so by each import alone
-import torch.fx.experimental._config  # kernels find it imported with what is kept out here
+import torch._subclasses.schema_check_mode  # by code that leaves modes, so with each import
+import torch.fx.experimental._config  # kernels expect it with a module that is kept out here
 
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
 

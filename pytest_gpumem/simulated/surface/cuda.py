@@ -94,7 +94,7 @@ def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
     if owner in (torch.cuda.graphs, torch.cuda.memory):
         return hasattr(torch._C, name)  # a copy: torch.cuda uses this name, not torch._C
     if owner is torch.amp.autocast_mode.autocast:
-        return True  # it casts for the GPU in what is compiled, too
+        return True  # it casts for the GPU in compiled code, too
     return owner in below or (owner is torch.cuda and name in _STATE)
 
 

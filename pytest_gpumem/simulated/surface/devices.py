@@ -1,4 +1,4 @@
-"""``torch.device(0)``: a number alone is the accelerator's, and a CPU build of torch has none."""
+"""``torch.device(0)``: a bare number is the accelerator's, and a CPU build of torch has none."""
 
 from __future__ import annotations
 

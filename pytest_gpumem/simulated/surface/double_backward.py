@@ -49,7 +49,7 @@ def _creates_graph(args: tuple[Any, ...]) -> bool:
 
 
 def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
-    """Return the gradients of a pass: its results, or what the leaves have now."""
+    """Return the gradients of a pass: its results, or the leaves' present gradients."""
     found = [each for each in results or () if isinstance(each, torch.Tensor)]
     if found:
         return found

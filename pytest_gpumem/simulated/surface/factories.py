@@ -124,7 +124,7 @@ def _new(machine: SimulatedMachine, method: Callable[..., Any]) -> Callable[...,
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    # What names no device is left for torch to refuse.
+    # A call without a device is left to torch to refuse.
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 

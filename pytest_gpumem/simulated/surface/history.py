@@ -1,4 +1,4 @@
-"""``torch.cuda.memory._record_memory_history``: what snapshots show of the past."""
+"""``torch.cuda.memory._record_memory_history``: the past events in snapshots."""
 
 from __future__ import annotations
 

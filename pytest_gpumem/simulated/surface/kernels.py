@@ -52,7 +52,7 @@ class Extensions:
     def compiled(self, module: Any, path: str, snippet: Callable[[str], str]) -> None:
         """Keep them from ``module`` too, which was compiled just now and was not imported.
 
-        ``path`` names what compiled it, ``snippet`` makes its description for a line of code.
+        ``path`` names the function that compiled it, ``snippet`` makes its description for a line.
         """
         found = [
             (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path, snippet))

@@ -95,7 +95,7 @@ def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
         return _legacy(args, tensor.dtype, device)
     # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or a size alone.
     if args and isinstance(args[0], torch.Tensor):
-        # Explicitly off, as the old constructors give no warning about it.
+        # Passed explicitly, to avoid a warning that the old constructors do not give.
         checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
         return torch.sparse_coo_tensor(*args, device=device, check_invariants=checks)
     size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)

@@ -74,7 +74,7 @@ class _Surface:
         return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
     def has_own_memory(self, key: int) -> bool:
-        """Return whether the storage at ``key`` frees what it points to."""
+        """Return whether the storage at ``key`` frees its memory."""
         record = self._machine.storages.by_key.get(key)
         return record is not None and record.allocator is not NOBODYS
 

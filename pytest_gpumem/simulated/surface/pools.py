@@ -1,4 +1,4 @@
-"""``torch.cuda.MemPool``, and what else user code may do to the caching allocator."""
+"""``torch.cuda.MemPool``, and other functions of the caching allocator for user code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SimulatedMemPool:
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         memory = getattr(self, "_memory", None)
-        if memory is not None and not exiting():  # what this needs may be gone by then
+        if memory is not None and not exiting():  # the modules this needs may be gone by then
             memory.lend_pool(self.id, use_on_oom=False)
             memory.release_pool(self.id)
             memory.empty_cache(self.id)
@@ -69,7 +69,7 @@ class SimulatedMemPoolContext:
     """``torch.cuda.MemPoolContext``, up to 2.7: a pool is the active one while this lives.
 
     Source: ``MemPoolContext`` of c10/cuda/CUDACachingAllocator.cpp. ``use_mem_pool`` makes one
-    around its scope; snapshots and ``empty_cache`` then concern the active pool alone.
+    around its scope; snapshots and ``empty_cache`` then concern only the active pool.
     """
 
     _machine: ClassVar[SimulatedMachine]

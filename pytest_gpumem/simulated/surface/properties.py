@@ -27,7 +27,7 @@ Guide, "Technical Specifications per Compute Capability")."""
 
 
 class Uuid:
-    """``torch._C._CUuuid``: what names one device among all (torch/csrc/cuda/Module.cpp)."""
+    """``torch._C._CUuuid``: the unique name of a device (torch/csrc/cuda/Module.cpp)."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -30,7 +30,7 @@ _COLLECTIVES = ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "ga
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what would take all GPUs for one, and refuse by name what needs real ones."""
+    """Replace functions that would take all GPUs for one, and refuse those that need real ones."""
     _plan_refusals(machine, patches)
     if machine.placement is None:
         return

@@ -79,7 +79,7 @@ class Standstill:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is alone."""
+        """Whether this thread has exclusive use of torch."""
         return self._execution.lock is None or self._alone == get_ident()
 
     @contextmanager
@@ -92,7 +92,7 @@ class Standstill:
         self._begin()
         profile = sys.getprofile()
         sys.setprofile(None)  # compiling is long
-        # Its holder may be waiting to be alone, too.
+        # Its holder may be waiting for exclusive use, too.
         is_held = lock.acquire(timeout=max(self.patience, 1.0))
         try:
             rest = is_held and self._all_rest()
@@ -107,7 +107,7 @@ class Standstill:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Make this thread rest inside while another one is alone."""
+        """Make this thread rest inside while another one has exclusive use."""
         self.rest()
         thread = get_ident()
         self._started.add(thread)
@@ -161,7 +161,7 @@ class Standstill:
             where = now
 
     def rest(self) -> None:
-        """Rest for as long as another thread is alone."""
+        """Rest for as long as another thread has exclusive use."""
         if not self.is_mine and self._alone is not None:
             with self.resting():
                 pass

@@ -199,7 +199,7 @@ class _Api:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the stream and event classes wherever torch names them, and what is below them."""
+    """Replace the stream and event classes wherever torch names them, and their C++ bases."""
     bound = {
         "_machine": machine,
         "_event_type": events.planned(machine, patches),

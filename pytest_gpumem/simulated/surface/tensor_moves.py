@@ -26,7 +26,7 @@ _type = raw.base("type")
 
 
 class TensorMoves(TensorFacts):
-    """``to`` and what else moves a tensor."""
+    """``to`` and other methods that move a tensor."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine)

@@ -54,9 +54,9 @@ class Threads:
         self.owner: str | None = UNMEASURED
         """The owner of tasks that start now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
-        """By thread: what runs there."""
+        """By thread: the task that runs there."""
         self._strangers: dict[int, Task] = {}
-        """By thread: what an earlier test has started and that still runs."""
+        """By thread: the task that an earlier test has started and that still runs."""
         self._failures: dict[threading.Thread, SimulationError] = {}
         """By thread: the error of an operator it could not run; raised again where it is joined."""
         self.first = get_ident()
@@ -99,7 +99,7 @@ class Threads:
 
     def _share(self) -> None:
         execution = self._machine.execution
-        # Later, what is replaced would be missing on other threads while it is imported. A worker
+        # Later, replaced names would be missing on other threads while it is imported. A worker
         # of a DataLoader, whose queue has a thread, has no GPU to miss.
         if execution.lock is None and not execution.in_child:
             compilers.load()
@@ -171,7 +171,7 @@ class Threads:
         self._failures.clear()
 
     def begin(self, owner: str) -> None:
-        """The test ``owner`` begins: what others have left running is no part of it."""
+        """Begin the test ``owner``: tasks that others have left running are no part of it."""
         self.owner = owner
         for thread, task in list(self._tasks.items()):
             if task.owner is not None:

@@ -53,7 +53,7 @@ _WITHOUT_DEVICE = frozenset(
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what would abort, crash or complain of a missing driver."""
+    """Replace functions that would abort, crash or complain of a missing driver."""
     patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
     # Modules make such functions while they are imported, torch's own helpers of tests too.
     patches.plan(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
@@ -84,7 +84,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             f"{FOLLOWED_SINCE}",
         )
         patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
-    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has rules alone
+    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has only rules
         patches.plan(
             HigherOrderOperator,
             "dispatch",

@@ -1,4 +1,4 @@
-"""Tensors of several devices in one operator: what torch allows, and how it refuses the rest.
+"""Tensors of several devices in one operator: allowed ones, and torch's errors for the rest.
 
 Operators with a CUDA kernel compare the devices of all their tensors, in the order of their
 arguments, unless native_functions.yaml has ``device_check: NoCheck``

@@ -34,7 +34,7 @@ class Given:
         return target if isinstance(target, torch.Tensor) else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that are arguments of their own, in order; not what is written to."""
+        """Yield the tensors that are arguments of their own, in order; not the one written to."""
         for name, value in self.by_name.items():
             if isinstance(value, torch.Tensor) and name != "out":
                 yield value

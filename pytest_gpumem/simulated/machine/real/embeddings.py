@@ -36,7 +36,7 @@ def _embedding_bag(
     bags = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     counted = bags[indices != padding_idx]
     sizes = counted.bincount(minlength=offsets.numel())
-    chosen = highest if mode == _MAX else 0  # what is not written is not read either
+    chosen = highest if mode == _MAX else 0  # memory that is not written is not read either
     return output, bags.to(indices.dtype), sizes.to(indices.dtype), chosen
 
 

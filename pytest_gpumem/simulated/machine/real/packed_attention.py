@@ -2,7 +2,7 @@
 
 Source: aten/src/ATen/native/transformers/cuda/attention.cu (_flash_attention_forward,
 _efficient_attention_forward) and attention_backward.cu of torch 2.6 to 2.15. Windows, slopes and
-pages of keys are not computed: what they yield is not known.
+pages of keys are not computed: their results are unknown.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> Any:
-    """Return the new state, and what the kernel keeps for its backward."""
+    """Return the new state, and the tensors that the kernel keeps for its backward."""
     given = _sum(input_gates, input_bias).chunk(3, 1)
     held = _sum(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update = (given[0] + held[0]).sigmoid(), (given[1] + held[1]).sigmoid()

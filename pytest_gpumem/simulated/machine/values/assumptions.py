@@ -1,4 +1,4 @@
-"""Assumptions about unknown values, each with a note, so that common code goes on.
+"""Assumptions about unknown values, each with a note, so that common code keeps running.
 
 Nothing here is a guess at a number: gradients are finite, and an unknown token is none of
 the special ones, nor negative.
@@ -24,7 +24,7 @@ class Known(finite.Numbers, Protocol):
     notes: Notes
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+        """Return a CPU view of the values of ``tensor``; ``None`` if they are unknown."""
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
@@ -34,7 +34,7 @@ class Known(finite.Numbers, Protocol):
 
 
 Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
-"""(values, arguments, result) -> what an in-place operator is taken not to have changed."""
+"""(values, arguments, result) -> the target that an in-place operator is assumed to leave."""
 
 GENERATION = (
     "transformers compared tokens that are not computed with special tokens: none of them was "

@@ -27,7 +27,7 @@ _ELEMENTWISE = frozenset(
 _SAME = frozenset(
     "clone _to_copy any all amax amin max min mean index_select cat stack flip roll".split()
 )
-"""Operators whose results hold what each element of their first argument holds."""
+"""Operators whose results hold the elements of their first argument."""
 _COUNTING = frozenset({"sum", "count_nonzero"})
 _SOURCES = {"aten::_to_copy": 0, "aten::copy_": 1}
 """Position of the argument that is copied."""

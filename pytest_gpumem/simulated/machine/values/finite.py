@@ -1,7 +1,7 @@
 """Whether unknown numbers are finite: which operators ask, and which write an infinity or NaN.
 
-Random numbers, activations, losses and gradients are taken for finite. What the code itself fills
-with an infinity or NaN is not, nor what is computed from it, until an operator bounds it.
+Random numbers, activations, losses and gradients are taken for finite. Tensors that code fills
+with an infinity or NaN are not, nor are results of them, until an operator bounds them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Numbers(Protocol):
         """Return the one number that ``tensor`` holds; ``None`` if that is not known."""
 
     def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return what the program has put into ``tensor`` that is not finite."""
+        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
 
     def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a CPU tensor of unknown values."""
@@ -87,7 +87,7 @@ _BOUNDING = _names(
 )
 """Operators whose results are finite although an argument holds an infinity, as masks do.
 
-The mask of fused attention enters by its exponential alone, forward and backward.
+The mask of fused attention enters only by its exponential, forward and backward.
 """
 
 _RAISING = _names("exp exp2 relu amax max clamp_min")

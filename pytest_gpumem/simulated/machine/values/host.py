@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 _GROUPS = (
-    # cgroup v2 and v1: the limit and what is in use, in bytes.
+    # cgroup v2 and v1: the limit and the use, in bytes.
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
     (
         "sys/fs/cgroup/memory/memory.limit_in_bytes",

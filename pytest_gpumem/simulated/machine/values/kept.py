@@ -37,7 +37,7 @@ class Kept:
         self._bases: dict[int, torch.Tensor] = {}
         """By key: all elements of the storage, flat, on the CPU."""
         self._stated: dict[int, Fact] = {}
-        """By key: what else is known of a storage."""
+        """Other facts about a storage, by key."""
         self.ranges = Ranges()
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages without a block, whose values must not outlive them either."""

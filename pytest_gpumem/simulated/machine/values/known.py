@@ -1,9 +1,9 @@
-"""Values beside shapes: what CUDA tensors hold, kept on the CPU for as long as it is known.
+"""Values beside shapes: those of CUDA tensors, kept on the CPU for as long as they are known.
 
 Small tensors made from constants, or copied from the CPU, stay known through deterministic
 operators: each of these is computed on the CPU beside its shapes. With ``everything`` the same is
 done for tensors of any size and for random numbers, so that no value is unknown. Either way the
-simulated device allocates what it would allocate without: nothing here touches its memory.
+simulated device allocates the same as without: this module does not touch its memory.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Values(Reading):
         return None if self.recording is None else self.recording()
 
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
-        """Return ``given`` with CPU tensors that share what its tensors hold.
+        """Return ``given`` with CPU tensors that share the values of its tensors.
 
         ``None`` if one of them is not known. Memory that was not written to yet may be written to.
         """

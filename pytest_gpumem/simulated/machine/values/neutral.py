@@ -37,7 +37,7 @@ class _AsFloat(type):
 class NeutralFloat(float, metaclass=_AsFloat):
     """0.0 in place of a number that was not computed.
 
-    It can be printed, stored and computed with, and what is computed from it is neutral too. To
+    It can be printed, stored and computed with, and results computed from it are neutral, too. To
     compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
     assertions would otherwise go by a number that is made up.
     """

@@ -49,7 +49,7 @@ class Operator:
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
     overwrites: bool
-    """Whether what it writes to does not depend on what was there."""
+    """Whether the values it writes do not depend on the target's old ones."""
     moves_views: bool
     """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
     undefined: bool

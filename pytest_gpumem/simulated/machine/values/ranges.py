@@ -1,6 +1,6 @@
 """Ranges of random integers: ``(labels != -100).sum()`` is known of labels that were not drawn.
 
-``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does what is
+``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does a tensor
 copied, cut or put together from such tensors; anything written to them ends that.
 """
 
@@ -23,7 +23,7 @@ _DRAWN = "aten::randint"
 _COPYING = frozenset(
     f"aten::{name}" for name in "clone _to_copy index_select cat stack flip roll repeat".split()
 )
-"""Operators whose results hold elements of their first argument alone."""
+"""Operators whose results hold only elements of their first argument."""
 _ORDER: dict[str, Callable[[int, Any], bool]] = {
     "aten::lt": comparing.lt,
     "aten::le": comparing.le,
@@ -39,7 +39,7 @@ class Ranges:
         self.by_key: dict[int, tuple[torch.dtype, Range]] = {}
 
     def made(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Remember what the operator ``name`` has drawn, or copied."""
+        """Remember the numbers that the operator ``name`` has drawn, or copied."""
         found = _drawn(args) if name == _DRAWN else self._copied(name, args)
         if found is None or not isinstance(result, torch.Tensor) or not is_on_device(result):
             return

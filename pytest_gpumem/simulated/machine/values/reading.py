@@ -50,7 +50,7 @@ class Reading(Kept):
             self._limit = self._held + available_memory() // 2
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+        """Return a CPU view of the values of ``tensor``; ``None`` if they are unknown."""
         if not self._bases and not self.facts.by_key:
             return None
         base = self._bases.get(storage_key(tensor))
@@ -69,7 +69,7 @@ class Reading(Kept):
             return None if real is None else _as_strided(real, (), ()).item()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU copy of what ``tensor`` holds; ``None`` if that is not known."""
+        """Return a CPU copy of the values of ``tensor``; ``None`` if they are unknown."""
         if not self._bases and not self.facts.by_key:
             return None
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -80,12 +80,12 @@ class Reading(Kept):
         return known
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Return what a storage holds, on the CPU; ``None`` if that is not known."""
+        """Return the contents of a storage, on the CPU; ``None`` if they are unknown."""
         base = self._bases.get(storage._cdata)
         return None if base is None else base.untyped_storage()
 
     def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``operator`` yields on the CPU; ``None`` if an argument is not known."""
+        """Return the result of ``operator`` on the CPU; ``None`` if an argument is unknown."""
         computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
         if computed is None and self._known(args, kwargs):
             computed = self._compute(operator, args, kwargs, [])
@@ -103,7 +103,7 @@ class Reading(Kept):
     def assumes(self) -> bool:
         """Whether unknown numbers are taken for finite.
 
-        Where everything is computed that begins with what the CPU cannot compute.
+        Where everything is computed, that begins with the first operator the CPU cannot compute.
         """
         return not self.everything or self.uncomputed is not None
 
@@ -153,7 +153,7 @@ class Reading(Kept):
         return self.run(operator, on_cpu, named)
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what ``operator`` yields of CPU tensors; ``None`` if the CPU cannot compute it."""
+        """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""
         generator = kwargs.get("generator")
         if generator is not None:
             kwargs = {**kwargs, "generator": self.source_of(generator)}
@@ -198,7 +198,7 @@ class Reading(Kept):
         return CPU if isinstance(value, torch.device) else value
 
     def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return what the program has put into ``tensor`` that is not finite."""
+        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
         return self.facts.infinity(tensor)
 
 

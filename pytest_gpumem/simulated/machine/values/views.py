@@ -16,7 +16,7 @@ _as_strided = torch.as_strided
 
 
 def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
+    """Return the view of ``base``, all elements of a storage, that ``tensor`` is of it."""
     offset = tensor.storage_offset()
     if base.dtype == tensor.dtype:
         # A lazy module's buffer has no shape otherwise.

@@ -133,7 +133,7 @@ class Work:
             self._show(self._spent)
 
     def _stop(self) -> None:
-        limit, self._limit = self._limit, None  # what tears the test down runs to its end
+        limit, self._limit = self._limit, None  # the teardown of the test runs to its end
         raise WorkLimitError(
             f"computing values on the CPU takes longer than {limit:g} s, at {user_line()}"
         )
@@ -157,7 +157,7 @@ class _Calls:
 
 
 def _has_formula(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)  # a function of Python stands for what has parts
+    schema = getattr(func, "_schema", None)  # a Python function stands for an operator of parts
     return schema is not None and schema.name in _WITH_FORMULA and "out" not in schema.overload_name
 
 

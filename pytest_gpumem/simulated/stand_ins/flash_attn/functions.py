@@ -303,7 +303,7 @@ def flash_attn_with_kvcache(
 
 
 def fwd_kvcache(*args: Any) -> Any:
-    """``flash_attn_2_cuda.fwd_kvcache``: what it writes to is not known afterwards."""
+    """``flash_attn_2_cuda.fwd_kvcache``: its targets have unknown values afterwards."""
     raise RuntimeError("flash_attn_with_kvcache: q must be on CUDA")
 
 

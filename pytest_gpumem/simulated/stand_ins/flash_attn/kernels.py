@@ -186,7 +186,7 @@ def varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in what is accumulated."""
+    """mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in the accumulator."""
     dout, q, k, v, out = _contiguous(dout, q, k, v, out)
     _check(q, k, v, dropout_p, softcap)
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
@@ -261,7 +261,7 @@ def with_cache(
     return out, lse
 
 
-# What they have in common.
+# Common parts.
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:

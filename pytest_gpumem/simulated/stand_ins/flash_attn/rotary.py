@@ -17,7 +17,7 @@ _Offsets = int | Tensor
 
 
 class _InPlace(torch.autograd.Function):
-    """Rotates parts of a packed tensor, and those of its gradient back; keeps the tables alone."""
+    """Rotates parts of a packed tensor, and those of its gradient back; keeps only the tables."""
 
     @staticmethod
     def forward(

@@ -138,7 +138,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
 
 
 def _scores(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (heads, queries, keys), and what softcap multiplies their gradients by."""
+    """Scores (heads, queries, keys), and the factor that softcap gives their gradients."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
     slope = torch.ones(())
     if call.softcap > 0:

@@ -114,7 +114,7 @@ class Compiled:
 
 
 def _memory_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument: itself, or what a tensor descriptor or reinterpretation holds."""
+    """Yield the tensors of an argument: itself, or those in a descriptor or reinterpretation."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _memory_of(item)

@@ -24,7 +24,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
     """Make Triton find the simulated GPU; only to be called where Triton is imported."""
     backends = importlib.import_module("triton.backends").backends
     driver = importlib.import_module("triton.runtime.driver").driver
-    # Up to 3.4 an attribute, since then a property that creates what is missing.
+    # Up to 3.4 an attribute, since then a property that creates a missing driver.
     name = "active" if "active" in vars(driver) else "_active"
     patches.plan(driver, name, _driver(backends["nvidia"].driver, machine))
 

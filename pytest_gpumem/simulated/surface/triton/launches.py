@@ -81,7 +81,7 @@ class _Launches:
         return run
 
     def of_kernel(self, real: Run) -> Run:
-        """``JITFunction.run``: what it compiles is a stand-in, whose launch writes."""
+        """Wrap ``JITFunction.run``: it compiles a stand-in, whose launch writes."""
         return lambda kernel, *args, **options: real(self._kernel(kernel), *args, **options)
 
     def of_heuristics(self, real: Run) -> Run:

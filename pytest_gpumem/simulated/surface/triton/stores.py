@@ -58,7 +58,7 @@ class Stores:
             return Effects(_NONE, _NONE)
         found = self._known.get(function)
         if found is None:
-            # What it calls may call it again.
+            # The functions that it calls may call it again.
             self._known[function] = _anything(function)
             found = self._known[function] = self._read(function)
         return found
@@ -163,7 +163,7 @@ class _Reader:
             self.written |= given if target is None else self._of(target)
         elif name in _WRITES_TO_ANY:
             self.written |= given
-        # What is read from memory points nowhere: casts to pointers are not followed.
+        # Values loaded from memory point nowhere: casts to pointers are not followed.
         return _NONE if "load" in name or "gather" in name else given
 
     def _of_function(self, call: ast.Call, function: FunctionType) -> Names:
