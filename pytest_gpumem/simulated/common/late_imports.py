@@ -93,10 +93,10 @@ class StandIn(ModuleType):
 
 
 class LateImports(MetaPathFinder):
-    """Imports the modules of ``package`` without replaced names, lest they keep these.
+    """Imports the modules of ``package`` without replaced names, which they would keep.
 
-    With ``itself`` it is the package, with all that it imports, and no module of it that is
-    imported later. ``but`` are parts of it that are imported in sight of what is replaced.
+    With ``itself`` it imports so the package, with all of its imports, and no module of it that is
+    imported later. ``but`` are parts of it that are imported with replaced names.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The values of compiled code: its graph, run on the CPU beside the wrapper that allocates.
 
-Kernels of a wrapper compute nothing. Where every value is computed, what they would have written
-comes from the graph that Inductor was given, operator by operator, as of eager code; the simulated
-GPU sees the wrapper alone.
+Kernels of a wrapper compute nothing. Where every value is computed, their results come from the
+graph that Inductor was given, operator by operator, as in eager code; the simulated GPU
+sees only the wrapper.
 """
 
 from __future__ import annotations

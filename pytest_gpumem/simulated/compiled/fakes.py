@@ -3,7 +3,7 @@
 Autograd's C++ reads the device of each tensor for its guard, and only builds with CUDA have one. So
 C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simulation, and Python
 sees ``cuda``. C++ reports such a tensor's device as ``meta``; code that is compiled for a GPU never
-means ``meta``, so it stands for the GPU everywhere here.
+means ``meta``, so it stands for the GPU everywhere in this module.
 
 Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.11 and 2.13.
 """

@@ -1,8 +1,8 @@
 """Output shapes remembered: a model of many equal layers computes each of them once.
 
-Most meta kernels are Python and cost far more than the bookkeeping around them. What an operator
-returns depends on its arguments' sizes, strides and types and on its other arguments; where that
-has been seen, equal outputs are made directly, and an in-place operator is not run again. Results
+Most meta kernels are Python and cost far more than the bookkeeping around them. An operator's
+results depend on its arguments' sizes, strides and types and on its other arguments; where these
+were seen, equal outputs are made directly, and an in-place operator is not run again. Results
 of torch's own operators are shared by all machines of a process: tests run the same model
 repeatedly, each on a machine of its own. For an operator that computes element by element, one
 size stands for all others.

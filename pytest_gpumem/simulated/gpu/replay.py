@@ -33,7 +33,7 @@ def replay(
         alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
         gpu: a model of the catalogue, ``"A100-40GB"``, whose memory must suffice.
         version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not contain its
-        release, so by default one that writes such snapshots.
+            release, so by default one that writes such snapshots.
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
         observed: an observer that follows each run, event by event.
 

@@ -15,8 +15,8 @@ torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_
                                                          TORCH_CUBLAS_WORKSPACE_CACHE=1 alone
 ======== ======================= ======================= =========================================
 
-What torch reads at the first use is static: once for a process. Here it is once for a test, and
-once for a ``simulate``: a test finds what it would find by itself, whatever earlier ones set.
+Settings that torch reads at the first use are static: once for a process. Here it is once for a
+test, and once for a ``simulate``: a test does not depend on settings of earlier ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bindings in the sources of an extension, and a description of one that is not compiled.
 
-``torch.utils.cpp_extension.load()`` makes a module of what ``PYBIND11_MODULE`` binds, and operators
-of what ``TORCH_LIBRARY`` defines (torch/utils/cpp_extension.py, torch/library.h). Where nothing is
-compiled, a description of ``load`` itself stands for both.
+``torch.utils.cpp_extension.load()`` makes a module of the bindings of ``PYBIND11_MODULE``, and
+operators of the definitions of ``TORCH_LIBRARY`` (torch/utils/cpp_extension.py, torch/library.h).
+Where nothing is compiled, a description of ``load`` itself stands for both.
 """
 
 from __future__ import annotations

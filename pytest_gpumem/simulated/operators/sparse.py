@@ -1,7 +1,7 @@
 """Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
 
-What ``meta`` has for them gets shapes wrong: a clone, a copy and a sum have no elements there. What
-is not here has no shapes on ``meta`` either, and is refused by name. Products are in
+Kernels for ``meta`` get shapes wrong: a clone, a copy and a sum have no elements there. Operators
+missing here have no shapes on ``meta`` either, and are refused by name. Products are in
 ``sparse_products``.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),

@@ -1,7 +1,7 @@
 """Threads that the code under test starts, which use the simulated GPU too.
 
-What torch calls a mode belongs to one thread, so every other thread has to enter it, and what a
-GPU's own driver keeps apart per thread (the current device) is kept apart here. Autograd's threads
+A mode of torch's belongs to one thread, so every other thread has to enter it, and state that a
+GPU's own driver has per thread (the current device) is per thread, too. Autograd's threads
 are not among them: backward of ``meta`` tensors runs on the thread that called it.
 """
 

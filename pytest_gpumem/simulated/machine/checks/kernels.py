@@ -2,9 +2,9 @@
 
 ``AT_DISPATCH_FLOATING_TYPES_AND2(kHalf, kBFloat16, iter.dtype(), "gelu_cuda", ...)`` raises
 ``"gelu_cuda" not implemented for 'Long'`` for any other type. Each line below is such a dispatch
-in aten/src/ATen/native/cuda of torch 2.6; between 2.6 and 2.13 PyTorch's own record of what its
-operators accept on CUDA (torch/testing/_internal/common_methods_invocations.py) changed for
-``logaddexp`` alone.
+in aten/src/ATen/native/cuda of torch 2.6; between 2.6 and 2.13 PyTorch's own record of the types
+its operators take on CUDA (torch/testing/_internal/common_methods_invocations.py) changed only
+for ``logaddexp``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computing that a run needs: estimated for a run on shapes, limited for a run with values.
 
-Products, convolutions and attention are counted, by torch's own formulas; they are most of what a
-network computes. So an estimate is low where a run is made of something else: what then takes too
-long is stopped while it runs.
+Products, convolutions and attention are counted, by torch's own formulas; they are most of a
+network's computing. So an estimate is low where a run is made of something else: a run that then
+takes too long is stopped.
 """
 
 from __future__ import annotations

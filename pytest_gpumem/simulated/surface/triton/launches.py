@@ -1,7 +1,7 @@
 """Launches of Triton's kernels: signature, binding, tuning and hooks are Triton's own.
 
-A kernel is launched through a twin, which has the same attributes, and caches of its own: what is
-compiled and tuned here is nothing that a real GPU should meet later in the process.
+A kernel is launched through a twin, which has the same attributes, and caches of its own: a real
+GPU must not use code compiled and tuned here later in the process.
 Source: triton/runtime/jit.py and autotuner.py, releases 3.2 to 3.9.
 """
 
