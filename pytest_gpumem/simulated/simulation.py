@@ -71,7 +71,7 @@ class SimulatedGPU(GPU):
     def machine(
         cls, name: str | GpuModel | Machine, *, world: World | None = None, **settings: Any
     ) -> tuple[SimulatedGPU, ...]:
-        """The GPUs of the machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
+        """Return the GPUs of machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
         It is the one that a rank of ``world`` runs in, which has a GPU for each of its ranks.
         ``settings`` are those of the constructor, and so are the errors.

@@ -312,7 +312,7 @@ def _is_installed(filename: str) -> bool:
 
 @cache
 def is_written_by_inductor(filename: str) -> bool:
-    """Whether Inductor wrote this file."""
+    """Return whether Inductor wrote this file."""
     return WRAPPERS in filename or f"{os.sep}torchinductor_" in filename
 
 

@@ -66,7 +66,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def place(machine: SimulatedMachine, device: Any) -> torch.device:
-    """``device`` as Python sees it: C++'s ``meta`` is the current GPU."""
+    """Return ``device`` as Python sees it: C++'s ``meta`` is the current GPU."""
     found: torch.device = torch.device(device)
     if found.type == "meta" or (found.type == "cuda" and found.index is None):
         found = machine.current.torch_device

@@ -58,7 +58,7 @@ class OnHost:
         return self._made(result, pairs)
 
     def concealed(self, value: Any) -> Any:
-        """``value`` with tensors of unknown values on ``meta``: no kernel may look at them."""
+        """Return ``value`` with tensors of unknown values on ``meta``: no kernel may read them."""
         return _StandIns(self._storages, (), unknown_only=True).of(value)
 
     def lose(self, func: Any, target: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class _StandIns:
         self._originals: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """``value`` with the tensors in it replaced."""
+        """Return ``value`` with the tensors in it replaced."""
         if isinstance(value, torch.Tensor):
             return self._made.get(id(value)) if id(value) in self._made else self._stand_in(value)
         if isinstance(value, dict):
@@ -132,7 +132,7 @@ class _StandIns:
         return self._made[id(target)].shape
 
     def original(self, result: torch.Tensor) -> torch.Tensor | None:
-        """The CPU tensor that ``result`` stands for; ``None`` for a new tensor."""
+        """Return the CPU tensor that ``result`` stands for; ``None`` for a new tensor."""
         return self._originals.get(id(result))
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

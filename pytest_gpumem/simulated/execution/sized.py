@@ -24,7 +24,7 @@ def is_sized_by_values(func: Any) -> bool:
 
 
 def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
-    """``func`` where the values are known; ``otherwise`` runs it where they are not."""
+    """Return a handler of ``func`` by its values; ``otherwise`` runs it where they are unknown."""
     rule = tables.rule_of(func)
     operator = Operator.of(func)
     machine = runner.machine

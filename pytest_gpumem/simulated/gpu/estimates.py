@@ -48,7 +48,7 @@ class Estimates:
             self._highest, self._in_peak, self._largest, self._latest, self._at_peak = known
 
     def taken(self, nbytes: int, what: str) -> None:
-        """A block of ``nbytes`` has been allocated for ``what``."""
+        """Count an allocated block of ``nbytes`` for ``what``."""
         allocated, peak = self._read()
         if allocated != peak:
             self._settle(peak, self.live)
@@ -59,7 +59,7 @@ class Estimates:
         self._settle(peak, self.live)
 
     def freed(self, nbytes: int) -> None:
-        """A block of ``nbytes`` has been given back."""
+        """Stop counting a freed block of ``nbytes``."""
         self._settle(self._read()[1], self.live)
         self.live -= nbytes
 

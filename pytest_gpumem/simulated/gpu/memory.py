@@ -101,7 +101,7 @@ class Memory(Allocator):
         self._collects_frees = recording.on and recording.contexts is Contexts.ALL
 
     def _tell_observers(self, fields: OutOfMemoryFields) -> None:
-        """``oom_observers_`` of c10/cuda/CUDACachingAllocator.cpp, before the error is raised."""
+        """Call ``oom_observers_`` (c10/cuda/CUDACachingAllocator.cpp) before the error."""
         allowed = fields.total if fields.limit is None else fields.limit
         for observer in tuple(self.observers):
             observer(self.device, fields.segment, allowed, fields.free)
@@ -119,12 +119,12 @@ class Memory(Allocator):
             return super().segments(pool, frames=frames)
 
     def live_blocks(self) -> dict[int, int]:
-        """Address and size of every live block."""
+        """Return address and size of every live block."""
         with self._undisturbed():
             return super().live_blocks()
 
     def live_contexts(self) -> dict[int, Any]:
-        """Address and context of every live block."""
+        """Return address and context of every live block."""
         with self._undisturbed():
             return super().live_contexts()
 

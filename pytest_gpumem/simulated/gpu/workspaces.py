@@ -87,7 +87,7 @@ class Workspaces:
             self._keep("cublas", stream)
 
     def gemm_lt(self, stream: int = 0) -> None:
-        """A cuBLASLt call (``addmm`` with its bias in the epilogue)."""
+        """Run a cuBLASLt call (``addmm`` with its bias in the epilogue)."""
         lifetime = self.settings.lt_lifetime
         if lifetime == SHARED:
             self._keep("cublas", stream)

@@ -49,11 +49,11 @@ class Clock:
         return moment <= self.now
 
     def wait_for(self, moment: float) -> None:
-        """The host waits for ``moment``."""
+        """Make the host wait for ``moment``."""
         self._skipped += max(0.0, moment - self.now)
 
     def wait_for_device(self, device: int) -> None:
-        """The host waits for every stream of a device."""
+        """Make the host wait for every stream of a device."""
         for stream, moment in self._ends.items():
             if stream[0] == device:
                 self.wait_for(moment)

@@ -126,7 +126,7 @@ def shared_state(generator: torch.Generator) -> torch.Generator:
 
 
 def drawn_from(generator: torch.Generator) -> torch.Generator:
-    """The CPU's generator behind ``generator``: two that share a state have the same."""
+    """Return the CPU's generator behind ``generator``: two that share a state have the same."""
     # Operators are handed another object for the same generator of C++.
     made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
     return generator if made is None else made._source

@@ -203,7 +203,7 @@ class Graph:
             self._random[state] = state_tensors(gpu, 0)
 
     def _register(self, gpu: Device, state: object) -> None:
-        """``register_graph`` of a generator, up to 2.13."""
+        """Run ``register_graph`` of a generator, up to 2.13."""
         if self._machine.streams.is_capturing(gpu.index):
             raise RuntimeError(
                 "Cannot register the state during capturing stage. during CUDA graph capture. If "

@@ -32,7 +32,7 @@ class Leaves:
 
     @contextmanager
     def hooks_of(self, leaf: torch.Tensor | None) -> Iterator[None]:
-        """A hook of ``leaf`` runs: autograd has no current node then."""
+        """Mark that a hook of ``leaf`` runs: autograd has no current node then."""
         before, self._hooked = self._hooked, leaf
         try:
             yield

@@ -214,7 +214,7 @@ class SimulatedMachine(Notes):
         self.here.current_index = index
 
     def device(self, index: int | None) -> GPU:
-        """The GPU that ``cuda:index`` names; raises torch's error for one that is not there."""
+        """Return the GPU ``cuda:index``; raise torch's error for one that does not exist."""
         if index is None:
             return self.current
         if not 0 <= index < len(self.gpus):
@@ -226,7 +226,7 @@ class SimulatedMachine(Notes):
         return self.gpus[index]
 
     def device_of(self, *values: Any) -> GPU:
-        """The GPU that holds the first tensor among ``values``; else the current one."""
+        """Return the GPU that holds the first tensor among ``values``; else the current one."""
         if len(self.gpus) > 1:
             for tensor in tensors_in(values):
                 record = self.storages.of(tensor)

@@ -40,7 +40,7 @@ class Placement(Generic[_D]):
         """The GPU that the last operator ran on."""
 
     def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _D:
-        """The GPU that the operator ``name`` runs on: that of its tensors.
+        """Return the GPU that the operator ``name`` runs on: that of its tensors.
 
         Raises torch's error for tensors of two GPUs.
         """

@@ -48,7 +48,7 @@ class RandomState:
         self._shared: dict[object, tuple[set[int], Memory, list[int]]] = {}
 
     def register(self, graph: object, state: object, gpu: Device) -> None:
-        """``register_graph`` of a generator's state, up to 2.11."""
+        """Run ``register_graph`` of a generator's state, up to 2.11."""
         known = self._shared.get(state)
         # A test before this one may have left a graph, in a memory that is no longer the GPU's.
         if known is None or known[1] is not gpu.allocator:

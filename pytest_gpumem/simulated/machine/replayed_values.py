@@ -106,7 +106,7 @@ class Recording:
                     self._values.forget(view.place.key)
 
     def described(self, value: Any) -> Any:
-        """``value`` with a description in the place of each tensor on a GPU, for :meth:`add`."""
+        """Return ``value`` with descriptions in the place of its GPU tensors, for :meth:`add`."""
         if isinstance(value, torch.Tensor):
             if not raw.is_meta(value) or value.layout is not torch.strided:
                 return value

@@ -128,7 +128,7 @@ class Streams:
         return bool(self.captures) and (device, self.current(device)) in self.captures
 
     def host_waits(self, device: int) -> None:
-        """The host waits for the current stream: it reads or writes memory of ``device``."""
+        """Make the host wait for the current stream: it reads or writes memory of ``device``."""
         if self.sync_debug_mode == _WARN:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
         elif self.sync_debug_mode == _ERROR:
@@ -140,13 +140,13 @@ class Streams:
             self.timeline.finish_stream(key)
 
     def sleep(self, device: int, cycles: int) -> None:
-        """The current stream does nothing else for so long (``torch.cuda._sleep``)."""
+        """Keep the current stream busy for ``cycles`` (``torch.cuda._sleep``)."""
         key = (device, self.current(device))
         if key not in self.captures:
             self.clock.sleep(key, cycles)
 
     def synchronize(self, device: int) -> None:
-        """The host waits for every stream of ``device``."""
+        """Make the host wait for every stream of ``device``."""
         for key in self.captures:
             self.refuse_in_capture(key)
         self.clock.wait_for_device(device)

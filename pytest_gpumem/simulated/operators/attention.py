@@ -201,7 +201,7 @@ def flash_outputs(
 
 
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """The outputs of the memory efficient kernel that are on the device.
+    """Yield the outputs of the memory efficient kernel that are on the device.
 
     Since 2.15 seed and offset are there, and come first, where there is no dropout; with dropout
     they are on the CPU, as in all releases before (seen with torch 2.15.0+cu132).
@@ -248,7 +248,7 @@ _RNG_STATE = 16
 
 
 def _flash_parts(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> tuple[int, ...]:
-    """Parts of logsumexp and output, where the keys are split; (batch, heads, length, size)."""
+    """Return the bytes for split keys: of logsumexp and output (batch, heads, length, size)."""
     batch, heads, length, size = query.shape
     if dropout_p:
         return ()
@@ -289,7 +289,7 @@ def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
 
 
 def flash_backward(gpu: GPU, query: Tensor, key: Tensor) -> None:
-    """Sums of rows, gradients of queries in float32, and those of repeated keys and values."""
+    """Allocate row sums, queries' gradients in float32, and those of repeated keys and values."""
     batch, heads, length, size = query.shape
     rows = batch * heads * round_up(length, 128)
     copies = 1
@@ -306,7 +306,7 @@ _KEYS_AT_ONCE = 128
 
 
 def efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
-    """The output in float32, where it does not stay in registers."""
+    """Allocate the output in float32, where it does not stay in registers."""
     if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
         passing(gpu, result[0].numel() * 4)
 

@@ -87,7 +87,7 @@ _Distinct = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _placed(self: torch.Tensor, return_counts: bool, result: _Distinct) -> Iterator[torch.Tensor]:
-    """The results, which CUDA makes as large as the input and then shortens in place."""
+    """Yield the results, which CUDA makes as large as the input and then shortens in place."""
     values, inverse, counts = result
     is_truth = self.dtype == torch.bool
     room = 2 if is_truth else self.numel()

@@ -198,7 +198,7 @@ def on_gpu(*values: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors among arguments."""
+    """Yield the tensors among arguments."""
     if isinstance(value, sys.modules["torch"].Tensor):
         yield value
     elif isinstance(value, dict):
@@ -209,7 +209,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def checked_outputs(schema: Any, outputs: Any) -> Any:
-    """``outputs`` of a description, if they are as many as the operator returns.
+    """Return ``outputs`` of a description, if they are as many as the operator returns.
 
     Raises ``ValueError`` otherwise.
     """
@@ -242,7 +242,7 @@ def how_to_describe(func: Any) -> str:
 
 
 def base_function(kernel: Any) -> Any:
-    """The Python function that a Triton kernel was made from, under all its decorators."""
+    """Return the Python function that a Triton kernel was made from, under all its decorators."""
     while not isinstance(kernel, FunctionType) and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel

@@ -80,7 +80,7 @@ RULES = {
 
 
 def _writes_only(*args: Any, **kwargs: Any) -> None:
-    """The shape of an operator that returns nothing."""
+    """Do nothing, as the shape of an operator that returns nothing."""
 
 
 SHAPES: dict[str, Callable[..., Any]] = dict.fromkeys(

@@ -158,7 +158,7 @@ Composite = Callable[..., Any]
 def on_machine(
     composite: Composite, func: OpOverload, machine: SimulatedMachine
 ) -> Callable[..., Any]:
-    """``composite`` as ``func`` calls it on ``machine``: on the GPU of its first tensor, if any."""
+    """Return ``composite`` as ``func`` calls it: on the GPU of its first tensor, if any."""
     given, taken = _bound(composite, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:

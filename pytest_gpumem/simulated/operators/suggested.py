@@ -229,7 +229,7 @@ def _shown(value: Any, place: Place) -> str:
 
 
 def _literal(value: Any) -> str:
-    """``value`` in Python's notation; ``None`` for one without a literal."""
+    """Return ``value`` in Python's notation; ``None`` for one without a literal."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-    """The temporary of ``target.copy_(source)`` from the host.
+    """Allocate the temporary of ``target.copy_(source)`` from the host.
 
     The host converts its data first, unless the copy does not block.
     """
@@ -38,7 +38,7 @@ def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool
 
 
 def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-    """The temporaries of ``target.copy_(source)`` to the host."""
+    """Allocate the temporaries of ``target.copy_(source)`` to the host."""
     if source.layout is not torch.strided:
         return
     _download(
@@ -47,7 +47,7 @@ def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bo
 
 
 def stage_move(gpu: Device, source: Tensor, options: dict[str, Any]) -> None:
-    """The temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
+    """Allocate the temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
     wanted = options.get("memory_format") or torch.preserve_format
     if wanted is torch.preserve_format:
         kept = is_dense(source)

@@ -133,7 +133,7 @@ class _CudaEvent(SimulatedEvent):
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
-        """An event of another process: they cannot see a simulated GPU."""
+        """Refuse an event of another process: they cannot see a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def ipc_handle(self) -> bytes:

@@ -156,7 +156,7 @@ class _Api:
         self._cuda_emptyCache()
 
     def _cuda_memorySnapshot(self, chosen: Any = None, *_: Any) -> dict[str, Any]:
-        """``chosen`` is a pool's id, since 2.11 with whether to include traces."""
+        """Return a snapshot; ``chosen`` is a pool's id, since 2.11 with whether to add traces."""
         traces = [] if chosen is None else chosen[2:]
         memories = [gpu.allocator for gpu in self._machine.gpus]
         pool = chosen_pool(self._machine, chosen)

@@ -26,7 +26,7 @@ _ITEM = 3 * _POINTER
 
 
 def is_sequence(tensor: torch.Tensor) -> bool:
-    """Whether C code takes ``tensor`` for a sequence."""
+    """Return whether C code takes ``tensor`` for a sequence."""
     return bool(_is_sequence(tensor))
 
 

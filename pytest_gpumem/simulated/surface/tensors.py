@@ -67,7 +67,7 @@ def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_function(method: Any, replaced: Any) -> Any:
-    """``method`` as a function that takes the place of ``replaced``."""
+    """Return ``method`` as a function that takes the place of ``replaced``."""
 
     def call(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):

@@ -29,7 +29,7 @@ REAL: _Types = FLOATING | INTEGRAL
 
 
 def _dispatches(accepted: _Types, of: _DtypeOf, rows: str) -> Iterator[tuple[str, Check]]:
-    """``rows`` are of an operator's name and its kernel's, ``{}_cuda`` where there is none."""
+    """Yield a check by operator for each of ``rows``: operator, kernel (default ``{}_cuda``)."""
     for row in rows.split("\n"):
         name, _, kernel = row.strip().partition(" ")
         if name:

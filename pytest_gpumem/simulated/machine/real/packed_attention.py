@@ -67,7 +67,7 @@ def _backward(
 def _sequences(
     lengths: tuple[Tensor | None, Tensor | None], *tensors: Tensor
 ) -> Iterator[list[Tensor]]:
-    """Views of each sequence, (batch, heads, positions, head size), of queries and keys alike."""
+    """Yield views of each sequence, (batch, heads, positions, head size), also of keys."""
     by_query, by_key = lengths
     if by_query is None or by_key is None:
         yield [tensor.transpose(1, 2) for tensor in tensors]

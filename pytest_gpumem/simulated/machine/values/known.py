@@ -44,7 +44,7 @@ class Captured(Protocol):
         """Remember a call, without computing it now."""
 
     def described(self, value: Any) -> Any:
-        """``value`` without hold on its tensors, as an argument of a call to be added."""
+        """Return ``value`` without references to its tensors, for a call to be added."""
 
 
 class Values(Reading):

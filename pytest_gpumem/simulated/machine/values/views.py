@@ -43,7 +43,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def blank(value: Any) -> Any:
-    """A CPU tensor of the shape of ``value`` whose values do not matter; others as they are."""
+    """Return a CPU tensor of the shape of ``value`` with arbitrary values; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)

@@ -186,7 +186,7 @@ def _shape(value: Any) -> Any:
 
 
 def _shapes(value: Any) -> Any:
-    """``value`` with the shapes of its tensors in their places."""
+    """Return ``value`` with the shapes of its tensors in their places."""
     if isinstance(value, torch.Tensor):
         return value.shape
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ LARGEST_HEAD = 256
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
+    """Return ``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
     excess = tensor.shape[-1] % 8
     return pad(tensor, [0, 8 - excess]) if excess else tensor
 
@@ -347,7 +347,7 @@ def _require(condition: bool, message: str) -> None:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, softcap: float, *, any_size: bool = False
 ) -> None:
-    """The conditions that users meet, in the library's own words."""
+    """Check the conditions that users meet, in the library's own words."""
     used()
     newest = torch.cuda.get_device_capability(q.device)[0] >= 8
     _require(newest, "FlashAttention only supports Ampere GPUs or newer.")

@@ -138,7 +138,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
 
 
 def _scores(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (heads, queries, keys), and the factor that softcap gives their gradients."""
+    """Return scores (heads, queries, keys), and the factor of their gradients by softcap."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
     slope = torch.ones(())
     if call.softcap > 0:
