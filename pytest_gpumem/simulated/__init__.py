@@ -1,13 +1,13 @@
 """The simulated CUDA device, in layers; each may use those above it in this list.
 
 ========== =====================================================================================
-common     errors, what tensors really are, where in the code something happens
+common     errors, true properties of tensors, places in the code
 gpu        one device: catalogue, memory, workspaces, estimates
-machine    what a machine knows: devices, storages, values, streams, graphs, pools
-operators  what CUDA's operators allocate, by family
+machine    the state of a machine: devices, storages, values, streams, graphs, pools
+operators  allocations of CUDA's operators, by family
 execution  the dispatch mode that runs operators by their shapes
 surface    names of torch's that are replaced, each by a translation to the machine
-compiled   torch.compile: Inductor's own wrapper, run for what it allocates
+compiled   torch.compile: Inductor's own wrapper, run for its allocations
 stand_ins  flash-attn where it is not installed, by the allocations of its functions
 distributed  one rank of several: process groups and collectives without the other ranks
 ========== =====================================================================================

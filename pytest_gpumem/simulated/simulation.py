@@ -1,4 +1,4 @@
-"""Simulated GPUs as the process meets them: what is replaced while they are there."""
+"""Simulated GPUs of the process: the replaced names while a simulation is active."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from pytest_gpumem.simulated.surface.triton import driver, launches
 from pytest_gpumem.values.world import World
 
 _stack: list[Simulation] = []
-"""Active simulations, innermost last: what is patched is the process, so the stack is its."""
+"""Active simulations, innermost last: they replace names of the whole process."""
 
 _LOADING = "CUDA_MODULE_LOADING"
 
@@ -71,7 +71,7 @@ class SimulatedGPU(GPU):
     def machine(
         cls, name: str | GpuModel | Machine, *, world: World | None = None, **settings: Any
     ) -> tuple[SimulatedGPU, ...]:
-        """The GPUs of the machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
+        """Return the GPUs of machine ``name``, like ``"A100-80GB*2"``: ``cuda:0``, ``cuda:1``, ...
 
         It is the one that a rank of ``world`` runs in, which has a GPU for each of its ranks.
         ``settings`` are those of the constructor, and so are the errors.
@@ -89,7 +89,7 @@ class SimulatedGPU(GPU):
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The machine that this device is in; alone where nobody put it into another."""
+        """The machine that this device is in; by default one without other devices."""
         return self._simulation_of([self])
 
     def _simulation_of(self, gpus: Sequence[GPU], world: World | None = None) -> Simulation:
@@ -109,10 +109,10 @@ class SimulatedGPU(GPU):
 
 
 class Simulation(SimulatedMachine):
-    """Makes the process believe it has ``gpus``; can be entered and left many times.
+    """Makes the process see ``gpus``; can be entered and left many times.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes. With ``stand_ins``
-    flash-attn can be imported meanwhile where it is not installed. In a ``world`` the process is
+    flash-attn can be imported inside where it is not installed. In a ``world`` the process is
     one of its ranks.
     """
 
@@ -144,8 +144,8 @@ class Simulation(SimulatedMachine):
         )
         self._patches = Patches()
         self._of_triton = Patches()
-        """Of a library that is slow to import, and that few tests need."""
-        # What is replaced has to be torch's own, and not what an active simulation has put there.
+        """Replacements in a library that is slow to import, and that few tests need."""
+        # The replaced names have to be torch's own, and none that an active simulation has set.
         with _suspended():
             plan.plan(self, self._casts, self._patches)
             self.threads.plan(self._patches)
@@ -164,7 +164,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Serve ``cuda`` from here; an enclosing simulation is suspended meanwhile."""
+        """Serve ``cuda`` inside; an enclosing simulation is suspended for that time."""
         if self.is_active:
             yield
             return
@@ -224,7 +224,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _as_torch_is(self) -> Iterator[None]:
-        """Let nothing be replaced inside, and no operator be seen, but where threads need it."""
+        """Restore torch's names and remove modes inside, but for what threads need."""
         if not (self._patches.are_applied and self.threads.standstill.is_mine):
             yield
             return
@@ -242,7 +242,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _as_compilers_see(self) -> Iterator[None]:
-        """Let nothing be replaced inside but what answers for the GPU."""
+        """Restore torch's names inside, but for those that answer for the GPU."""
         with (
             self._patches.paused(but=answers_for_gpu),
             self._of_triton.paused(but=driver.answers_for_gpu),
@@ -252,7 +252,7 @@ class Simulation(SimulatedMachine):
 
     @contextmanager
     def _as_code_sees(self) -> Iterator[None]:
-        """Let all be replaced again inside, for code that runs while a compiler is at work."""
+        """Apply all replacements again inside, for code that runs while a compiler is at work."""
         with (
             self._patches.resumed(),
             self._of_triton.resumed(),
@@ -278,7 +278,7 @@ class Simulation(SimulatedMachine):
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Take away what ``with torch.device(...)`` and modes of the user's own do."""
+    """Remove ``with torch.device(...)`` and function modes of the user's own inside."""
     modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
@@ -289,7 +289,7 @@ def _without_function_modes() -> Iterator[None]:
 
 @contextmanager
 def _as_initialized() -> Iterator[None]:
-    """What ``_lazy_init()`` of torch/cuda/__init__.py leaves in the environment."""
+    """Set the environment variable that ``_lazy_init()`` of torch/cuda/__init__.py sets."""
     if _LOADING in os.environ:
         yield
         return
@@ -302,7 +302,7 @@ def _as_initialized() -> Iterator[None]:
 
 @contextmanager
 def _suspended() -> Iterator[None]:
-    """Take the active simulation away inside."""
+    """Suspend the active simulation inside."""
     outer = _stack[-1] if _stack else None
     if outer is not None:
         outer._leave()
@@ -314,7 +314,7 @@ def _suspended() -> Iterator[None]:
 
 
 def active_simulation() -> Simulation | None:
-    """The simulation that serves ``cuda`` now."""
+    """Return the simulation that serves ``cuda`` now."""
     return _stack[-1] if _stack else None
 
 

@@ -1,4 +1,4 @@
-"""Free parts of segments over time, from the allocator's events alone."""
+"""Free parts of segments over time, only from the allocator's events."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pytest_gpumem.allocator.trace import FREE, RawEntry
 
 
 class Splits:
-    """The segments of one device, and what of them is in use.
+    """The segments of one device, and their used parts.
 
-    As in torch, only what is free in a segment that is partly in use counts, and nothing of
+    As in torch, only free memory in a segment that is partly in use counts, and nothing of
     expandable segments.
     """
 
     def __init__(self, segments: Iterable[Mapping[str, Any]]) -> None:
-        """Begin with ``segments``, as a snapshot has them."""
+        """Begin with ``segments`` of a snapshot."""
         self.bytes = 0
         """Free parts of segments that are partly in use (``inactive_split_bytes``)."""
         self._addresses: list[int] = []
         self._free: dict[int, list[int]] = {}
-        """By the address of a segment its size, and what is free of it."""
+        """By the address of a segment its size, and its free part."""
         self._blocks: dict[int, tuple[int, int]] = {}
         """By the address of a block its segment, and its bytes."""
         for segment in segments:

@@ -1,4 +1,4 @@
-"""Where in the code something happened."""
+"""Places in the code where something happened."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ _current_node: Callable[[], Any] = torch._C._current_autograd_node
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 
 WRAPPERS = "gpumem-wrappers-"
-"""In the path of what Inductor writes for a simulated GPU."""
+"""Part of the path of files that Inductor writes for a simulated GPU."""
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 _PASSED = ("contextlib.py", "typing_extensions.py")
-"""Files of decorators, which stand between torch and whoever calls it."""
+"""Files of decorators, which stand between torch and its caller."""
 
 MOST_FRAMES = 48
 """Frames kept per event, innermost first."""
 
 
 FROM_HOST = "Tensor.to"
-"""Stands for the operator where a tensor is copied from the host."""
+"""The operator's name where a tensor is copied from the host."""
 
 RELEASED = "free"
-"""Stands for the operator where memory is given back, which none does."""
+"""The operator's name where memory is freed, which no operator does."""
 
 COMPUTED = "computed"
-"""The kind of what an operator computes; as a purpose, of what compiled code does."""
+"""The kind of an operator's results; as a purpose, of compiled code's."""
 
 Place = tuple[str, int, str]
 """Filename, line and function."""
 
 
 class Purpose(NamedTuple):
-    """What a library or compiled code allocates for, where the operator that runs does not tell."""
+    """The purpose of an allocation by a library or compiled code, where no operator shows it."""
 
     name: str
-    """Stands for the operator: ``all-gather of layers.3``."""
+    """The name in the operator's place: ``all-gather of layers.3``."""
     kind: str
-    """As :attr:`Provenance.kind`."""
+    """The same as :attr:`Provenance.kind`."""
     place: Place | None = None
-    """The user's code that it comes from, where frames do not tell."""
+    """The user's code that it comes from, where frames do not show it."""
 
 
 class Running(threading.local):
-    """What a thread runs at the moment."""
+    """The work that a thread does at the moment."""
 
     operator: Any = None
     """The overload that was dispatched last."""
     purpose: Purpose | None = None
-    """What allocations are for, whatever operator makes them."""
+    """The purpose of allocations, by any operator."""
     sequence = -1
     """Autograd's sequence number at the last allocation, or where a test or fixture began."""
 
@@ -86,13 +86,13 @@ class Running(threading.local):
 
 
 running = Running()
-"""One, because what a simulation replaces is the process too."""
+"""The only one, because a simulation replaces names of the whole process."""
 
 
 class Provenance:
-    """Where an allocation comes from: its Python frames, its operator and what it holds.
+    """The origin of an allocation: its Python frames, its operator and its contents.
 
-    Lines and names are looked up only when somebody reads them.
+    Lines and names are looked up only when they are read.
     """
 
     __slots__ = (
@@ -133,12 +133,12 @@ class Provenance:
         self.shape: Any = None
         self.dtype: Any = None
         self.recording: Recording | None = None
-        """What ``_record_memory_history`` had been told by then."""
+        """The arguments of ``_record_memory_history`` at that time."""
         self.script_frames: Sequence[dict[str, Any]] = ()
         """Frames of TorchScript, which stand before Python's."""
 
     def record(self, recording: Recording) -> None:
-        """Note what was to be recorded; where that is stacks, look up TorchScript's."""
+        """Note the settings of the recording; if it records stacks, look up TorchScript's."""
         self.recording = recording
         if recording.on and recording.contexts is not Contexts.NEVER:
             self.script_frames = _script_frames()
@@ -158,7 +158,7 @@ class Provenance:
 
     @property
     def cpp_frames(self) -> list[dict[str, Any]]:
-        """What tells on a GPU in C++ who allocates: workspace, operator and autograd's node."""
+        """C++ frames by which a GPU's trace shows callers: workspace, operator, autograd node."""
         names = []
         if self.library == "cuBLAS":
             names.append("at::cuda::getCUDABlasLtWorkspace()")
@@ -182,7 +182,7 @@ class Provenance:
 
     @property
     def operator_name(self) -> str:
-        """The operator as users call it: ``torch.softmax``; else what somebody says it is for."""
+        """The operator as users call it: ``torch.softmax``; else the purpose of the allocation."""
         if self.purpose is not None:
             return self.purpose.name
         if self.operator is None or self.operator is FROM_HOST:
@@ -200,7 +200,7 @@ class Provenance:
 
 
 def provenance() -> Provenance:
-    """The frames that lead here, without those of this package in front."""
+    """Return the frames that lead here, without those of this package in front."""
     entries: list[tuple[CodeType, int]] = []
     frame = sys._getframe(1)
     while frame.f_back is not None and is_own(frame.f_code.co_filename):
@@ -230,7 +230,7 @@ def provenance() -> Provenance:
 
 
 def _script_frames() -> Sequence[dict[str, Any]]:
-    """The frames of TorchScript's interpreter, which has none in Python."""
+    """Return the frames of TorchScript's interpreter, which has none in Python."""
     (frames,) = symbolize_tracebacks([gather_traceback(False, True, False)])
     return cast(list[dict[str, Any]], frames)
 
@@ -244,9 +244,9 @@ def user_line(innermost: FrameType | None = None) -> str:
 
 
 def callers_line() -> str:
-    """``path:line`` of the innermost frame outside what is installed, if there is any.
+    """``path:line`` of the innermost frame outside installed packages, if there is any.
 
-    Who describes a library's kernel looks for a line of their own, and not for the library's.
+    The author of a description looks for a line of their own, and not for the library's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_installed(frame.f_code.co_filename):
@@ -272,7 +272,7 @@ def _line(code: CodeType, offset: int) -> int:
 
 
 _OWNERS = (("torch", torch), ("Tensor", torch.Tensor), ("functional", torch.nn.functional))
-"""Where users find an operator, the first that has it."""
+"""Namespaces where users find an operator: the first that has it counts."""
 
 
 @cache
@@ -300,7 +300,7 @@ def _is_factory(operator: Any) -> bool:
 
 @cache
 def is_own(filename: str) -> bool:
-    """Whether code of this file is our own."""
+    """Return whether code of this file is our own."""
     return filename.startswith(_OWN)
 
 
@@ -312,13 +312,13 @@ def _is_installed(filename: str) -> bool:
 
 @cache
 def is_written_by_inductor(filename: str) -> bool:
-    """Whether Inductor wrote this file."""
+    """Return whether Inductor wrote this file."""
     return WRAPPERS in filename or f"{os.sep}torchinductor_" in filename
 
 
 @cache
 def is_internal(filename: str) -> bool:
-    """Whether code of this file is torch's, Triton's or our own, or is passed through."""
+    """Return whether code of this file is torch's, Triton's or our own, or is passed through."""
     passed = (
         Path(filename).name in _PASSED
         or filename == copy.__file__
@@ -328,6 +328,6 @@ def is_internal(filename: str) -> bool:
 
 
 def _folder(package: str) -> str:
-    """Where ``package`` lies; no folder at all if it is not imported."""
+    """Return the folder of ``package``, ``"<"``, which matches none, if it is not imported."""
     file = getattr(sys.modules.get(package), "__file__", None)
     return str(Path(file).parent) + os.sep if file else "<"

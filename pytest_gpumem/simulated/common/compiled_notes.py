@@ -1,16 +1,16 @@
-"""How notes on compiled code read, for those who write them and those who judge by them."""
+"""The form of notes on compiled code, for their writers and their readers."""
 
 from __future__ import annotations
 
 OF_COMPILED_CODE = "torch.compile at"
-"""With which every note on compiled code begins."""
+"""The beginning of every note on compiled code."""
 
 RUNS_EAGERLY = "runs eagerly"
-"""What notes say of compiled code that was not followed."""
+"""A part of notes on compiled code that was not followed."""
 
 
 def ran_eagerly(note: str) -> bool:
-    """Whether ``note`` says that the number is eager code's, where code was to be compiled."""
+    """Return whether ``note`` is about eager code's number, where code was to be compiled."""
     return note.startswith(OF_COMPILED_CODE) and RUNS_EAGERLY in note
 
 

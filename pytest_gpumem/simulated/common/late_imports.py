@@ -1,4 +1,4 @@
-"""Modules that are first imported while a simulation is active: alone, or not at all."""
+"""Modules that are first imported during a simulation: without replaced names, or not at all."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 from pytest_gpumem.garbage import paused
 
 Alone = Callable[[], AbstractContextManager[object]]
-"""Inside, nothing is replaced."""
+"""A context in which nothing is replaced."""
 
 Answers = Callable[[str, FrameType], Any]
-"""(name, frame that asks) -> the module's attribute, or ``None``: the real module has to answer."""
+"""(name, frame of the reader) -> the module's attribute, or ``None`` to import the real one."""
 
 _ASKED_OF_EVERY_MODULE = ("__path__", "__warningregistry__")
 """By import statements, which packages have an answer for, and by ``TestCase.assertWarns``."""
 
 
 class StandIn(ModuleType):
-    """What stands in ``sys.modules`` until more is asked of it than ``answers`` know.
+    """A stand-in in ``sys.modules`` until an attribute is read that ``answers`` does not have.
 
     Then the real module is imported, and does the work of this one as well. ``known`` are answers
-    for everybody, who may keep them.
+    for every importer, which may keep them.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StandIn(ModuleType):
     ) -> None:
         super().__init__(name)
         spec = _spec(name)
-        # Importing submodules and looking through sys.modules ask for these of every module.
+        # Importing submodules and looking through sys.modules read these of every module.
         vars(self).update(
             __package__=spec.parent,
             __spec__=spec,
@@ -52,7 +52,7 @@ class StandIn(ModuleType):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Stand for the real module inside, until that is needed; it must not be there yet."""
+        """Replace the real module inside, until it is needed; it must not be imported yet."""
         sys.modules[self.__name__] = self
         try:
             yield
@@ -65,7 +65,7 @@ class StandIn(ModuleType):
         return sys.modules.get(self.__name__) is self
 
     def real(self) -> ModuleType:
-        """The real module, imported alone."""
+        """Return the real module, imported without replaced names."""
         if not self._stands:
             return importlib.import_module(self.__name__)
         del sys.modules[self.__name__]
@@ -93,10 +93,10 @@ class StandIn(ModuleType):
 
 
 class LateImports(MetaPathFinder):
-    """Imports the modules of ``package`` alone, lest they keep what they find replaced.
+    """Imports the modules of ``package`` without replaced names, which they would keep.
 
-    With ``itself`` it is the package, with all that it imports, and no module of it that is
-    imported later. ``but`` are parts of it that are imported in sight of what is replaced.
+    With ``itself`` it imports so the package, with all of its imports, and no module of it that is
+    imported later. ``but`` are parts of it that are imported with replaced names.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LateImports(MetaPathFinder):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be asked for every module inside."""
+        """Take part in the search for every module that is imported inside."""
         sys.meta_path.insert(0, self)
         try:
             yield
@@ -119,7 +119,7 @@ class LateImports(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the package where Python finds it; others are not found here."""
+        """Find a module of the package as Python does; return ``None`` for others."""
         of_stand_in = isinstance(sys.modules.get(fullname.rpartition(".")[0]), StandIn)
         if not of_stand_in and (self._is_in_sight(fullname) or not self._is_of(fullname)):
             return None
@@ -138,16 +138,16 @@ class LateImports(MetaPathFinder):
 
 
 class _AloneLoader(Loader):
-    """Puts ``loader`` back where it belongs, and lets it work alone."""
+    """Restores ``loader`` in the module's spec, and runs it without replaced names."""
 
     def __init__(self, loader: Loader, alone: Alone) -> None:
         self._loader = loader
         self._alone = alone
         self._own_spec: ModuleSpec | None = None
-        """Of a module that importing the real package of a stand-in has imported."""
+        """The spec of a module that the import of a stand-in's real package has imported."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return what the loader makes, or the module where it is there by now."""
+        """Return the module: the one that the loader makes, or the one imported by now."""
         package = sys.modules.get(spec.name.rpartition(".")[0])
         if isinstance(package, StandIn):
             package.real()
@@ -164,8 +164,8 @@ class _AloneLoader(Loader):
             return
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        # Garbage may start a thread as it goes (a loader's, to tell its workers), which would wait
-        # for what is imported here, as this thread for it.
+        # A collection may start a thread (a loader's, for its workers), which would wait
+        # for the module imported here, as this thread for it.
         with self._alone(), paused():
             self._loader.exec_module(module)
 

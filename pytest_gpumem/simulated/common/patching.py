@@ -19,7 +19,7 @@ class _Replaced:
 
     @property
     def present(self) -> Any:
-        # vars(), not getattr(): what a class inherits must come back by deletion.
+        # vars(), not getattr(): an inherited attribute must come back by deletion.
         return vars(self.owner).get(self.name, _ABSENT)
 
     def replace(self) -> None:
@@ -41,7 +41,7 @@ class Patches:
         self._replaced: list[_Replaced] = []
         self._is_paused = False
         self._put_back: list[_Replaced] = []
-        """What is not replaced while they are paused, last replacement first."""
+        """Replacements to apply again when a pause ends, last one first."""
 
     def plan(self, owner: Any, name: str, value: Any) -> None:
         """Replace ``owner.name`` by ``value`` whenever the patches are applied."""
@@ -58,7 +58,7 @@ class Patches:
         return bool(self._replaced) and not self._is_paused
 
     def apply(self) -> None:
-        """Make every planned replacement, remembering what stood there."""
+        """Make every planned replacement, remembering the old values."""
         for owner, name, value in self._planned:
             replaced = _Replaced(owner, name, value, _ABSENT)
             self._replaced.append(replaced)
@@ -71,10 +71,10 @@ class Patches:
 
     @contextmanager
     def paused(self, but: Callable[[Any, str, Any], bool] | None = None) -> Iterator[None]:
-        """Put everything back inside, but for what somebody else has replaced since.
+        """Restore the originals inside, but for names that other code has replaced since.
 
-        What stands there at the end is what comes back by :meth:`undo`: who is imported inside may
-        have set it. ``but`` is told an owner, a name and a replacement that is to stay.
+        The value at the end of the pause is the one that :meth:`undo` restores: a module imported
+        inside may have set it. ``but`` gets an owner, a name and a replacement: whether it stays.
         """
         paused: list[_Replaced] = []
         for replaced in reversed(self._replaced):
@@ -95,7 +95,7 @@ class Patches:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Replace inside what the innermost :meth:`paused` has put back."""
+        """Apply again inside the replacements that the innermost :meth:`paused` has undone."""
         resumed, self._put_back = self._put_back, []
         for replaced in reversed(resumed):
             replaced.replace()

@@ -1,4 +1,4 @@
-"""What tensors really are, below what the simulation makes them report."""
+"""The true properties of tensors, below those that the simulation makes them report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _getters: dict[str, Any] = dict(vars(torch._C.TensorBase))
 _modes_enabled = torch._C._is_torch_function_mode_enabled
 
 PLAIN: frozenset[Any] = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes of tensors that do not override what is done with them."""
+"""Classes of tensors that do not override operations."""
 
 
 def base(name: str) -> Callable[..., Any]:
@@ -30,7 +30,7 @@ def base(name: str) -> Callable[..., Any]:
         if args[0].__class__ in PLAIN and not _modes_enabled():
             return method(*args, **kwargs)
         # Under a mode, or for a subclass, torch would look the method up again and find the
-        # replaced one; parameters of lazy modules know only torch's own.
+        # replaced one; parameters of lazy modules accept only torch's own.
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
 

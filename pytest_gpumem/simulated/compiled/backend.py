@@ -1,6 +1,6 @@
-"""Backends of ``torch.compile``, led to a simulated GPU: Inductor, and those made of Python.
+"""Backends of ``torch.compile`` for a simulated GPU: Inductor, and those made of Python.
 
-A backend gets Dynamo's graph and what it makes of it runs, as on a GPU: Inductor's wrapper, or the
+A backend gets Dynamo's graph and its result runs, as on a GPU: Inductor's wrapper, or the
 graphs that AOTAutograd has cut, operator by operator.
 """
 
@@ -25,13 +25,13 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 Compiled = Callable[..., Any]
 
 _DYNAMOS_OWN = (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback)
-"""What Dynamo answers by a break in the graph, or by beginning anew."""
+"""Exceptions that Dynamo handles by a graph break, or by starting again."""
 
 
 class Backend:
     """The backend of one ``torch.compile``: ``given``, for a graph that is on a simulated GPU.
 
-    What it cannot compile runs eagerly, with a note, or raises
+    Code that it cannot compile runs eagerly, with a note, or raises
     :class:`~pytest_gpumem.simulated.compiled.refusals.CompiledCodeError` where that ``refuses``.
     """
 
@@ -42,11 +42,11 @@ class Backend:
         self._tracing = tracing
         self._given = given
         self._settings: dict[str, Any] | None = getattr(given, "config", None)
-        """Inductor's, by name; ``None`` for another backend."""
+        """Inductor's settings, by name; ``None`` for another backend."""
         self._refuses = refuses
 
     def __eq__(self, other: object) -> bool:
-        """Whether Dynamo may take for this one what it has compiled for ``other``."""
+        """Whether Dynamo may use for this one code that it has compiled for ``other``."""
         if not isinstance(other, Backend):
             return NotImplemented
         return self._machine is other._machine and bool(self._given == other._given)
@@ -55,10 +55,10 @@ class Backend:
         return hash(self._machine)
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
-        """Return what runs in the place of ``graph``."""
+        """Return the function that runs in the place of ``graph``."""
         if self._settings is not None:
             if not _is_of_gpu(graph, inputs):
-                return graph.forward  # the CPU computes what it is told
+                return graph.forward  # the CPU runs it as it is
             self._tracing.say_tuned(self._settings)
         elif not _is_of_torch(self._given):
             inputs = _as_placed(graph, inputs)
@@ -72,11 +72,11 @@ class Backend:
             not_followed(self._machine, error, refuses=self._refuses)
             if not InstructionTranslator.current_tx().one_graph:
                 raise SkipFrame("runs as it is written") from error
-            return graph.forward  # nobody else may run a graph that has to be whole
+            return graph.forward  # a graph of fullgraph=True has to run as a whole
 
 
 def _is_of_gpu(graph: GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether there is a tensor on a GPU in ``graph``."""
+    """Return whether there is a tensor on a GPU in ``graph``."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes]
     return any(
         isinstance(value, torch.Tensor) and value.is_cuda
@@ -91,7 +91,7 @@ def _is_of_torch(backend: Any) -> bool:
 
 
 def _as_placed(graph: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """``inputs`` as somebody may look at them while torch compiles: fake tensors are on a GPU."""
+    """Return ``inputs`` as a backend may inspect them while torch compiles: fakes on a GPU."""
     placed = [node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder")]
     return [
         fake if isinstance(fake, FakeTensor) else value

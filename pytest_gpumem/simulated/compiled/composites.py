@@ -24,7 +24,7 @@ from pytest_gpumem.simulated.operators.tables import COMPOSITES
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """List what takes operators of the GPUs of ``machine`` apart as CUDA does."""
+    """Plan decompositions of operators on the GPUs of ``machine`` as on CUDA."""
     patches.plan(OpOverload, "decompose", _as_on_cuda(machine, OpOverload.decompose))
 
 

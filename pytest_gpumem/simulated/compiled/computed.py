@@ -1,8 +1,8 @@
 """The values of compiled code: its graph, run on the CPU beside the wrapper that allocates.
 
-Kernels of a wrapper compute nothing. Where every value is computed, what they would have written
-comes from the graph that Inductor was given, operator by operator, as of eager code; the simulated
-GPU sees the wrapper alone.
+Kernels of a wrapper compute nothing. Where every value is computed, their results come from the
+graph that Inductor was given, operator by operator, as in eager code; the simulated GPU
+sees only the wrapper.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _COMPUTED = frozenset({"aten", "prims"})
 """Namespaces of torch's operators, which the CPU can compute."""
 _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _SHARED: dict[Any, Any] = {_aten.view.default: _aten.reshape.default}
-"""Strides on the CPU may be others than on a GPU; Inductor takes these for the same, too."""
+"""Replacements for other strides on the CPU; Inductor treats both as the same, too."""
 
 
 class Computed:
-    """What ``graph``, which Inductor has not changed yet, computes beside its wrapper."""
+    """The values that ``graph``, not yet changed by Inductor, computes beside its wrapper."""
 
     def __init__(self, machine: SimulatedMachine, graph: GraphModule) -> None:
         self._machine = machine
         self.lacks = _copied_to_host(graph) or next(
             filter(None, map(_lacking, _nodes(graph))), None
         )
-        """What of it cannot be computed without knowing more; ``None`` where all can be."""
+        """The first operation that cannot be computed; ``None`` where all can be."""
         self._written = _written(graph)
         self._graph = _on_host(graph)
 
     def beside(self, wrapper: Wrapper) -> Wrapper:
-        """Return what runs ``wrapper`` for what it allocates and knows what it yields."""
+        """Return a function that runs ``wrapper`` for its allocations and computes its results."""
         machine, values = self._machine, self._machine.values
 
         def run(inputs: list[Any]) -> Any:
@@ -64,12 +64,12 @@ class Computed:
                     return wrapper(inputs)
                 capture = values.capture()
                 if capture is not None:
-                    machine.kernel_wrote()  # into the graph, as of what comes
+                    machine.kernel_wrote()  # into the graph, as if from its results
                     described = capture.described(tuple(self._copies_on_host(inputs)))
                     results = _alone(values, wrapper, inputs)
                     capture.add(self._whole(), described, {}, tuple(results))
                     return results
-                # Nothing holds what is on the GPU: the wrapper frees it when it would be freed.
+                # Nothing keeps tensors on the GPU: the wrapper frees them when they would be freed.
                 given = values.shared(self._copies_on_host(inputs))
                 if given is None:
                     return wrapper(inputs)
@@ -94,7 +94,7 @@ class Computed:
         return found
 
     def _compute(self, *given: Any) -> Any:
-        """What the graph yields of ``given``, to which it writes."""
+        """Run the graph on ``given``, to which it writes; return its results."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             computing = _Computing(self._graph, self._machine)
             return computing.run(*given, enable_io_processing=False)
@@ -105,7 +105,7 @@ class Computed:
 
 
 def _alone(values: Values, wrapper: Wrapper, inputs: list[Any]) -> Any:
-    """Run ``wrapper``, which empties its inputs to free them; nothing is known of what it does."""
+    """Run ``wrapper``, which empties its inputs to free them, without following its values."""
     with values.ignoring(), launched.told_to(_nobody):
         return wrapper(inputs)
 
@@ -120,7 +120,7 @@ class _Computing(Interpreter):
         self._machine = machine
         self._values = machine.values
         self._shapes: Any = None
-        """Of the results of what is run now, where they are known before."""
+        """The shapes of the running node's results, where they are known before."""
         self.extra_traceback = False  # an index out of range is the user's
 
     def run_node(self, n: Node) -> Any:
@@ -164,7 +164,7 @@ def _operator(target: Any) -> Operator:
 
 
 def _random(size: Any, seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
-    """Draw for ``inductor_random`` by its seed, as backward has to draw the same again."""
+    """Draw for ``inductor_random`` by its seed, so that backward draws the same again."""
     draw = getattr(_aten, mode).generator
     drawn: torch.Tensor = draw(size, generator=_seeded(seed), dtype=torch.float32, device=CPU)
     return drawn
@@ -194,7 +194,7 @@ _FOLLOWED = frozenset({"flex_attention", "flex_attention_backward"})
 """Operators of higher order that have an implementation on the CPU that is made of operators."""
 
 _LAID_OUT = re.compile("_stride$")
-"""Arguments that say how a view lies in what is copied."""
+"""Arguments that describe the layout of a view in a copy."""
 _FUNCTIONALIZED = frozenset({"auto_functionalized", "auto_functionalized_v2"})
 """Operators of higher order that call one that writes to its arguments, for copies of them."""
 
@@ -203,7 +203,7 @@ _OF_STORAGES = re.compile("as_strided|eager_offset")
 
 
 def _lacking(node: Node) -> str | None:
-    """What is not computed of ``node`` beside a wrapper; ``None`` if it is."""
+    """Return the part of ``node`` that is not computed beside a wrapper, or ``None``."""
     target: Any = node.target
     if node.meta.get("unbacked_bindings"):
         return f"{target}, which makes sizes of values,"
@@ -226,10 +226,10 @@ def _is_of_torch(target: Any) -> bool:
 
 
 def _runs_anywhere(operator: OpOverload) -> bool:
-    """Whether somebody's own operator says that it runs on the CPU, or that it runs anywhere.
+    """Return whether a custom operator runs on the CPU, or on any device, by its registration.
 
-    ``torch.library.custom_op`` says the latter where it is told no ``device_types``. Nothing else
-    that is written for all devices does: collectives are, too.
+    ``torch.library.custom_op`` registers it for any where it gets no ``device_types``. No other
+    kernel that is written for all devices counts: collectives have one, too.
     """
     name = operator.name()
     anywhere = operator._schema.name in OPDEFS and _has_kernel(name, "CompositeExplicitAutograd")
@@ -237,7 +237,7 @@ def _runs_anywhere(operator: OpOverload) -> bool:
 
 
 def _copied_to_host(graph: GraphModule) -> str | None:
-    """What of ``graph`` is on the CPU and made of what is not: its kernels there would need it."""
+    """Return the first copy from a GPU to the CPU in ``graph``: kernels there need its values."""
     of_gpu: set[Node] = set()
     for node in graph.graph.nodes:
         found = [each for each in tree_leaves(node.meta.get("val")) if _is_tensor(each)]
@@ -257,7 +257,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _targets(node: Node) -> list[Node]:
-    """What ``node`` writes to."""
+    """Return the nodes that ``node`` writes to."""
     if not isinstance(node.target, OpOverload):
         return []
     places = [node.args[at] for at, _ in Operator.of(node.target).written if at < len(node.args)]
@@ -265,7 +265,7 @@ def _targets(node: Node) -> list[Node]:
 
 
 def _written(graph: GraphModule) -> list[int]:
-    """The positions of the inputs that ``graph`` writes to."""
+    """Return the positions of the inputs that ``graph`` writes to."""
     inputs = list(graph.graph.find_nodes(op="placeholder"))
     written = {target for node in graph.graph.nodes for target in _targets(node)}
     return [at for at, each in enumerate(inputs) if each in written]
@@ -278,7 +278,7 @@ def _nodes(graph: GraphModule) -> Iterator[Node]:
 
 
 def _on_host(graph: GraphModule) -> GraphModule:
-    """A copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites the one it has."""
+    """Return a copy of ``graph`` that makes its tensors on the CPU; Inductor rewrites its own."""
     copied = _copied(graph)
     name_gpu(copied, lambda value: CPU if isinstance(value, torch.device) else value)
     return copied
@@ -301,4 +301,4 @@ def _copied(graph: GraphModule) -> GraphModule:
 
 
 def _nobody(*_: Any) -> None:
-    """What kernels write is known of the graph."""
+    """Ignore writes of kernels, which are known from the graph."""

@@ -1,9 +1,9 @@
-"""Dynamo's way into compiling: what ``torch.compile`` was told to do, done for a simulated GPU.
+"""The entry into compiling: ``torch.compile``, done for a simulated GPU.
 
-``torch.compile`` is torch's own. What it returns asks ``_callback_from_stance`` for what compiles
-frames each time that it is called; here it gets the same with another backend. A function that was
-compiled before the simulation began is so followed too, and no compiled code is taken for another
-machine's: Dynamo finds it by its backend.
+``torch.compile`` is torch's own. The function it returns calls ``_callback_from_stance`` for the
+compiler of frames each time that it is called; here it gets the same with another backend. So a
+function that was compiled before the simulation began is followed, too, and no compiled code is
+used for another machine: Dynamo finds it by its backend.
 
 Source: torch/_dynamo/eval_frame.py, convert_frame.py, torch 2.11 and 2.13.
 """
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.compiled.tracing import Bare, Resting, Tracing
 
 AUTO, ALWAYS, EAGER = HOW = ("auto", "always", "eager")
-"""Follow what can be followed, refuse what cannot, or run compiled code eagerly."""
+"""Modes: follow if possible, refuse otherwise, or run compiled code eagerly."""
 
 _GOES_ON = "while another thread goes on that may use torch"
-"""Why nothing can be compiled; what is replaced meanwhile is replaced for all threads."""
+"""The reason why nothing can be compiled: names are replaced for all threads of the process."""
 
 _OF_OTHERS = (
     "aotinductor",
@@ -63,16 +63,16 @@ _OF_OTHERS = (
 """Backends that run graphs in C++ or in a library of their own, which takes memory by itself."""
 
 _INDUCTOR = "torch._inductor.compile_fx"
-"""Where Inductor gets a graph, whoever has made it."""
+"""The module in which Inductor gets a graph, from any frontend."""
 
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")
-"""Under which a callback of Dynamo's keeps what it calls, by release."""
+"""Attributes of Dynamo's callbacks for the wrapped function, by release."""
 
 _SIMULATED = f"{Path(__file__).parents[1]}{os.sep}"
-"""Where the files are that simulate, and compute what compiled code asks for."""
+"""The folder of files that simulate, and compute for compiled code."""
 
 _LIBRARY = f"{Path(torch.__file__).parent / '_library'}{os.sep}"
-"""Where torch calls what gives the shapes of a custom operator, which on a GPU nobody runs."""
+"""The folder of torch that calls shape functions of custom operators, which run on no GPU."""
 
 _CAPTURES = (
     f"{Path(torch.__file__).parent / '_higher_order_ops'}{os.sep}",
@@ -82,18 +82,18 @@ _CAPTURES = (
 and attention whose scores a function changes. Their gradients need the tensors of its closure."""
 
 libraries_compile: set[CodeType] = set()
-"""Functions of this package that stand for what a library gives to ``torch.compile``."""
+"""Functions of this package that replace those a library passes to ``torch.compile``."""
 
 _compiled: dict[CodeType, weakref.ref[Compilation]] = {}
 """The frames that were compiled for a machine, of all of the process: Dynamo keeps them there."""
 
 
 class Compilation:
-    """Compiles for ``machine`` what ``torch.compile`` has been told to compile.
+    """Compiles for ``machine`` the functions that are passed to ``torch.compile``.
 
-    ``how`` is one of :data:`HOW`. Inside ``alone()`` nothing is replaced, and inside ``bare()``
-    only what answers for the GPU; inside ``code()``, in there, all is again. Inside ``resting()``
-    other threads rest, if it says so.
+    ``how`` is one of :data:`HOW`. In the context ``alone()`` nothing is replaced, in ``bare()``
+    only the functions that answer for the GPU, and in ``code()`` within it everything again. In
+    ``resting()`` other threads rest, if it yields ``True``.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class Compilation:
         self._tracing: Tracing | None = None
         self._patches: Patches | None = None
         self._by_itself = ExitStack()
-        """Of Inductor, where somebody calls it who has not come by ``torch.compile``."""
+        """Hooks of Inductor, for callers that do not come by ``torch.compile``."""
         self._ran_eagerly = False
         self._inside = ExitStack()
         self._steps = MarkedSteps()
 
     @contextmanager
     def going(self) -> Iterator[None]:
-        """Be asked for what compiles, inside; Dynamo has been imported."""
+        """Install Dynamo hooks for the duration of the context; Dynamo has been imported."""
         if self._patches is None:
             self._patches = self._planned()
         self.forget(own=False)
@@ -150,7 +150,7 @@ class Compilation:
         self._await_inductor()
 
     def _await_inductor(self) -> None:
-        """Trace for who calls Inductor: a graph need not come from Dynamo."""
+        """Trace when Inductor is called: a graph need not come from Dynamo."""
         inductor = sys.modules.get(_INDUCTOR)
         if inductor is None or self._tracing is not None or torch.__version__ < FOLLOWED_SINCE:
             return
@@ -198,7 +198,7 @@ class Compilation:
         return forget
 
     def _counting(self, set_count: Callable[[int], int]) -> Callable[[int], int]:
-        # Where a graph has to be whole, torch asks whether there was any.
+        # For a graph of fullgraph=True torch checks whether there was any.
         return lambda value: set_count(value) or int(self._ran_eagerly)
 
     def _asked(self, of_stance: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -208,16 +208,16 @@ class Compilation:
                 return told
             if hasattr(told, "hooks"):
                 return self._callback(told)
-            # A stance's own: it waits, or refuses to compile anew, around what would compile.
+            # A stance's own: it waits, or refuses to compile anew, around a compiler.
             own = self._callback(callback)
             return None if own is None else of_stance(own)
 
         return callback_from_stance
 
     def _callback(self, callback: Any) -> Any:
-        """What compiles in the place of ``callback``; ``None`` to run eagerly."""
+        """Return the compiler in the place of ``callback``; ``None`` to run eagerly."""
         if callback not in self._callbacks:
-            with self._resting() as rest:  # what torch needs to compile may have to be imported
+            with self._resting() as rest:  # torch may have to import modules for compiling
                 if not rest:
                     self._say_eager(_GOES_ON)
                     return None
@@ -255,7 +255,7 @@ class Compilation:
         note_at_line(self._machine, f"{what}: compiled code allocates less")
 
     def _reason(self, backend: str) -> str | None:
-        """Why what ``backend`` makes is not followed."""
+        """Return why the result of ``backend`` is not followed; ``None`` if it is."""
         if torch.__version__ < FOLLOWED_SINCE:
             return f"which follows Inductor since torch {FOLLOWED_SINCE}"
         if self._how == EAGER:
@@ -266,7 +266,7 @@ class Compilation:
 
     def _tracer(self) -> Tracing:
         if self._tracing is None:
-            # Torch's progress bars have started a thread by then, and nobody is alone beside one.
+            # By then torch's progress bars have started a thread, so other threads have to rest.
             with self._resting() as rest:
                 if not rest:
                     raise another_goes_on()
@@ -304,7 +304,7 @@ class Compilation:
                         if not refusals and isinstance(error, TorchRuntimeError):
                             raise  # it is the user's
                         self._ran_eagerly = True
-                        # Neither gets a name: it would keep what the frames hold.
+                        # Neither gets a name: it would keep the contents of the frames.
                         not_followed(
                             self._machine,
                             CompiledCodeError(refusals[0]) if refusals else error,
@@ -315,7 +315,7 @@ class Compilation:
         return _compile
 
     def _capturing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Compiled autograd, which traces from there on until its instance is closed."""
+        """Wrap the start of compiled autograd, which traces until its instance is closed."""
 
         def begin_capture(instance: Any, *args: Any) -> Any:
             instance.stack.enter_context(self._tracer().entered())
@@ -324,7 +324,7 @@ class Compilation:
         return begin_capture
 
     def _on_device(self, extract: Callable[..., Any]) -> Callable[..., Any]:
-        """What makes the constants of a graph that was kept, on the device, while torch traces."""
+        """Wrap ``extract``, which makes constants of a kept graph on the device during tracing."""
 
         def extract_bw_module(*args: Any) -> Any:
             with _disable_current_modes(), self._code():
@@ -333,10 +333,10 @@ class Compilation:
         return extract_bw_module
 
     def forget(self, *, own: bool = True) -> None:
-        """Compile anew what was compiled for machines, with ``own`` for this one, too.
+        """Reset the code that was compiled for machines, with ``own`` for this one, too.
 
-        Dynamo keeps but a few results of each frame, and takes for dynamic what had other sizes
-        before: what a test allocates would depend on those that ran before it.
+        Dynamo keeps only a few results of each frame, and takes sizes that changed for dynamic:
+        without this, a test's allocations would depend on the tests before it.
         """
         if own:
             self._steps.forget()
@@ -367,12 +367,12 @@ _MODULE_CALL = torch.nn.Module._wrapped_call_impl.__code__
 
 
 class _ButOwn:
-    """A callback that leaves alone what this package calls while compiled code runs."""
+    """A callback that does not compile calls of this package while compiled code runs."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
         self._torchdynamo_orig_backend = _inner(callback)
-        """As torch's callbacks have it, which are looked through for their backend."""
+        """The attribute of torch's callbacks that is searched for their backend."""
 
     def __call__(self, frame: Any, *state: Any) -> Any:
         filename = sys._getframe(1).f_code.co_filename
@@ -387,7 +387,7 @@ class _ButOwn:
         if is_this_packages:
             return ConvertFrameReturn()
 
-        # What measures around ``Module.__call__`` calls what is to be compiled.
+        # Measuring wraps ``Module.__call__``, which calls the code to be compiled.
         is_simulated = is_shapes or filename.startswith(_SIMULATED)
         below = _FrameAction.SKIP if is_simulated else _FrameAction.DEFAULT
         skipped = _FrameExecStrategy(_FrameAction.SKIP, below)
@@ -399,7 +399,7 @@ def _inner(callback: Any) -> Any:
 
 
 def _filtered(others: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Guards without those on names of torch's: what is replaced there is torch's own again."""
+    """Filter out guards on names of torch's: replaced names are torch's own again by then."""
 
     def keep(guards: Sequence[Any]) -> Sequence[bool]:
         kept = [True] * len(guards) if others is None else others(guards)

@@ -1,9 +1,9 @@
 """Fake tensors of a GPU in a build that may have none.
 
-Autograd's C++ asks the device of each tensor for its guard, and only builds with CUDA have one. So
+Autograd's C++ reads the device of each tensor for its guard, and only builds with CUDA have one. So
 C++ takes fake tensors of a GPU for ``meta``, as it takes all tensors of a simulation, and Python
-sees ``cuda``. What C++ says of such a tensor's device comes back as ``meta``; nobody who compiles
-for a GPU means that, so it stands for the GPU everywhere here.
+sees ``cuda``. C++ reports such a tensor's device as ``meta``; code that is compiled for a GPU never
+means ``meta``, so it stands for the GPU everywhere in this module.
 
 Source: torch/_subclasses/fake_tensor.py, meta_utils.py and fake_impls.py, torch 2.11 and 2.13.
 """
@@ -33,7 +33,7 @@ _PLACES = ("device", "fake_device", "_fake_device")
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """List what makes fake tensors of the GPUs of ``machine``."""
+    """Plan replacements that make fake tensors of the GPUs of ``machine``."""
     for name, value in (
         ("__new__", staticmethod(_placed(machine, FakeTensor.__new__))),
         ("is_cuda", property(lambda fake: fake.fake_device.type == "cuda")),
@@ -66,7 +66,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def place(machine: SimulatedMachine, device: Any) -> torch.device:
-    """``device`` as Python sees it: what C++ calls ``meta`` is the current GPU."""
+    """Return ``device`` as Python sees it: C++'s ``meta`` is the current GPU."""
     found: torch.device = torch.device(device)
     if found.type == "meta" or (found.type == "cuda" and found.index is None):
         found = machine.current.torch_device
@@ -122,7 +122,7 @@ def _described(machine: SimulatedMachine, describe: Callable[..., Any]) -> Calla
 
 
 def _convolution_format(input: torch.Tensor, weight: torch.Tensor, _: Any) -> torch.memory_format:
-    """What cuDNN's kernels write, also of sizes that are symbols; ``torch._C`` answers for the CPU.
+    """Return the format that cuDNN writes, also for symbolic sizes; ``torch._C`` assumes the CPU.
 
     Source: aten/src/ATen/native/ConvUtils.h, ``cudnn_conv_suggest_memory_format``.
     """
@@ -151,7 +151,7 @@ def name_gpu(graph: GraphModule, named: Callable[[Any], Any]) -> None:
 def _named(
     machine: SimulatedMachine, trace: Callable[..., GraphModule]
 ) -> Callable[..., GraphModule]:
-    """``dispatch_trace``, whose graphs say ``cuda`` where C++ has said ``meta``."""
+    """Wrap ``dispatch_trace``, whose graphs get ``cuda`` where C++ has reported ``meta``."""
 
     def as_python_says(value: Any) -> Any:
         return place(machine, value) if isinstance(value, torch.device) else value

@@ -29,7 +29,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def plan(patches: Patches, tracer: Callable[[], Tracing], code: Alone) -> None:
-    """Replace what traces the gradient; inside ``code()``, operators run on the simulated GPU."""
+    """Replace the tracing of the gradient: inside ``code()`` operators run on a simulated GPU."""
     trace = getattr(_MODULE, _TRACES)
     make = torch.empty_strided
 

@@ -26,7 +26,7 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Take such operators apart inside, in view of autograd."""
+    """Decompose such operators inside, above autograd."""
     operators = _with_shapes_alone()
     for operator in operators:
         _handles(operator)[DispatchKey.AutogradMeta] = operator.decompose
@@ -41,7 +41,7 @@ def kept() -> Iterator[None]:
 
 @cache
 def _with_shapes_alone() -> tuple[OpOverload, ...]:
-    """ATen's operators that are built from others and have a kernel for ``meta`` in Python."""
+    """Return ATen's operators that are built from others and have a Python ``meta`` kernel."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = name.partition("::")
@@ -54,7 +54,7 @@ def _with_shapes_alone() -> tuple[OpOverload, ...]:
 
 
 def _is_led_past(operator: OpOverload) -> bool:
-    # What has a kernel for meta in C++ has one for CUDA, too, and is not taken apart there.
+    # An operator with a kernel for meta in C++ has one for CUDA, too, and is not decomposed there.
     name = operator.name()
     return (
         DispatchKey.Meta in _handles(operator)

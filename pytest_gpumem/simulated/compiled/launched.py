@@ -1,4 +1,4 @@
-"""What kernels of compiled code write to, told to the machine whose code is running."""
+"""Tensors that kernels of compiled code write to, reported to the machine that runs the code."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class Launched:
-    """Whom launches are told of; wrappers outlive the simulations that they were made in."""
+    """The receiver of launches; wrappers outlive the simulations that they were made in."""
 
     def __init__(self) -> None:
         self.wrote: Callable[..., None] | None = None
-        """Told the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
+        """Called with the tensors that a kernel wrote to; ``None`` while nothing is simulated."""
 
     @contextmanager
     def told_to(self, wrote: Callable[..., None]) -> Iterator[None]:
-        """Tell ``wrote`` inside."""
+        """Call ``wrote`` for writes inside."""
         before, self.wrote = self.wrote, wrote
         try:
             yield
@@ -24,4 +24,4 @@ class Launched:
 
 
 launched = Launched()
-"""One, because what a simulation replaces is the process."""
+"""The only receiver, because a simulation replaces names of the whole process."""

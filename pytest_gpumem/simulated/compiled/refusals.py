@@ -1,4 +1,4 @@
-"""Compiled code that cannot be followed: it runs eagerly and says so, or is refused."""
+"""Compiled code that cannot be followed: it runs eagerly with a note, or is refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 class CompiledCodeError(RuntimeError):
-    """Compiled code that cannot be followed, where all of it is to be: the test fails."""
+    """An error for compiled code that cannot be followed, if all of it must be."""
 
 
 def another_goes_on() -> CompiledCodeError:
-    """The error where another thread does not rest, for which all would be replaced, too."""
+    """Return the error for another thread that does not rest: replacements would affect it."""
     return CompiledCodeError(
         f"{OF_COMPILED_CODE} {user_line()} compiles, and another thread goes on that may use "
         "torch: let it end before, or use compile='eager'"
@@ -26,20 +26,20 @@ def another_goes_on() -> CompiledCodeError:
 
 
 def note_at_line(machine: SimulatedMachine, predicate: str) -> None:
-    """Note what becomes of the compiled code that the user's line calls."""
+    """Note how the compiled code that the user's line calls runs."""
     sentence = f"{OF_COMPILED_CODE} {user_line()} {predicate}"
     machine.note(sentence, always=ran_eagerly(sentence))
 
 
 def tell_of_compiled_code(notes: Iterable[str]) -> bool:
-    """Whether ``notes`` are of a run that called compiled code; one that follows it has none."""
+    """Return whether ``notes`` are of a run whose compiled code was not followed."""
     return any(note.startswith(OF_COMPILED_CODE) for note in notes)
 
 
 def not_followed(machine: SimulatedMachine, error: Exception, *, refuses: bool) -> None:
-    """Say that compiled code runs eagerly because of ``error``.
+    """Note that compiled code runs eagerly because of ``error``.
 
-    Raises :class:`CompiledCodeError` instead where that ``refuses``.
+    Raises :class:`CompiledCodeError` instead if ``refuses``.
     """
     what = "could not be followed on a simulated GPU"
     first = str(error).strip().partition("\n")[0] or type(error).__name__

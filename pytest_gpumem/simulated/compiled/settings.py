@@ -1,4 +1,4 @@
-"""Settings of Inductor's: what it would measure, what it keeps, and processes it would start."""
+"""Settings of Inductor's: measurements, caches, and processes for compiling."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TUNING = (
     "coordinate_descent_tuning",
     "triton.autotune_at_compile_time",
 )
-"""Settings of Inductor that let it choose kernels by their speed."""
+"""Settings with which Inductor chooses kernels by their speed."""
 
 UNTUNED: dict[str, Any] = dict.fromkeys(TUNING, False)
 """Settings of Inductor where it writes a wrapper: nothing is measured."""
 
 HELPERS = "get_compile_threads"
-"""How Inductor asks in how many processes and threads it compiles kernels (async_compile.py)."""
+"""Inductor's function for how many processes and threads compile kernels (async_compile.py)."""
 
 
 def no_helpers() -> int:
@@ -35,7 +35,7 @@ _ATTENTION = (
     "math_sdp_enabled",
     "cudnn_sdp_enabled",
 )
-"""Which kernels of attention may be taken, as ``torch.backends.cuda`` says."""
+"""Settings of ``torch.backends.cuda`` for which kernels of attention may be taken."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Steps that code has marked with ``torch.compiler.cudagraph_mark_step_begin()``.
 
-torch counts them for the process. Once there is one, only the next begins a step: what CUDA graphs
-return is overwritten then, and no longer by each call. So they are of the machine alone that was
-there, and over when a test is.
+torch counts them for the process. Once there is one, only the next begins a step: results of CUDA
+graphs are overwritten then, and no longer by each call. So they belong to the machine that was
+active, and end with the test.
 
 Source: torch/_inductor/cudagraph_trees.py (MarkStepBox, get_curr_generation), torch 2.6 to 2.13.
 """
@@ -17,7 +17,7 @@ _TREES = "torch._inductor.cudagraph_trees"
 
 
 class MarkedSteps:
-    """How many the code of one machine has marked."""
+    """The number of steps that the code of one machine has marked."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -25,7 +25,7 @@ class MarkedSteps:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Let torch know of these alone inside."""
+        """Show torch only these steps for the duration of the context."""
         others = _exchanged(self._count)
         self._are_counted = True
         try:
@@ -35,14 +35,14 @@ class MarkedSteps:
             self._count = _exchanged(others)
 
     def forget(self) -> None:
-        """Begin as if none had been marked."""
+        """Reset the count of marked steps."""
         self._count = 0
         if self._are_counted:
             _exchanged(0)
 
 
 def _exchanged(count: int) -> int:
-    """Let torch's count be ``count``; return what it was."""
+    """Set torch's count to ``count``; return the old one."""
     trees = sys.modules.get(_TREES)
     if trees is None:
         return 0

@@ -18,12 +18,12 @@ import torch
 from pytest_gpumem.simulated.compiled.refusals import CompiledCodeError
 
 _OWN: tuple[type, ...] = torch.cuda.streams.Stream, torch.cuda.streams.Event
-"""torch's classes, whatever stands under their names meanwhile."""
+"""torch's own classes, whose names may be replaced."""
 
 
 @contextmanager
 def refused() -> Iterator[list[str]]:
-    """Refuse to make any inside; why is in the value, as torch wraps errors by release."""
+    """Refuse to make any inside; the value has the reason, as torch wraps errors by release."""
     refusals: list[str] = []
 
     def refuse(cls: type, *_: Any, **__: Any) -> NoReturn:

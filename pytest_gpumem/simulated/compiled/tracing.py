@@ -1,7 +1,7 @@
-"""While torch compiles: it sees itself as it is, fake tensors of a GPU, and that GPU's properties.
+"""Tracing: torch sees its own functions, fake tensors of a GPU, and that GPU's properties.
 
-What answers for the GPU is replaced below ``torch.cuda`` (``torch._C._cuda_getDevice``, ...), so
-Dynamo meets torch's own functions and knows them.
+The functions that answer for the GPU are replaced below ``torch.cuda``
+(``torch._C._cuda_getDevice``, ...), so Dynamo meets torch's own functions and recognises them.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 from pytest_gpumem.simulated.operators.layout import HALVES
 
 Bare = Callable[[], AbstractContextManager[object]]
-"""Inside, torch is its own but for what answers for the GPU."""
+"""A context in which torch is its own, but for the functions that answer for the GPU."""
 
 Resting = Callable[[], AbstractContextManager[bool]]
-"""Inside, all other threads rest, if it says so."""
+"""A context in which all other threads rest, if it yields ``True``."""
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MEASURES: Any = object()
 
 _WAITS_FOR_MEMORY = 100
-"""Up to which intensity a product does.
+"""Highest intensity of a product that waits for memory.
 
-Half of what a GPU multiplies while it reads one number, as Inductor has it: 69 on V100, 100 on
+Half of a GPU's multiplications while it reads one number, as Inductor has it: 69 on V100, 100 on
 A100, 148 on H100, 140 on B200, by NVIDIA's data sheets.
 """
 
@@ -88,14 +88,14 @@ _COPIES: Mapping[Any, Mapping[str, str]] = {
         "_maybe_exchange_fn": "_accelerator_maybeExchangeDevice",
     },
 }
-"""What Dynamo has taken of ``torch._C`` when it was imported, by its own names."""
+"""Functions of ``torch._C`` that Dynamo copies on import, by its own names."""
 
 _last: weakref.ref[Tracing] | None = None
-"""Who answered for the GPU when torch asked last: its answers are those of the process."""
+"""The object that last answered for the GPU: torch keeps its answers for the process."""
 
 
 class Tracing:
-    """Lets torch compile for the GPUs of ``machine``; can be entered anew inside."""
+    """Makes torch compile for the GPUs of ``machine``; can be entered again inside."""
 
     def __init__(self, machine: SimulatedMachine, bare: Bare, code: Bare, resting: Resting) -> None:
         self._machine = machine
@@ -108,7 +108,7 @@ class Tracing:
         wrapper.plan(machine, self._patches)
         self._plan_gpu()
         self._lasting = Patches()
-        """Of what is also compiled while compiled code runs: the backward of a graph."""
+        """Replacements for compiling that happens while compiled code runs: a graph's backward."""
         self._lasting.plan(
             compile_fx, "_compile_fx_inner", self._writing(compile_fx._compile_fx_inner)
         )
@@ -161,7 +161,7 @@ class Tracing:
         return compile_fx_inner
 
     def say_tuned(self, given: Mapping[str, Any]) -> None:
-        """Note that Inductor, with these settings of its own, would measure what it chooses."""
+        """Note that Inductor, with these settings of its own, would measure its choices."""
         if any(given.get(name, getattr(config, name)) for name in settings.TUNING):
             note_at_line(
                 self._machine,
@@ -172,8 +172,8 @@ class Tracing:
     def _bandwidth(self) -> float:
         """GB/s of the memory, where it decides which products are too small to be padded.
 
-        Inductor sets it against a GPU's TFLOPS, which it knows by the whole name of an L4 alone. Of
-        others Triton computes a million times too few, of a clock in MHz as if that were in kHz, so
+        Inductor compares it with a GPU's TFLOPS, which it has by the whole name only for an L4. For
+        others Triton computes a million times too few, from a clock in MHz taken for kHz, so
         all their products are large enough, as where nothing is known.
 
         Source: torch/_inductor/fx_passes/pad_mm.py (is_mm_compute_bound), utils.py
@@ -185,12 +185,12 @@ class Tracing:
         return _no_clock()
 
     def _pads(self, decide: Any) -> Callable[..., bool]:
-        """Whether a product is padded: Inductor measures it, where it is not clear before.
+        """Wrap ``decide``, whether a product is padded: Inductor measures it in unclear cases.
 
         Tensor cores read rows of 16 bytes, so padding pays where they are used, unless the product
         waits for memory anyway: then copying what is padded costs more.
         """
-        decide = getattr(decide, "__wrapped__", decide)  # it remembers what was measured
+        decide = getattr(decide, "__wrapped__", decide)  # it remembers measurements
 
         def should_pad(
             match: Any, one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any
@@ -210,7 +210,7 @@ class Tracing:
         return should_pad
 
     def _estimating(self, estimate: Callable[..., float]) -> Callable[..., float]:
-        """What computing a node again costs: one way of telling is to measure it."""
+        """Wrap ``estimate``, the cost of computing a node again: one setting would measure it."""
         of_autograd: Any = torch._functorch.config
 
         def estimate_runtime(node: torch.fx.Node) -> float:
@@ -226,7 +226,7 @@ class Tracing:
         return estimate_runtime
 
     def _plan_optimizers(self) -> None:
-        """An optimizer's state is made while its step is traced: on the GPU, and before torch asks.
+        """Make an optimizer's state on the GPU while its step is traced, before torch reads it.
 
         Source: torch/_dynamo/variables/optimizer.py, torch 2.11 and 2.13.
         """
@@ -275,9 +275,9 @@ class Tracing:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Compile inside.
+        """Simulate tracing for the duration of the context.
 
-        Raises :class:`CompiledCodeError` where another thread does not rest meanwhile.
+        Raises :class:`CompiledCodeError` where another thread does not rest.
         """
         with self._resting() as rest:
             if not rest:
@@ -302,12 +302,12 @@ class Tracing:
                 inside.enter_context(gradients.kept())
                 self._patches.apply()
                 inside.callback(self._patches.undo)
-                # What a collector frees of the user's, whoever hits the cache of graphs keeps.
+                # User objects that a collection frees here would otherwise depend on cache hits.
                 inside.enter_context(paused())
                 inside.enter_context(config.patch(compile_threads=1))  # nothing is compiled
                 inside.enter_context(settings.apart_by_attention())
                 if self._machine.values.everything:
-                    # What it keeps has no graph to compute values by.
+                    # Its entries have no graph to compute values by.
                     of_autograd: Any = torch._functorch.config
                     inside.enter_context(of_autograd.patch(enable_autograd_cache=False))
                 inside.enter_context(mock.patch.dict(select_decomp_table(), self._decompositions()))
@@ -317,7 +317,7 @@ class Tracing:
 
 
 class _OnHost(TorchDispatchMode):
-    """Makes on the CPU what is to be made on a GPU: constants, whose values are looked at."""
+    """Makes constants of a GPU on the CPU, as torch reads their values."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -351,21 +351,21 @@ def _unfaked(unset: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _version() -> str:
-    """Of all that takes part in tracing, and so in what is written into wrappers: casts, too."""
+    """Return a hash of all code that takes part in tracing, and so in wrappers: casts, too."""
     simulated = Path(__file__).parents[1]
     code = b"".join(path.read_bytes() for path in sorted(simulated.rglob("*.py")))
     return hashlib.sha256(code).hexdigest()[:12]
 
 
 def _intensity(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Multiplications by each number that is read or written (is_mm_compute_bound)."""
+    """Return the multiplications per number that is read or written (is_mm_compute_bound)."""
     sizes: tuple[Any, ...] = *one.shape[-2:], other.shape[-1]
     rows, inner, columns = (size if isinstance(size, int) else size.node.hint for size in sizes)
     return rows * inner * columns / (rows * inner + inner * columns + rows * columns)
 
 
 def _asking(name: str) -> Callable[..., Any]:
-    """Ask ``torch._C`` under ``name`` when it is called: which machine answers changes."""
+    """Return a function that looks ``name`` up in ``torch._C`` when called: machines change."""
 
     def ask(*args: Any) -> Any:
         return getattr(torch._C, name)(*args)
@@ -374,12 +374,12 @@ def _asking(name: str) -> Callable[..., Any]:
 
 
 def _no_clock() -> NoReturn:
-    # An ordinary error: who asks for it takes products for as slow as they can be.
+    # An ordinary error: its caller then assumes the slowest products.
     raise RuntimeError("a simulated GPU has no memory clock")
 
 
 def _measured() -> Iterator[tuple[Any, str]]:
-    """Where measuring listens, which has nothing to hear while torch compiles."""
+    """Yield the functions that measuring wraps, which it must not while torch compiles."""
     yield torch.nn.Module, "__call__"
     yield torch.nn.Module, "_apply"
     yield torch.nn.Module, "__setstate__"
@@ -395,7 +395,7 @@ def _innermost(function: Any) -> Any:
 
 
 def _forget_gpu() -> None:
-    """Let torch ask again what the GPU is like: another one answers from now on."""
+    """Clear torch's cached properties of the GPU: another one answers from now on."""
     owners = (torch._inductor.utils, torch.utils._triton, DeviceProperties, CacheBase)
     for owner in owners:
         for name in vars(owner):
@@ -406,10 +406,10 @@ def _forget_gpu() -> None:
 
 
 def _know_own_functions() -> None:
-    """Let Dynamo know torch's functions by what they are; nothing is replaced meanwhile.
+    """Make Dynamo look up torch's functions again; at this point nothing is replaced.
 
-    It may have looked them up while something was: when a world of processes begins, it forgets
-    them (``init_process_group``), and whoever asks next makes it look again.
+    It may have looked them up while names were replaced: when a world of processes begins, it
+    forgets them (``init_process_group``) and looks again at the next use.
     """
     if torch.zeros in trace_rules.get_torch_obj_rule_map():
         return

@@ -30,12 +30,12 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     f"{_NAME}.compiler.compiler": {},
     f"{_NAME}.language": {"dtype": type("dtype", (), {})},
 }
-"""By module: what is read of it."""
+"""By module: the attributes that are read of it."""
 
 
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Let ``import triton`` succeed inside, if it would not."""
+    """Make ``import triton`` succeed inside, if Triton is not installed."""
     if _NAME in sys.modules or importlib.util.find_spec(_NAME) is not None:
         yield
         return
@@ -62,7 +62,7 @@ def standing_in() -> Iterator[None]:
 def _attributes(
     divisible_by_16: Any = (), equal_to_1: Any = (), pointer_range_32: Any = ()
 ) -> dict[Any, Any]:
-    """What Inductor writes of a kernel's arguments for a Triton of 2025 (runtime/hints.py)."""
+    """Return Inductor's attributes of kernel arguments for a Triton of 2025 (runtime/hints.py)."""
     return {(position,): [["tt.divisibility", 16]] for position in divisible_by_16}
 
 
@@ -78,7 +78,7 @@ class _Sources:
 
 
 def _forget_answers() -> None:
-    """Let torch ask again whether there is a Triton; it remembers, under many names."""
+    """Clear torch's cached answers, under many names, to whether there is a Triton."""
     for function in vars(torch.utils._triton).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()

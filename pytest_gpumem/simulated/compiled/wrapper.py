@@ -1,4 +1,4 @@
-"""What a generated wrapper finds: memory of the simulated GPU, and kernels that do nothing.
+"""The environment of a generated wrapper: memory of the simulated GPU, and kernels without effect.
 
 Inductor makes a module of Python for each graph. It takes memory from ``_empty_strided_cuda``,
 calls libraries through ATen's operators, and gets its Triton kernels from ``AsyncCompile``, as
@@ -36,7 +36,7 @@ from pytest_gpumem.values.operator_names import FUSED
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """List what wrappers are to find while they are loaded, and what is written into them."""
+    """Plan the names that wrappers load, and changes to their source."""
     patches.plan(torch._C._dynamo.guards, "_empty_strided_cuda", Memory())
     patches.plan(torch._C._dynamo.guards, "_empty_strided_cpu_pinned", _take_pinned)
     patches.plan(AsyncCompile, "triton", _load_kernel)
@@ -49,20 +49,20 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class Memory:
-    """``empty_strided_cuda`` of a wrapper, which says first what it is for."""
+    """``empty_strided_cuda`` of a wrapper, with the purpose of the next allocation."""
 
     def of(self, operators: tuple[str, ...], place: Place | None) -> None:
-        """What comes next is computed by these operators, there."""
+        """Set the purpose of the next allocation: the results of ``operators`` at ``place``."""
         running.purpose = Purpose(_together(operators), COMPUTED, place)
 
     def done(self) -> None:
-        """It has been."""
+        """Clear the purpose."""
         running.purpose = None
 
     def __call__(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Take memory of the current GPU."""
+        """Allocate memory of the current GPU."""
         # Looked up when it is called: a wrapper outlives the simulation that it was made in.
         try:
             return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
@@ -71,13 +71,13 @@ class Memory:
 
 
 def _take_pinned(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Take memory of the host that a copy to the GPU reads."""
+    """Allocate memory of the host that a copy to the GPU reads."""
     return torch.empty_strided(size, stride, dtype=dtype, pin_memory=True)
 
 
 @cache
 def _together(operators: tuple[str, ...]) -> str:
-    """The operators as users call them: ``torch.softmax + torch.dropout, fused``."""
+    """Return the operators as users call them: ``torch.softmax + torch.dropout, fused``."""
     names = list(dict.fromkeys(map(shown_operator, operators)))
     return " + ".join(names) + (FUSED if len(names) > 1 else "")
 
@@ -89,7 +89,7 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
     def make_buffer_allocation(codegen: Any, buffer: Any) -> str:
         line = write(codegen, buffer)
         origin = origin_of(_nodes_of(codegen, buffer))
-        # What is written stays as it is: tests of compiled code read it.
+        # The written line stays as it is: tests of compiled code read it.
         is_told = origin is not None and f"{_TAKES}(" in line
         return f"{_TAKES}.of{origin}; {line}" if is_told else line
 
@@ -97,11 +97,11 @@ def _with_origin(write: Callable[..., str]) -> Callable[..., str]:
 
 
 def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
-    """What ``buffer`` is computed by, in Inductor's graph.
+    """Return the nodes that ``buffer`` is computed by, in Inductor's graph.
 
     A library's kernel has an operator of its own, whatever else is computed on the way to it. A
-    workspace is of the kernel that it is for, and the copy of a graph's input, as a library wants
-    it laid out, of who reads it.
+    workspace belongs to the kernel that it is for, and the copy of a graph's input, as a library
+    wants it laid out, to its readers.
     """
     if isinstance(buffer, WorkspaceArg):
         lines = (line for line in codegen.lines if isinstance(line, AllocateLine))
@@ -115,7 +115,7 @@ def _nodes_of(codegen: Any, buffer: Any) -> Iterable[torch.fx.Node]:
 
 
 def _nodes_of_steps(steps: Iterable[Any]) -> list[torch.fx.Node]:
-    """What these steps of Inductor's compute; outputs are none."""
+    """Return the nodes that these steps of Inductor's compute; outputs are none."""
     scheduled = [step for step in steps if isinstance(step, BaseSchedulerNode)]
     parts = [part.node for step in scheduled for part in step.get_nodes() if part.node is not None]
     return [node for part in parts for node in _computed_by(part)]
@@ -141,7 +141,7 @@ def _between_origins(write: Callable[..., None]) -> Callable[..., None]:
 
 
 def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | None] | None:
-    """The operators of what ``nodes`` compute together, and filename, line and function of it.
+    """Return the operators that ``nodes`` compute together, and their filename, line and function.
 
     The line is that of the last one, ``None`` where none of them comes from the user's code: of
     torch's own modules. It is ``None`` altogether where there is no operator.
@@ -156,7 +156,7 @@ def origin_of(nodes: Iterable[torch.fx.Node]) -> tuple[tuple[str, ...], Place | 
 
 
 def _name(operator: Any) -> str | None:
-    """An operator's name as its schema has it; ``None`` for what computes sizes."""
+    """Return an operator's name by its schema; ``None`` for one that computes sizes."""
     if isinstance(operator, OpOverload):
         return operator._schema.name
     return operator.name() if isinstance(operator, HigherOrderOperator) else None
@@ -166,7 +166,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 
 
 def _place(stack: str | None) -> Place | None:
-    """The innermost frame outside torch."""
+    """Return the innermost frame outside torch."""
     for filename, line, function in reversed(_FRAME.findall(stack or "")):
         if not is_internal(filename):
             return filename, int(line), function.strip()
@@ -178,14 +178,14 @@ def _load_kernel(_: AsyncCompile, name: str, source: str, **__: Any) -> Kernel:
 
 
 class Kernel:
-    """A Triton kernel of Inductor's: its launch writes what nobody computes."""
+    """A Triton kernel of Inductor's: its launch writes values that are not computed."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name = name
         self._source = source
 
     def run(self, *args: Any, stream: Any = None, **options: Any) -> None:
-        """Launch it: what it writes to has unknown values from then on."""
+        """Launch the kernel: tensors that it writes to have unknown values from then on."""
         if launched.wrote is not None:
             launched.wrote(*(args[at] for at in self._outputs if at < len(args)))
 

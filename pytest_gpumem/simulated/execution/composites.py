@@ -23,13 +23,13 @@ _has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_disp
 
 
 def is_composite(func: Any) -> bool:
-    """Whether torch builds ``func`` from other operators on every device."""
+    """Return whether torch builds ``func`` from other operators on every device."""
     # Some have a kernel of their own besides, on CUDA and on meta alike: silu_backward.
     return func.has_kernel_for_dispatch_key(_COMPOSITE) and not _has_kernel(func.name(), "Meta")
 
 
 def composite(runner: Runner, func: Any) -> Handler:
-    """What CUDA builds ``func`` from, else what torch does."""
+    """Return a handler that runs ``func`` as CUDA's parts, else as torch's decomposition."""
     implementation = tables.COMPOSITES.get(str(func))
     if implementation is None:
         return of_parts(runner, func.decompose)
@@ -37,7 +37,7 @@ def composite(runner: Runner, func: Any) -> Handler:
 
 
 def is_move(func: Any) -> bool:
-    """Whether ``func`` is the primitive that Inductor writes where a graph's parts are apart."""
+    """Return whether ``func`` is Inductor's primitive between separate parts of a graph."""
     return str(func) == "prims.device_put.default"
 
 
@@ -47,7 +47,7 @@ def move(runner: Runner, func: Any) -> Handler:
 
 
 def in_view(runner: Runner, func: Any) -> Handler:
-    """An operator that autograd sees whole and that CUDA builds from others."""
+    """Return a handler of an operator that autograd sees whole and CUDA builds from others."""
     built = on_machine(tables.IN_VIEW[str(func)], func, runner.machine)
     parts = of_parts(runner, built)
     elsewhere = computing.of_rule(runner, func, None, resizes=False)
@@ -60,14 +60,14 @@ nothing else (torch/_prims/rng_prims.py)."""
 
 
 def higher_order(runner: Runner, func: HigherOrderOperator) -> Handler:
-    """Control flow, and what else takes functions for arguments."""
+    """Return a handler of control flow, and of other operators that take functions."""
     if func.name() in _UNSEEN:
         return of_parts(runner, _UNSEEN[func.name()])
     if func.name() in _WITH_RANDOM_STATE:
         return of_parts(
             runner, lambda operator, *args, rng_state, **kwargs: operator(*args, **kwargs)
         )
-    # What it runs where nothing compiles it; random operators of DTensor have one for CUDA alone.
+    # It runs this where nothing compiles it; random operators of DTensor have one only for CUDA.
     keys = torch._C.DispatchKey.CompositeExplicitAutograd, torch._C.DispatchKey.CUDA
     eagerly = next((func.py_kernels[key] for key in keys if key in func.py_kernels), None)
     if eagerly is not None:
@@ -100,7 +100,7 @@ def followed(runner: Runner, handler: Handler) -> Handler:
 
 
 def whole(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """What is built from other operators has the right shapes; its values are its own."""
+    """Return a handler that keeps shapes of ``handler``'s parts and computes values of ``func``."""
     operator = Operator.of(func)
     values = runner.values
 
@@ -151,7 +151,7 @@ _UNSEEN: dict[str, Callable[..., Any]] = {
     "scan": _scan,
     "invoke_subgraph": _invoke_subgraph,
 }
-"""What torch has for these runs only where no mode looks on.
+"""Replacements of torch's code for these operators, which runs only without a mode.
 
 Source: torch/_higher_order_ops/cond.py (cond_op_dense), scan.py (scan_op_dense) and
 invoke_subgraph.py, torch 2.11 and 2.13.

@@ -1,4 +1,4 @@
-"""Operators that compute: kernels for ``meta``, and the rules of what CUDA allocates beside."""
+"""Operators that compute: kernels for ``meta``, and the rules of CUDA's allocations beside."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _SPARSE_PARTS = {**sparse.PARTS, **sparse_products.PARTS}
 
 
 def computing(runner: Runner, func: Any) -> Handler:
-    """Any operator that is of no other kind."""
+    """Return the handler of an operator that is of no other kind."""
     return of_rule(runner, func, tables.rule_of(func), resizes=may_resize(func))
 
 
 def may_resize(func: Any) -> bool:
-    """Whether ``func`` may change the size of a storage that is there already."""
+    """Return whether ``func`` may change the size of an existing storage."""
     schema = func._schema
     return "out" in schema.overload_name or "resize" in schema.name or "set_" in schema.name
 
 
 def of_rule(runner: Runner, func: Any, rule: BoundRule | None, *, resizes: bool) -> Handler:
-    """``func``, with what ``rule`` says that it allocates beyond its outputs."""
+    """Return a handler of ``func`` that also allocates as ``rule`` describes beside the outputs."""
     machine = runner.machine
     adopt = runner.adopt
     shapes = runner.shapes

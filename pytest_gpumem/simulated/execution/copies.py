@@ -15,7 +15,7 @@ from pytest_gpumem.simulated.operators import sparse, transfers
 
 
 def copy(runner: Runner, func: Any) -> Handler:
-    """Write to a tensor what another holds, wherever the two are."""
+    """Return a handler that writes a tensor's contents to another, on any devices."""
     operator = Operator.of(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ def copy(runner: Runner, func: Any) -> Handler:
 def _stage(
     runner: Runner, target: torch.Tensor, source: torch.Tensor, args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """What ``copy_`` between the host and a GPU allocates for the time of the call."""
+    """Allocate the memory that ``copy_`` between host and GPU takes for the time of the call."""
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
     to, of = runner.storages.of(target), runner.storages.of(source)
     if non_blocking and (of or to):

@@ -1,9 +1,9 @@
-"""Operators of other libraries: a description stands for those that have one.
+"""Operators of other libraries, some of which have a description.
 
-What ``torch.library.triton_op`` makes needs none: it is built from operators of torch's and kernels
-of Triton's, each of which is seen for itself. So are those that xformers writes in Python around
-other kernels, and what ``torch.library.custom_op`` makes where it is
-told a device, no tensor says on which one it runs, or values decide its shapes.
+An operator of ``torch.library.triton_op`` needs none: it is built from operators of torch's and
+kernels of Triton's, each of which is seen for itself. The same holds for those that xformers writes
+in Python around other kernels, and for an operator of ``torch.library.custom_op`` if it takes a
+device, no tensor shows on which one it runs, or values decide its shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytest_gpumem.values.errors import UnknownValueError
 
 
 def is_custom(func: Any) -> bool:
-    """Whether ``func`` is none of torch's own."""
+    """Return whether ``func`` is no operator of torch's own."""
     return func.namespace not in TORCHS_OWN
 
 
@@ -43,7 +43,7 @@ _TORCHS_OWN = frozenset({"torch_nn"})
 
 
 def in_parts(runner: Runner, func: Any) -> Handler | None:
-    """What ``func`` is built from, if ``torch.library.triton_op`` has made it, or Python.
+    """Return a handler of the parts of ``func``, if it is Python or from ``triton_op``.
 
     Its shape-only implementation is the same function, whose temporaries would go unseen
     (torch/_library/triton.py, torch 2.6 to 2.15).
@@ -62,7 +62,7 @@ def in_parts(runner: Runner, func: Any) -> Handler | None:
 
 
 def _on_device(runner: Runner, definition: Any) -> Handler:
-    """An operator that is told a device: what it, or who tells its shapes, makes there is seen."""
+    """Return a handler of an operator that takes a device, with all that its code makes there."""
     kernel, shapes = _kernel(definition), definition._abstract_fn
     parts = of_parts(runner, kernel)
     shapes_only = parts if shapes is None else of_parts(runner, shapes)
@@ -78,19 +78,19 @@ def _on_device(runner: Runner, definition: Any) -> Handler:
 
 
 def _kernel(definition: Any) -> Any:
-    """The function that ``torch.library.custom_op`` was given for GPUs, or for all devices."""
+    """Return the function of ``torch.library.custom_op`` for GPUs, or for all devices."""
     functions = definition._backend_fns
     return functions.get("cuda", functions.get(None, definition._init_fn))
 
 
 _SIZED_BY_VALUES = "data-dependent shape"
-"""Said by a shape-only implementation that asks for such a size (torch/_library/fake_impl.py)."""
+"""Part of a shape-only implementation's error for such a size (torch/_library/fake_impl.py)."""
 
 
 def _sized(runner: Runner, func: Any, shapes_only: Handler) -> Handler:
-    """``func``, whose own code runs where its shapes alone cannot be told.
+    """Return a handler of ``func`` that runs its own code where shapes depend on values.
 
-    That of C++ cannot be seen: it is computed on the CPU where the values are known.
+    C++ code cannot be seen: it is computed on the CPU where the values are known.
     """
     definition = OPDEFS.get(func._schema.name)
     if definition is None:
@@ -117,7 +117,7 @@ def _refusing(runner: Runner, func: Any) -> Handler:
 
 
 def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:
-    """``func`` of tensors on a GPU, where it is known what it is built from."""
+    """Return a handler of ``func`` that runs its known parts for tensors on a GPU."""
     parts = vision.PARTS.get(str(func))
     if parts is None:
         return otherwise
@@ -126,7 +126,7 @@ def _built(runner: Runner, func: Any, otherwise: Handler) -> Handler:
 
 
 def custom(runner: Runner, func: Any, undescribed: Handler) -> Handler:
-    """``func``, as somebody has described it; ``undescribed`` runs it where nobody has."""
+    """Return a handler of ``func`` by its description; without one ``undescribed`` runs."""
     schema = func._schema
     undescribed = in_parts(runner, func) or _sized(runner, func, undescribed)
     undescribed = _built(runner, func, undescribed)

@@ -18,7 +18,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Let ``run`` do an operator of lists whose arguments ``Shapes.find`` described as ``key``."""
+    """Run an operator of lists with ``run``; ``Shapes.find`` described its arguments as ``key``."""
     func, _, described, _ = key
     lists = [place for place, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     kinds = _kinds(args, kwargs, lists, described)
@@ -47,7 +47,7 @@ def run_by_kinds(run: Run, key: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def _kinds(
     args: tuple[Any, ...], kwargs: dict[str, Any], lists: list[int], described: tuple[Any, ...]
 ) -> list[tuple[Any, ...]]:
-    """What each element is, in all lists; nothing where an argument is not for all alike."""
+    """Return each element's description in all lists; empty if an argument differs by element."""
     others = (*kwargs.values(), *(arg for place, arg in enumerate(args) if place not in lists))
     if (
         not lists

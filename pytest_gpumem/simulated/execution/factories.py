@@ -1,4 +1,4 @@
-"""Operators that make tensors where their options say, and copies to where they say."""
+"""Operators that make tensors on the device in their options, and copies to such a device."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _IN_CPP = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_strided", "zeros", "ones", "full", "rand", "scalar_tensor")
 )
-"""Factories whose meta kernels take no longer than to look their shapes up."""
+"""Factories whose meta kernels are as fast as looking their shapes up."""
 
 
 def is_factory(func: Any) -> bool:
-    """Whether ``func`` is told a device."""
+    """Return whether ``func`` takes a device."""
     return any(argument.name == "device" for argument in func._schema.arguments)
 
 
 def factory(runner: Runner, func: Any) -> Handler:
-    """Make a tensor on a GPU, on the host, or on ``meta`` for whoever asked for that."""
+    """Return a handler that makes a tensor on a GPU, the host, or ``meta`` if user code asks so."""
     machine = runner.machine
     copies = func._schema.name == "aten::_to_copy"
     checks = checks_of(func)
@@ -123,7 +123,7 @@ def factory(runner: Runner, func: Any) -> Handler:
 
 
 def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
-    """Where the caller wants a tensor; ``None`` where a CUDA tensor's own options say it."""
+    """Return the requested device; ``None`` where a CUDA tensor's own options have it."""
     if target.type != "meta":
         return target
     here = runner.machine.here
@@ -131,15 +131,15 @@ def _asked_for(runner: Runner, target: torch.device) -> torch.device | None:
 
 
 def scalar(runner: Runner, func: Any) -> Handler:
-    """A number as a tensor, which C++ also makes of the numbers among arguments."""
+    """Return a handler that makes a tensor of a number, as C++ does for arguments, too."""
     make = factory(runner, func)
     machine, here = runner.machine, runner.machine.here
     operator = Operator.of(func)
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = kwargs.get("device")
-        # C++ asks for a number where one of its tensors is, scalar_tensor(0., grad.options()): on
-        # the GPU, or on meta where there are such tensors, which the next operator tells.
+        # C++ makes a number where one of its tensors is, scalar_tensor(0., grad.options()): on the
+        # GPU, or on meta where there are such tensors, which the next operator shows.
         is_unsure = here.sets_items or machine.has_real_meta
         if target is not None and target.type == "meta" and is_unsure:
             # x[i] = 1.0: on CUDA the number becomes a CPU scalar and nothing is allocated
@@ -154,7 +154,7 @@ def scalar(runner: Runner, func: Any) -> Handler:
 
 
 def _refuse_crossing(*, to_host: bool, from_host: bool) -> None:
-    """Refuse a sparse tensor that moves: shapes do not say how many of its elements there are."""
+    """Refuse a sparse tensor that moves: shapes do not show how many elements it has."""
     if to_host != from_host:
         raise UnsupportedOperatorError(
             f"a sparse tensor moves between host and GPU at {user_line()}, which a simulated GPU "

@@ -13,18 +13,18 @@ from pytest_gpumem.simulated.operators.engine import IN_PLACE, in_formula
 
 
 def may_be_in_place(func: Any) -> bool:
-    """Whether some formula applies ``func`` in place."""
+    """Return whether some formula applies ``func`` in place."""
     return str(func) in IN_PLACE
 
 
 def in_place(
     func: Any, handler: Handler, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 ) -> Handler:
-    """Let ``run`` do the operator in place where such a formula calls ``func``."""
+    """Return a handler that runs the in-place operator where such a formula calls ``func``."""
     chosen = IN_PLACE[str(func)]
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Two frames up is whoever called the operator.
+        # Two frames up is the operator's caller.
         if in_formula(sys._getframe(2)):
             node = torch._C._current_autograd_node()
             operator = chosen(args, node.name())

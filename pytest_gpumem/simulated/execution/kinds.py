@@ -43,7 +43,7 @@ KINDS = (
     Kind(lambda func: func._schema.name == "aten::copy_", copies.copy),
     Kind(views.makes_views, views.views),
 )
-"""The first that takes an operator runs it; what none takes, computes."""
+"""The kinds of operators: the first that takes one runs it; by default it computes."""
 
 
 class Special(NamedTuple):
@@ -51,7 +51,7 @@ class Special(NamedTuple):
 
     takes: Callable[[Any], bool]
     handler: Callable[[Runner, Any, Handler], Handler]
-    """Is given what runs the other calls."""
+    """A function that gets the handler of the other calls."""
 
 
 SPECIAL = (
@@ -60,11 +60,11 @@ SPECIAL = (
     Special(masks.is_selection, masks.selected),
     Special(is_of_lists, computing.each_device),
 )
-"""Every one that takes an operator, from the inside out."""
+"""All such kinds, from the inside out."""
 
 
 def handler_of(runner: Runner, func: Any) -> Handler:
-    """What runs the operator ``func``."""
+    """Return the handler of the operator ``func``."""
     for kind in KINDS:
         if kind.takes(func):
             return kind.handler(runner, func)

@@ -26,17 +26,17 @@ _MASKED = frozenset(
 
 
 def takes_masks(func: Any) -> bool:
-    """Whether masks may be among the indices that ``func`` is given."""
+    """Return whether masks may be among the indices that ``func`` is given."""
     return func._schema.name in _MASKED
 
 
 def is_selection(func: Any) -> bool:
-    """Whether ``func`` is ``masked_select``, into a tensor of its own."""
+    """Return whether ``func`` is ``masked_select``, into a tensor of its own."""
     return func._schema.name == "aten::masked_select" and not may_resize(func)
 
 
 def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """``masked_select``, where the mask alone is known.
+    """Return a handler of ``masked_select``, where only the mask is known.
 
     Source: aten/src/ATen/native/cuda/IndexKernel.cpp (masked_select_out_cuda_impl).
     """
@@ -54,7 +54,7 @@ def selected(runner: Runner, func: Any, handler: Handler) -> Handler:
 
 
 def masked(runner: Runner, func: Any, handler: Handler) -> Handler:
-    """Indexing by masks: CUDA makes indices of them first, as many as are set.
+    """Return a handler of indexing by masks, which CUDA first turns into indices.
 
     Source: aten/src/ATen/native/IndexingUtils.h (expandTensors).
     """

@@ -33,7 +33,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
     _mode_key = torch._C._TorchDispatchModeKey.FAKE
     supports_higher_order_operators = True
     shape_env = None
-    """Tracing inside an operator (``flex_attention``) asks a fake mode for it."""
+    """Read from a fake mode by tracing inside an operator (``flex_attention``)."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         TorchDispatchMode.__init__(self)
@@ -64,7 +64,7 @@ class ShapeExecution(TorchDispatchMode, Dispatch):
             if any(issubclass(kind, FakeTensor) for kind in types):
                 # It would leave the operator to the fake mode whose place this one has.
                 return FakeTensor.__torch_dispatch__(func, types, args, kwargs or {})
-            # A subclass that handles operators itself; what it calls inside comes back here.
+            # A subclass that handles operators itself; its inner calls come back here.
             return NotImplemented
         lock = self.lock
         if lock is not None:

@@ -1,8 +1,8 @@
-"""CPU tensors whose values nobody knows: what was copied from a simulated GPU, and its kin.
+"""CPU tensors of unknown values: copies from a simulated GPU, and results computed from them.
 
 To torch they are CPU tensors like all others, so autograd, views and errors are those of the CPU;
 only :class:`~pytest_gpumem.simulated.machine.storages.Storages` tells them apart. Nothing is
-computed of them: their operators run on ``meta``, and memory of large ones is asked for but never
+computed of them: their operators run on ``meta``, and memory of large ones is allocated but never
 touched, so that a model of any size can be moved to the host.
 """
 
@@ -35,10 +35,10 @@ class OnHost:
         self._storages = storages
         self._run = run
         self._unknown = unknown
-        """Says in one sentence that an operator reads what nobody knows."""
+        """Returns a sentence that an operator reads unknown values."""
 
     def run(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``operator`` by shapes alone: what it returns or writes to is unknown."""
+        """Run ``operator`` by shapes: tensors that it returns or writes to are unknown."""
         func = operator.func
         if any(isinstance(value, torch.UntypedStorage) for value in args):
             return func(*args, **kwargs)  # set_ to a storage, whatever that holds
@@ -58,13 +58,13 @@ class OnHost:
         return self._made(result, pairs)
 
     def concealed(self, value: Any) -> Any:
-        """``value`` with tensors of unknown values on ``meta``: no kernel may look at them."""
+        """Return ``value`` with tensors of unknown values on ``meta``: no kernel may read them."""
         return _StandIns(self._storages, (), unknown_only=True).of(value)
 
     def lose(self, func: Any, target: torch.Tensor) -> None:
-        """Take what a CPU tensor holds for unknown from here on.
+        """Mark the values of a CPU tensor as unknown from now on.
 
-        Its memory may be read where nothing sees it, through numpy: it says so as far as it can.
+        Its memory may be read out of sight, through numpy: it is filled with NaN where possible.
         """
         if self._storages.is_on_host(target):
             return
@@ -118,7 +118,7 @@ class _StandIns:
         self._originals: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """``value`` with the tensors in it replaced."""
+        """Return ``value`` with the tensors in it replaced."""
         if isinstance(value, torch.Tensor):
             return self._made.get(id(value)) if id(value) in self._made else self._stand_in(value)
         if isinstance(value, dict):
@@ -128,11 +128,11 @@ class _StandIns:
         return value
 
     def shape_of(self, target: torch.Tensor) -> torch.Size:
-        """What the operator has made of the shape of ``target``."""
+        """Return the shape that the operator has given ``target``."""
         return self._made[id(target)].shape
 
     def original(self, result: torch.Tensor) -> torch.Tensor | None:
-        """The CPU tensor that ``result`` stands for; ``None`` for a new tensor."""
+        """Return the CPU tensor that ``result`` stands for; ``None`` for a new tensor."""
         return self._originals.get(id(result))
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:

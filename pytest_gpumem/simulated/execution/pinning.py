@@ -1,7 +1,7 @@
 """``is_pinned`` and ``pin_memory``, of tensors that hold memory and of those that hold others.
 
 Source: aten/src/ATen/native/Memory.cpp (is_pinned, pin_memory): a subclass that handles operators
-itself is asked by ``aten::is_pinned`` and ``aten::_pin_memory``.
+itself gets ``aten::is_pinned`` and ``aten::_pin_memory``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 
 def is_pinning(func: Any) -> bool:
-    """Whether ``func`` asks for pinned memory, or about it."""
+    """Return whether ``func`` is about pinned memory."""
     return func._schema.name in _ANSWERS
 
 
 def pinning(runner: Runner, func: Any) -> Handler:
-    """Answer ``func`` as the methods of a tensor do."""
+    """Return a handler that answers ``func`` as the methods of a tensor do."""
     answer = _ANSWERS[func._schema.name]
     return lambda args, kwargs: answer(runner.machine, args[0])
 
 
 def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
-    """Whether a tensor of the host has memory that is pinned."""
+    """Return whether a tensor of the host has memory that is pinned."""
     if machine.storages.of(tensor) is not None:
         return False
     try:
@@ -38,7 +38,7 @@ def is_pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> bool:
 
 
 def pinned(machine: SimulatedMachine, tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy of ``tensor``, or itself where it is pinned.
+    """Return a pinned copy of ``tensor``, or itself where it is pinned.
 
     Raises ``RuntimeError`` in torch's words for a tensor on a GPU.
     """

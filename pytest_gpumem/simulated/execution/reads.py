@@ -21,12 +21,12 @@ _READS = frozenset(
 
 
 def is_read(func: Any) -> bool:
-    """Whether ``func`` yields a number of Python."""
+    """Return whether ``func`` yields a number of Python."""
     return func._schema.name in _READS
 
 
 def read(runner: Runner, func: Any) -> Handler:
-    """The value where it is known, else what an unknown one is taken for, else an error."""
+    """Return a handler that gives the known value, else a neutral one, else an error."""
     machine = runner.machine
     operator = Operator.of(func)
     parts = comparisons.PARTS.get(func._schema.name)

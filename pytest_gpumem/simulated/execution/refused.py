@@ -1,4 +1,4 @@
-"""Operators whose kernels for ``meta`` do not return what CUDA does."""
+"""Operators whose kernels for ``meta`` return other results than CUDA's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pytest_gpumem.simulated.machine.dispatch import Handler
 
 
 def quantizes(func: Any) -> bool:
-    """Whether ``func`` makes a quantized tensor."""
+    """Return whether ``func`` makes a quantized tensor."""
     return bool(func._schema.name.startswith("aten::quantize_per_"))
 
 
 def quantize(runner: Runner, func: Any) -> Handler:
-    """Refuse it, but for tensors of the CPU."""
+    """Return a handler that refuses quantizing, but for tensors of the CPU."""
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if runner.owner(args, kwargs) is None:

@@ -1,4 +1,4 @@
-"""How operators are run, whatever their kind: on ``meta``, on the host, or as if nobody watched."""
+"""The running of operators of any kind: on ``meta``, on the host, or as without a simulation."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outpu
 _OF_LISTS = frozenset({torch.int64, torch.bool, torch.uint8})
 """Types of the tensors that C++ makes of lists of indices."""
 _SEVERAL = (tuple, list, GeneratorType)
-"""What operators return, and what a rule that takes something in between yields."""
+"""Types of an operator's results, and of a rule that allocates between them."""
 _SIGNS_OF_NO_SHAPES = ("no fake impl", "not linked with support for cuda", "INTERNAL ASSERT")
 
 
 class Runner:
-    """What runs the operators of one machine, for the handlers of every kind.
+    """Runs the operators of one machine, for the handlers of every kind.
 
-    ``mode`` is what has to be entered so that the parts of an operator are seen one by one.
+    In the context ``mode`` the parts of an operator are seen one by one.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Runner:
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, unknown: bool = False
     ) -> Any:
-        """Run a kernel of torch's; ``unknown`` says that it stands for one of unknown values."""
+        """Run a kernel of torch's; ``unknown``: it stands for one of unknown values."""
         self._dispatch.inside = True
         try:
             return func(*args, **kwargs)
@@ -74,7 +74,7 @@ class Runner:
             self._dispatch.inside = False
 
     def run_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel of torch's that makes a tensor, or make what it made of such arguments."""
+        """Run a kernel of torch's that makes a tensor, or repeat its result for such arguments."""
         key, make = self.shapes.find(func, args, kwargs)
         if make is not NEW and make is not None:
             return make(args)
@@ -84,7 +84,7 @@ class Runner:
         return result
 
     def run_seeded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel of torch's, whose random numbers nobody draws."""
+        """Run a kernel of torch's without drawing random numbers."""
         if kwargs.get("generator") is not None and any(map(raw.is_meta, tensors_in(args))):
             kwargs = {**kwargs, "generator": None}
         return self.run(func, *self.concealed(args, kwargs))
@@ -112,7 +112,7 @@ class Runner:
         return result
 
     def concealed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments, with CPU tensors of unknown values on ``meta``."""
+        """Return the arguments, with CPU tensors of unknown values on ``meta``."""
         return self.on_host.concealed((args, kwargs)) if self.storages.on_host else (args, kwargs)
 
     def is_elsewhere(
@@ -122,9 +122,9 @@ class Runner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> bool:
-        """Look at arguments of a new kind: raise what a GPU raises, which meta kernels do not.
+        """Check arguments of a new kind: raise the errors of a GPU, which meta kernels do not.
 
-        Returns whether they are on ``meta``, although nobody asked for that in this simulation.
+        Returns whether they are on ``meta``, although not by a request in this simulation.
         """
         place = self._place_of_index if func._schema.name in devices.INDEXING else self.place
         tensors = devices.placed(func, args, kwargs, place)
@@ -148,7 +148,7 @@ class Runner:
                 self.adopt(item, device)
 
     def owner(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Whose memory the tensors among the arguments stand for."""
+        """Return the owner of the memory that the tensors among the arguments stand for."""
         owner = None
         is_number = False
         machine = self.machine
@@ -174,11 +174,11 @@ class Runner:
         return owner
 
     def is_users_own(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is on ``meta`` because somebody asked for that."""
+        """Return whether ``tensor`` is on ``meta`` because user code requested that."""
         return raw.is_meta(tensor) and self.place(tensor) == "meta"
 
     def place(self, tensor: torch.Tensor) -> str:
-        """The device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
+        """Return the device on which ``tensor`` would be on a machine with a GPU, or ``NUMBER``."""
         record = self.storages.of(tensor)
         if record is not None:
             return str(record.device.torch_device)
@@ -187,18 +187,18 @@ class Runner:
         return devices.NUMBER if storage_key(tensor) in self.storages.numbers else "meta"
 
     def _place_of_index(self, tensor: torch.Tensor) -> str:
-        """The same of an operand of indexing: of x[:, [0, 1]] C++ makes a tensor out of sight."""
+        """Return where an indexing operand is: of x[:, [0, 1]] C++ makes a tensor out of sight."""
         place = self.place(tensor)
         if place != "meta" or tensor.dtype not in _OF_LISTS:
             return place
         return place if storage_key(tensor) in self.storages.users_own else devices.NUMBER
 
     def unknown(self, func: Any) -> str:
-        """Say that ``func`` reads a value that nobody knows."""
+        """Return the sentence that ``func`` reads an unknown value."""
         return self.values.refusal(f"{func} at {user_line()} reads")
 
     def _is_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether some tensor stands for memory of a GPU; others have errors of their own."""
+        """Return whether a tensor stands for memory of a GPU; others have errors of their own."""
         if self.machine.has_real_meta:
             return self.owner(args, kwargs) is not None
         return any(map(raw.is_meta, tensors_in((args, kwargs))))
@@ -206,7 +206,7 @@ class Runner:
     def _explain(
         self, error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise what ``error``, of a kernel without values, means on a simulated GPU."""
+        """Raise the error of a simulated GPU for ``error``, of a kernel without values."""
         text = str(error)
         if isinstance(error, NotImplementedError):
             if DATA_DEPENDENT & set(func.tags):
@@ -224,7 +224,7 @@ class Runner:
 def no_shapes(
     runner: Runner, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> UnsupportedOperatorError:
-    """The refusal of the operator ``func``, called with these arguments."""
+    """Return the refusal of the operator ``func``, called with these arguments."""
     own = func.namespace in TORCHS_OWN
     line = user_line() if own else callers_line()
     sentence = (

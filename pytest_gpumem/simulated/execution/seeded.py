@@ -1,4 +1,4 @@
-"""Random operators: memory for the generator's state in a capture, and numbers nobody waits for."""
+"""Random operators: memory for the generator's state in a capture, and unread random numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_gpumem.simulated.machine.dispatch import Handler
 from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 SMALLEST = 1 << 16
-"""Numbers of a tensor that is worth leaving unfilled; what code may decide by is smaller."""
+"""Fewest numbers of a tensor that is left unfilled; code may decide by smaller ones."""
 
 
 def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) -> Handler:
@@ -41,7 +41,7 @@ def noting_randomness(machine: SimulatedMachine, func: Any, handler: Handler) ->
 
 
 def _draws(func: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-    """Whether a call asks the generator: fused attention does only to drop something.
+    """Return whether a call uses the generator: fused attention does only to drop something.
 
     Source: native/transformers/cuda/attention.cu (_efficient_attention_forward) and
     flash_attn/flash_api.cpp (mha_fwd), ``if (p_dropout > 0.0)``; cuDNN's always does.
@@ -76,4 +76,4 @@ _UNFILLED: dict[Any, Callable[[tuple[Any, ...], dict[str, Any]], torch.Tensor | 
     torch.ops.aten.rand.default: _factory,
     torch.ops.aten.randn.default: _factory,
 }
-"""What returns a tensor as the system gave it, or ``None`` for one that is to be filled."""
+"""Functions that return an uninitialised tensor, or ``None`` for one that is to be filled."""

@@ -1,11 +1,11 @@
 """Output shapes remembered: a model of many equal layers computes each of them once.
 
-Most meta kernels are Python and cost far more than the bookkeeping around them. What an operator
-returns depends on its arguments' sizes, strides and types and on its other arguments; where that
-has been seen, equal outputs are made directly, and an in-place operator is not run again. What
-torch's own operators return, all machines of a process know: tests run the same model again and
-again, each on a machine of its own. Of an operator that computes element by element one size
-tells all others.
+Most meta kernels are Python and cost far more than the bookkeeping around them. An operator's
+results depend on its arguments' sizes, strides and types and on its other arguments; where these
+were seen, equal outputs are made directly, and an in-place operator is not run again. Results
+of torch's own operators are shared by all machines of a process: tests run the same model
+repeatedly, each on a machine of its own. For an operator that computes element by element, one
+size stands for all others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBERS = frozenset({int, float, bool, complex})
 _PLAIN = _NUMBERS | {
     *(str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 }
-"""What may be remembered for as long as the process runs."""
+"""Types of values that may be remembered for as long as the process runs."""
 
 _MORE_THAN_TYPES = frozenset(
     value
@@ -45,14 +45,14 @@ _MORE_THAN_TYPES = frozenset(
 
 _empty_strided = torch.empty_strided
 _Generator = torch._C.Generator
-"""What ``torch.Generator`` is while nothing replaces it."""
+"""The class ``torch.Generator`` while nothing replaces it."""
 _Make = Callable[[tuple[Any, ...]], Any]
 _Known = dict[Any, "_Make | torch.dtype | None"]
 
 _NO_SIZE: tuple[torch.Size, tuple[int, ...]] = torch.Size(), ()
 
 NEW: Any = object()
-"""Stands for what nobody knows yet: how an operator answers arguments of a new kind."""
+"""A marker of unknown results: of an operator on arguments of a new kind."""
 
 
 class UnknownError(Exception):
@@ -60,13 +60,13 @@ class UnknownError(Exception):
 
 
 _everywhere: dict[Any, _Known] = {}
-"""By what machines have in common: what torch's own operators returned on any of them."""
+"""Results of torch's own operators on any machine, by the machines' common property."""
 
 
 class Shapes:
-    """What operators returned, by the description of their arguments.
+    """Results of operators, by the description of their arguments.
 
-    ``alike`` is what machines have in common on which torch's own operators return the same.
+    ``alike`` is the property of machines on which torch's own operators return the same.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Shapes:
         self._here: _Known = {}
         self._everywhere = _everywhere.setdefault(alike, {})
         self._kinds: dict[Any, tuple[bool, bool, Callable[[Any], Any], _Known]] = {}
-        """Of each operator: whether it writes, whether it is of elements, how its arguments are
-        described, what is known."""
+        """By operator: whether it writes, whether it is of elements, how its arguments are
+        described, and the known results."""
         self._of = storages.of
         self._users_own = storages.users_own
         self._place = place
 
     def find(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Describe the arguments, ``None`` if that cannot be, and say how the results are made.
+        """Return the description of the arguments, or ``None``, and a maker of the results.
 
         That is ``NEW`` or a function of ``args``; ``None`` if the operator has to be run each time.
         """
@@ -116,7 +116,7 @@ class Shapes:
             return None, NEW
 
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Remember what an operator returned for arguments described by ``key``."""
+        """Remember the result of an operator for arguments described by ``key``."""
         make = None
         # unsqueeze_ and its relatives write to the tensor's own shape: they must run each time.
         if torch.Tag.inplace_view not in key[0].tags:
@@ -178,7 +178,7 @@ def _remember(known: _Known, key: Any, make: _Make | torch.dtype | None) -> None
 
 
 def _of_other_sizes(known: _Known, key: Any) -> Any:
-    """How the results of ``key`` are made by what tensors of other sizes had; else ``NEW``."""
+    """Return how to make the results of ``key`` by those of another size; ``NEW`` if unknown."""
     sizeless, size, stride = _without_size(key)
     found = known.get(sizeless, NEW) if size else NEW
     if not isinstance(found, torch.dtype):
@@ -187,7 +187,7 @@ def _of_other_sizes(known: _Known, key: Any) -> Any:
 
 
 def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
-    """The description of a call by element, and the one size and stride of all its tensors.
+    """Return the description of a call by element, and the size and stride all its tensors have.
 
     The size is empty unless all are dense and in order, to which TensorIterator (``fast_set_up`` of
     aten/src/ATen/TensorIterator.cpp) answers in kind. Numbers on tensors may stand beside them.
@@ -214,7 +214,7 @@ def _without_size(key: Any) -> tuple[Any, torch.Size, tuple[int, ...]]:
 
 
 def _is_alike(func: Any) -> bool:
-    """Whether ``func`` returns the same on machines that are alike, and nobody can change it.
+    """Return whether ``func`` has the same results on alike machines, without descriptions.
 
     Descriptions of lists, of hundreds of tensors each, go with their machine.
     """
@@ -225,7 +225,7 @@ def _is_alike(func: Any) -> bool:
 
 
 def is_of_lists(func: Any) -> bool:
-    """Whether ``func`` takes lists of tensors, and does the same to one element after the other."""
+    """Return whether ``func`` takes lists of tensors, and runs element by element."""
     return bool(func._schema.name.startswith("aten::_foreach_"))
 
 
@@ -240,7 +240,7 @@ def _has_values(values: Iterable[Any]) -> bool:
 
 
 def storages_in(value: Any) -> set[int]:
-    """The keys of all storages in ``value``."""
+    """Return the keys of all storages in ``value``."""
     if isinstance(value, torch.Tensor):
         return {value.untyped_storage()._cdata}
     items = value.values() if isinstance(value, dict) else value
@@ -250,7 +250,7 @@ def storages_in(value: Any) -> set[int]:
 
 
 def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
-    """Say how ``result`` is made anew from ``args``; ``inputs`` are the arguments' storages.
+    """Return a function that makes ``result`` from ``args``; ``inputs``: the arguments' storages.
 
     Raises ``UnknownError`` where only running the operator makes one.
     """
@@ -262,7 +262,7 @@ def recipe(result: Any, args: tuple[Any, ...], inputs: set[int]) -> _Make:
         if result.layout is not torch.strided:
             raise UnknownError
         if result.untyped_storage()._cdata in inputs:
-            # A view whose schema does not say so (_unsafe_view): only running it makes one.
+            # A view whose schema omits it (_unsafe_view): only running it makes one.
             raise UnknownError
         return _tensor_recipe(result)
     if isinstance(result, (list, tuple)):

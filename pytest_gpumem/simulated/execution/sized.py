@@ -1,4 +1,4 @@
-"""Operators whose results have as many elements as their arguments' values say."""
+"""Operators whose results' sizes depend on their arguments' values."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _empty_strided = torch.empty_strided
 
 
 def is_sized_by_values(func: Any) -> bool:
-    """Whether values decide how large the results of ``func`` are, which it makes itself."""
+    """Return whether values decide how large the results of ``func`` are, which it makes itself."""
     return bool(DATA_DEPENDENT & set(func.tags)) and "out" not in func._schema.overload_name
 
 
 def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
-    """``func`` where the values are known; ``otherwise`` runs it where they are not."""
+    """Return a handler of ``func`` by its values; ``otherwise`` runs it where they are unknown."""
     rule = tables.rule_of(func)
     operator = Operator.of(func)
     machine = runner.machine
@@ -53,7 +53,7 @@ def sized(runner: Runner, func: Any, otherwise: Handler) -> Handler:
 
 
 def _shaped_as(func: Any, computed: Any) -> Any:
-    """Meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
+    """Return meta tensors with the sizes of ``computed`` and the strides CUDA gives them."""
     if isinstance(computed, torch.Tensor):
         strides = computed.stride()
         if func is torch.ops.aten.nonzero.default:

@@ -1,7 +1,7 @@
-"""Results of CUDA graphs whose memory a later run has used again: who reads them is told.
+"""Results of CUDA graphs whose memory a later run has used again: reading them raises an error.
 
 On a GPU an operator that asks such a tensor for its storage, or the storage for its address,
-raises what compiled code has said before. Here views are refused with what reads.
+raises the error that compiled code has set before. Here operators that only view are refused, too.
 
 Source: c10/core/TensorImpl.h (release_storage_and_set_meta_custom_data_ptr_error_msg_),
 StorageImpl.h (release_data_and_set_meta_custom_data_ptr_error_msg_), torch 2.6 to 2.15.
@@ -26,6 +26,6 @@ def refuse(storages: Storages, func: Any, args: tuple[Any, ...], kwargs: Any) ->
 
 @cache
 def _reads(func: Any) -> bool:
-    """Whether ``func`` uses more of its tensors than their shapes."""
+    """Return whether ``func`` uses more of its tensors than their shapes."""
     name = func._schema.name
     return name == "aten::_to_copy" or not (name == "aten::detach" or is_factory(func))

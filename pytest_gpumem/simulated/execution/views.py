@@ -12,7 +12,7 @@ from pytest_gpumem.simulated.operators.sparse import is_sparse
 
 
 def makes_views(func: Any) -> bool:
-    """Whether ``func`` returns views, and not what it has written to."""
+    """Return whether ``func`` returns views, and no target that it has written to."""
     aliases = [one.alias_info for one in func._schema.returns]
     writes = [alias is not None and alias.is_write for alias in aliases]
     return any(alias is not None for alias in aliases) and not all(writes)

@@ -1,8 +1,8 @@
-"""ATen's words for what a meta kernel refuses in words of its own.
+"""ATen's error texts, where a meta kernel raises another text.
 
 Some kernels for ``meta`` are written in Python and check again, in other words, what CUDA's kernels
 check in C++. Those checks are common to the CPU and CUDA ("structured" kernels, TensorIterator), so
-the CPU says it as CUDA does: the operator is called once more, with CPU tensors of the same shapes.
+the CPU raises CUDA's text: the operator is called once more, with CPU tensors of the same shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 MOST_ELEMENTS = 1 << 20
-"""Where all arguments together have more, the operator is not called again."""
+"""Largest number of elements in all arguments, up to which the operator is called again."""
 
 _IN_PYTHON = ("_meta_registrations", "_refs", "_prims", "_prims_common", "_decomp")
 _empty_strided = torch.empty_strided
@@ -23,7 +23,7 @@ _empty_strided = torch.empty_strided
 def said_by_aten(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> Exception | None:
-    """What the CPU says of the same call; ``None`` where ``error`` is C++'s own, or it accepts."""
+    """Return the CPU's error for the call; ``None`` if ``error`` is C++'s own, or there is none."""
     if not _is_from_python(error.__traceback__):
         return None
     room = [MOST_ELEMENTS]

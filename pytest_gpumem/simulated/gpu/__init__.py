@@ -1,5 +1,5 @@
-"""One device, alone: its catalogue entry, its memory, and what libraries take of it.
+"""A single device: its catalogue entry, its memory, and the workspaces of libraries.
 
-May use: ``common``. It knows of no other device, and of no tensor. The catalogue and
+May use: ``common``. It refers to no other device, and to no tensor. The catalogue and
 ``workspace_settings`` import no torch.
 """

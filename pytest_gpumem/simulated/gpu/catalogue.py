@@ -16,14 +16,14 @@ class GpuError(ValueError):
 
 @dataclass(frozen=True)
 class GpuModel:
-    """What a program can see of one GPU model; sizes in bytes."""
+    """Properties of one GPU model that a program can read; sizes in bytes."""
 
     name: str
     """The name in this catalogue, ``A100-40GB``."""
     full_name: str
-    """As the driver and ``torch.cuda.get_device_name`` give it, ``NVIDIA A100-SXM4-40GB``."""
+    """The name by the driver and ``torch.cuda.get_device_name``, ``NVIDIA A100-SXM4-40GB``."""
     total_memory: int
-    """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+    """The ``total_memory`` of ``torch.cuda.get_device_properties(0)``."""
     compute_capability: tuple[int, int]
     sm_count: int
     """Streaming multiprocessors, ``multi_processor_count``."""
@@ -34,7 +34,7 @@ class GpuModel:
 # max_threads_per_sm: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability": 1024 for 7.5; 1536 for 8.6 and 8.9; 2048 for 7.0, 8.0, 9.0 and 10.0.
 #
-# total_memory, sm_count and l2_cache_bytes are what a Linux driver reported on a real card. The
+# total_memory, sm_count and l2_cache_bytes are as a Linux driver reported on a real card. The
 # driver keeps a part of the memory to itself, which differs by release (of one model by up to
 # 1.5 %), so the source names the CUDA version of the driver:
 #
@@ -93,17 +93,17 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """As it is written, with the catalogue's spelling."""
+        """The name as users write it, with the catalogue's spelling."""
         return self.model.name if self.count == 1 else f"{self.model.name}*{self.count}"
 
     @property
     def per_machine(self) -> int | None:
-        """How many GPUs each machine of several has; ``None`` where that was not written."""
+        """The number of GPUs in each of several machines; ``None`` where none was written."""
         return self.count if self.count > 1 else None
 
 
 def find_machine(name: str | GpuModel | Machine) -> Machine:
-    """Return what ``"A100-80GB*2"`` or ``"T4"`` stands for; a model of one's own stands for itself.
+    """Return the machine ``"A100-80GB*2"`` or ``"T4"`` names; a model of one's own is kept.
 
     Raises :class:`GpuError` for a model or a number that there is not.
     """

@@ -27,12 +27,12 @@ OLDEST: Version = (2, 6)
 
 
 class Device:
-    """A CUDA device of ``model``, alone: what is in it, and what torch and its libraries keep.
+    """A single CUDA device of ``model``: its memory, and the state of torch and its libraries.
 
     ``alloc_conf`` and ``cublas_workspace_config`` stand for PYTORCH_CUDA_ALLOC_CONF and
     CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, the second where torch reads it: see
-    :mod:`~pytest_gpumem.simulated.gpu.workspace_settings`. ``torch_version`` (``"2.6"``) says
-    whose rules the allocator and the workspaces follow; the default is the torch that runs.
+    :mod:`~pytest_gpumem.simulated.gpu.workspace_settings`. ``torch_version`` (``"2.6"``) is the
+    release whose rules the allocator and the workspaces follow; the default is the torch that runs.
     Raises ``ValueError`` for an unknown model, version or setting.
     """
 
@@ -54,7 +54,7 @@ class Device:
         self.torch_device = torch.device("cuda", index)
         self.alloc_conf = alloc_conf_of_process(self.version) if alloc_conf is None else alloc_conf
         self._workspace_config = cublas_workspace_config
-        """``None`` where the environment says it, which code under test may change."""
+        """``None`` where the environment sets it, which code under test may change."""
         self.cublas_workspace_config = (
             os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
             if cublas_workspace_config is None
@@ -73,29 +73,29 @@ class Device:
             ) from error
         self.workspaces = self.workspaces_in(self.allocator)
         self.shared: SharedDevice | None = None
-        """What other processes take from too; ``None`` for a device of this process alone."""
+        """Memory that other processes allocate from too; ``None`` for a device of one process."""
         self._collector: Collector | None = None
         self.estimates = Estimates(self._allocated_and_peak)
         self.frugal_plans: set[object] = set()
-        """Calls of cuDNN whose workspace once did not fit: they do without from then on."""
+        """Calls of cuDNN whose workspace once did not fit: later ones use none."""
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that work goes to now: the default one, where nobody says."""
+        """The handle of the stream that work goes to now: by default the default stream."""
         return 0
 
     def share(self, shared: SharedDevice | None) -> None:
-        """Take memory from ``shared`` from now on; what is held already is not counted there."""
+        """Take memory from ``shared`` from now on; memory held already is not counted there."""
         self.shared = shared
         self.allocator.share(shared)
 
     def restart_collector(self, collector: Collector) -> None:
-        """Let ``collector`` run when there are so many blocks more than now."""
+        """Run ``collector`` when the number of blocks has grown enough from now on."""
         self._collector = self.allocator.collector = collector
         self.allocator.growth = 0
 
     def forget(self) -> Memory:
-        """Give everything back; return the empty memory to go on with in :meth:`go_on_with`."""
+        """Free everything; return an empty memory for :meth:`go_on_with`."""
         self.workspaces.clear()
         self.workspaces.settings.forget()
         self.allocator.share(None)
@@ -106,7 +106,7 @@ class Device:
         return memory
 
     def go_on_with(self, memory: Memory) -> None:
-        """Take ``memory`` for this device's own, as if nothing had been allocated before."""
+        """Make ``memory`` this device's own, as if nothing had been allocated before."""
         memory.trace.clear()
         memory.reset_peak_stats()
         memory.collector = self._collector
@@ -116,7 +116,7 @@ class Device:
         self.frugal_plans.clear()
 
     def workspaces_in(self, memory: Memory) -> Workspaces:
-        """Return workspaces that are taken from ``memory``; none is there yet."""
+        """Return workspaces that are taken from ``memory``; at first it has none."""
         return Workspaces(
             memory,
             self.version,
@@ -140,7 +140,7 @@ class Device:
 
     @property
     def estimated(self) -> int:
-        """Bytes of the highest peak allocated whose number only a closed library knows."""
+        """Bytes of the highest peak allocated whose number only a closed library determines."""
         return self.estimates.in_peak
 
     def _allocated_and_peak(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Bytes whose number only a closed library knows: how many of them the numbers contain."""
+"""Bytes whose number only a closed library determines: how many of them the numbers contain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Estimates:
     """Follows the blocks of one device that were sized by an estimate.
 
     ``read`` gives the device's allocated bytes and their peak. Between two blocks being taken or
-    given back the estimated bytes do not change: if the peak rose meanwhile, that many of its
+    given back the estimated bytes do not change: if the peak rose between them, that many of its
     bytes are estimated.
     """
 
@@ -30,7 +30,7 @@ class Estimates:
         self.clear()
 
     def clear(self) -> None:
-        """Start over: what is live stays so, peaks and places are forgotten."""
+        """Reset peaks and places; live blocks stay."""
         self._seen = self._highest = self._read()[1]
         self._in_peak = 0
         self._largest: tuple[int, str] | None = None
@@ -38,7 +38,7 @@ class Estimates:
 
     @contextmanager
     def unmeasured(self) -> Iterator[None]:
-        """Let no peak count inside."""
+        """Leave peaks inside out of the count."""
         self._settle(self._read()[1], self.live)
         known = (self._highest, self._in_peak, self._largest, self._latest, self._at_peak)
         try:
@@ -48,7 +48,7 @@ class Estimates:
             self._highest, self._in_peak, self._largest, self._latest, self._at_peak = known
 
     def taken(self, nbytes: int, what: str) -> None:
-        """A block of ``nbytes`` has been allocated for ``what``."""
+        """Count an allocated block of ``nbytes`` for ``what``."""
         allocated, peak = self._read()
         if allocated != peak:
             self._settle(peak, self.live)
@@ -59,7 +59,7 @@ class Estimates:
         self._settle(peak, self.live)
 
     def freed(self, nbytes: int) -> None:
-        """A block of ``nbytes`` has been given back."""
+        """Stop counting a freed block of ``nbytes``."""
         self._settle(self._read()[1], self.live)
         self.live -= nbytes
 
@@ -77,7 +77,7 @@ class Estimates:
 
     @property
     def in_peak(self) -> int:
-        """Estimated bytes among those of the highest peak since :meth:`clear`."""
+        """The estimated bytes in the highest peak since :meth:`clear`."""
         self._settle(self._read()[1], self.live)
         return self._in_peak
 
@@ -90,13 +90,13 @@ class Estimates:
 
     def _settle(self, peak: int, live: int) -> None:
         if peak != self._seen:
-            self._seen = peak  # Lower than before: somebody reset it.
+            self._seen = peak  # Lower than before: it was reset.
             if peak > self._highest:
                 self._highest, self._in_peak, self._at_peak = peak, live, self._latest
 
 
 def estimate_note(largest: int, at_largest: str, in_peak: int, at_peak: str) -> str:
-    """Return the sentence on estimates: the largest one in bytes, and what the peak has of them."""
+    """Return the sentence on estimates: the largest in bytes, and their share of the peak."""
     if in_peak:
         return f"{format_size(in_peak)} of the peak are an estimate: {at_peak}"
     return (

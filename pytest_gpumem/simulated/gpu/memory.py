@@ -21,19 +21,19 @@ class Memory(Allocator):
     """The caching allocator, with stacks, and torch's own exception when the GPU is full.
 
     Python's garbage collector may run wherever an object is made, here too, and the storages that
-    it finds give back their blocks at once. In C++ it cannot come in between: what is freed while
+    it finds give back their blocks at once. In C++ it cannot come in between: memory freed while
     an operation is under way waits for its end.
     """
 
     history = True
     """Whether allocations remember where in the code they were made."""
     collector: Collector | None = None
-    """What is told when there are many blocks more; ``None`` where CPython itself sees to it."""
+    """Called when there are many blocks more; ``None`` where CPython itself collects."""
     growth = 0
     """Blocks made since then less those freed, but never below zero, as CPython counts."""
 
     _recording: Recording | None = None
-    """What ``_record_memory_history`` was told last."""
+    """The latest arguments of ``_record_memory_history``."""
     _collects_frees = False
     """Whether frees remember theirs, too: ``_record_memory_history(context="all")``."""
 
@@ -95,13 +95,13 @@ class Memory(Allocator):
             super().empty_cache(pool, context)
 
     def record_history(self, recording: Recording, *, clear: bool = False) -> None:
-        """Do what ``torch.cuda.memory._record_memory_history`` does."""
+        """Start or stop recording, as ``torch.cuda.memory._record_memory_history`` does."""
         self.trace.record(recording, clear=clear)
         self._recording = recording
         self._collects_frees = recording.on and recording.contexts is Contexts.ALL
 
     def _tell_observers(self, fields: OutOfMemoryFields) -> None:
-        """``oom_observers_`` of c10/cuda/CUDACachingAllocator.cpp, before the error is raised."""
+        """Call ``oom_observers_`` (c10/cuda/CUDACachingAllocator.cpp) before the error."""
         allowed = fields.total if fields.limit is None else fields.limit
         for observer in tuple(self.observers):
             observer(self.device, fields.segment, allowed, fields.free)
@@ -119,12 +119,12 @@ class Memory(Allocator):
             return super().segments(pool, frames=frames)
 
     def live_blocks(self) -> dict[int, int]:
-        """Address and size of every live block."""
+        """Return address and size of every live block."""
         with self._undisturbed():
             return super().live_blocks()
 
     def live_contexts(self) -> dict[int, Any]:
-        """Address and context of every live block."""
+        """Return address and context of every live block."""
         with self._undisturbed():
             return super().live_contexts()
 

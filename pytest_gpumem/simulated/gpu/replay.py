@@ -25,17 +25,17 @@ def replay(
     """Run the recorded allocations and frees through a simulated allocator.
 
     The counts and ``first_mismatch`` compare the recording with its replay under the recorded
-    settings. ``alloc_conf`` and ``gpu`` ask what would have been instead: with other settings, what
+    settings. ``alloc_conf`` and ``gpu`` replay under other settings instead: there, memory that
     was live when recording began is allocated anew.
 
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
         alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
         gpu: a model of the catalogue, ``"A100-40GB"``, whose memory must suffice.
-        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
-            made it, so by default one that writes such snapshots.
+        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not contain its
+            release, so by default one that writes such snapshots.
         used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
-        observed: asked for somebody who follows each run, event by event.
+        observed: an observer that follows each run, event by event.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.

@@ -1,4 +1,4 @@
-"""How large cuBLAS and cuBLASLt workspaces are, and who has them: defaults, environment, setters.
+"""Sizes and owners of cuBLAS and cuBLASLt workspaces: defaults, environment, setters.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp of each release (parseChosenWorkspaceSize,
 getChosenWorkspaceSize, getCUDABlasLtWorkspaceSize, unified_cublas_and_lt_workspaces), and up to 2.7
@@ -15,8 +15,8 @@ torch    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE TORCH_CUBLASLT_UNIFIED_
                                                          TORCH_CUBLAS_WORKSPACE_CACHE=1 alone
 ======== ======================= ======================= =========================================
 
-What torch reads at the first use is static: once for a process. Here it is once for a test, and
-once for a ``simulate``: a test finds what it would find alone, whatever the ones before it set.
+Settings that torch reads at the first use are static: once for a process. Here it is once for a
+test, and once for a ``simulate``: a test does not depend on settings of earlier ones.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _LARGE_MAJORS: tuple[tuple[Version, frozenset[int]], ...] = (
 )
 
 STATIC_SIZE = (2, 13)
-"""From this release on sizes are read once, and there are functions that set them."""
+"""First release in which sizes are read once, and functions set them."""
 _LT_READ_EVERY_TIME = (2, 8)
-"""Until :data:`STATIC_SIZE`."""
+"""First release that reads it every time, until :data:`STATIC_SIZE`."""
 
 SHARED = "shared"
 """Lt computes in the cuBLAS workspace of its handle and stream."""
@@ -58,7 +58,7 @@ TEMPORARY = "temporary"
 
 
 def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> int:
-    """Bytes of a cuBLAS workspace when CUBLAS_WORKSPACE_CONFIG is not set."""
+    """Return the bytes of a cuBLAS workspace when CUBLAS_WORKSPACE_CONFIG is not set."""
     for since, majors in _LARGE_MAJORS:
         if version >= since:
             return LARGE_BYTES if capability[0] in majors else DEFAULT_BYTES
@@ -67,7 +67,7 @@ def default_workspace_bytes(version: Version, capability: tuple[int, int]) -> in
 
 
 def workspace_bytes(config: str | None, version: Version, capability: tuple[int, int]) -> int:
-    """Bytes of a cuBLAS workspace under a CUBLAS_WORKSPACE_CONFIG of ``:KiB:count`` pairs."""
+    """Return a cuBLAS workspace's bytes by a CUBLAS_WORKSPACE_CONFIG of ``:KiB:count`` pairs."""
     default = default_workspace_bytes(version, capability)
     if not config:
         return default
@@ -83,7 +83,7 @@ def workspace_bytes(config: str | None, version: Version, capability: tuple[int,
 
 
 def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
-    """Bytes told to cuBLASLt; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as std::stoi does."""
+    """Return cuBLASLt's bytes; CUBLASLT_WORKSPACE_SIZE is in KiB, and read as by std::stoi."""
     found = re.match(r"\s*\+?([0-9]{1,10})", os.environ.get("CUBLASLT_WORKSPACE_SIZE", ""))
     if found and int(found[1]) < 1 << 31:
         return int(found[1]) * 1024
@@ -91,7 +91,7 @@ def lt_workspace_bytes(version: Version, cublas_bytes: int) -> int:
 
 
 class WorkspaceSettings:
-    """What holds for the workspaces of one device.
+    """Settings for the workspaces of one device.
 
     ``config`` stands for CUBLAS_WORKSPACE_CONFIG; ``None`` reads the environment, where torch does.
     """
@@ -103,7 +103,7 @@ class WorkspaceSettings:
         """Bytes that ``torch._C._cuda_setCublasWorkspaceSize`` and its Lt twin set, by library."""
 
     def forget(self) -> None:
-        """Begin as a process does: nothing has been read, nothing set."""
+        """Reset to the state of a new process: nothing read, nothing set."""
         self._static.clear()
         self.chosen.clear()
 
@@ -134,7 +134,7 @@ class WorkspaceSettings:
 
     @property
     def lt_lifetime(self) -> str:
-        """Whose block Lt computes in."""
+        """The owner of the block that Lt computes in."""
         lifetime: str | None = self._static.get("lifetime")
         return self._read("lifetime", self._lifetime, once=True) if lifetime is None else lifetime
 
@@ -154,7 +154,7 @@ class WorkspaceSettings:
 
     @property
     def _bounded(self) -> bool:
-        # 2.11 takes the unset variable for on where it asks for the size, and for off elsewhere.
+        # For the size, 2.11 takes the unset variable for on, elsewhere for off.
         unset = self._version == (2, 11) and "TORCH_CUBLASLT_UNIFIED_WORKSPACE" not in os.environ
         return unset or self._unified
 

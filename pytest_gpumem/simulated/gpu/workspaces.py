@@ -1,4 +1,4 @@
-"""cuBLAS and cuBLASLt workspaces: which are live, and what a matrix product does to them.
+"""cuBLAS and cuBLASLt workspaces: the live ones, and the effect of a matrix product on them.
 
 Source: aten/src/ATen/cuda/CublasHandlePool.cpp and Blas.cpp of each release (setWorkspaceForHandle,
 getCurrentCUDABlasHandle, getCUDABlasLtWorkspace); the release binaries agree.
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 _NO_HANDLE_FOR_LT = (2, 12)
-"""From this release on an Lt handle is taken without cuBLAS's workspace."""
+"""First release that takes an Lt handle without cuBLAS's workspace."""
 
 
 class Memory(Protocol):
-    """What a workspace is taken from: one device's allocator."""
+    """The memory that a workspace is taken from: one device's allocator."""
 
     def malloc(self, size: int, stream: int = 0, context: object = None) -> int:
         """Allocate ``size`` bytes, return the address."""
@@ -50,7 +50,7 @@ class Memory(Protocol):
 
 @dataclass
 class Workspaces:
-    """The workspaces of one device: which are live, and what a GEMM does to them."""
+    """The workspaces of one device: the live ones, and the effect of a GEMM on them."""
 
     memory: Memory
     version: Version
@@ -71,7 +71,7 @@ class Workspaces:
         return self.settings.cublas_bytes
 
     def handle(self, stream: int = 0) -> None:
-        """Somebody asks for the handle: its workspace is kept, unless operations have their own."""
+        """Get the handle, which keeps a workspace, unless operations have their own."""
         if not self.settings.per_operation:
             self._keep("cublas", stream)
 
@@ -80,14 +80,14 @@ class Workspaces:
         self._bytes = None
 
     def gemm(self, stream: int = 0) -> None:
-        """A cuBLAS call: what it allocates before the kernel runs, and keeps."""
+        """Allocate for a cuBLAS call before the kernel runs, and keep the memory."""
         if self.settings.per_operation:
             self._temporary(self.bytes, stream)
         else:
             self._keep("cublas", stream)
 
     def gemm_lt(self, stream: int = 0) -> None:
-        """A cuBLASLt call (``addmm`` with its bias in the epilogue)."""
+        """Run a cuBLASLt call (``addmm`` with its bias in the epilogue)."""
         lifetime = self.settings.lt_lifetime
         if lifetime == SHARED:
             self._keep("cublas", stream)
@@ -113,7 +113,7 @@ class Workspaces:
         self._kept.clear()
 
     def clear_stream(self, stream: int) -> None:
-        """Free what belongs to ``stream``: a CUDA graph captured there is given up (since 2.12)."""
+        """Free memory of ``stream``: a CUDA graph captured there is reset (since 2.12)."""
         for key in [key for key in self._kept if key[1] == stream]:
             address, _ = self._kept.pop(key)
             if address:
@@ -137,7 +137,7 @@ class Workspaces:
         if kept is not None and kept[1] >= size:
             return
         self._kept[key] = (self._take(size, stream) if size else 0, size)
-        # Since 2.13 a larger one takes its place, once it is there.
+        # Since 2.13 a larger one takes its place, once it is allocated.
         if kept is not None and kept[0]:
             self.memory.free(kept[0])
 

@@ -23,7 +23,7 @@ class Captured(Protocol):
 
 
 class Capture:
-    """One capture under way, on the stream it began on and those that wait for it."""
+    """A capture under way, on the stream it began on and those that wait for it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Capture:
         execution: Dispatch,
     ) -> None:
         self.graph: Captured | None = graph
-        """The graph, until the capture ends: then the graph knows the capture."""
+        """The graph, until the capture ends: then the graph refers to the capture."""
         self.gpu = gpu
         self.pool = pool
         self.stream = gpu.stream
@@ -47,10 +47,10 @@ class Capture:
         self.is_empty = True
         """Whether nothing was captured yet that a graph has a node for."""
         self.valid = True
-        """False once something was done that a capture does not allow."""
+        """Whether every operation so far is allowed in a capture."""
 
     def abandon(self) -> None:
-        """End a capture that nobody will end: its test is over."""
+        """End a capture that is still under way when its test is over."""
         self.under_way, self.graph = False, None
         self._values.recording = None
         self._execution.watch(None)

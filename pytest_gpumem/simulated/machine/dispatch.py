@@ -1,4 +1,4 @@
-"""Where operators run, as far as the machine and those who show it ask."""
+"""The table of operators' handlers, as far as the machine and the layers above need it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pytest_gpumem.simulated.machine.storages import Storages
 
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""What runs one operator with its arguments."""
+"""A function that runs one operator with its arguments."""
 
 
 class Dispatch:
@@ -21,30 +21,30 @@ class Dispatch:
         self._handlers: dict[Any, Handler] = {}
         self._bound = self._handlers
         self.inside = False
-        """True while a meta kernel runs: tensors then report the device they really have."""
+        """Whether a meta kernel runs: tensors then report the device they really have."""
         self.lock: RLock | None = None
-        """Held while an operator runs, once the code under test has started a thread."""
+        """The lock held while an operator runs, once the code under test has started a thread."""
         self._owner_thread = 0
         self.users: set[int] = set()
         """Threads that ran an operator since the code under test has started one."""
         self._was_forked = False
 
     def bind(self, func: Any, handler: Handler) -> None:
-        """Let ``handler`` run ``func``, whatever kind of operator it is."""
+        """Run ``func`` by ``handler``, whatever kind of operator it is."""
         self._bound[func] = handler
 
     def watch(self, ran: Callable[[Any], None] | None) -> None:
-        """Tell ``ran`` of every operator from here on; with ``None`` nobody any more."""
+        """Call ``ran`` with every operator from now on; ``None`` ends that."""
         self._handlers = self._bound if ran is None else _Watched(self._bound, ran)
 
     def share(self) -> None:
-        """Let several threads run operators, one at a time."""
+        """Allow several threads to run operators, one at a time."""
         if self.lock is None:
             self.lock = self._storages.lock = RLock()
             self._owner_thread = get_ident()
 
     def forked(self) -> None:
-        """Be without a GPU: this is another process, and locks of other threads stay shut."""
+        """Remove the GPU in a forked process, where locks of other threads would stay locked."""
         self._was_forked = True
         self.lock = self._storages.lock = None
         self._handlers = {}
@@ -61,13 +61,13 @@ class Dispatch:
 
 
 class _Watched(dict[Any, Handler]):
-    """The handlers of operators, telling of each that runs: so nobody pays who does not ask."""
+    """Handlers of operators that report each run: others than these cost nothing for it."""
 
     def __init__(self, handlers: dict[Any, Handler], ran: Callable[[Any], None]) -> None:
         self._handlers, self._ran = handlers, ran
 
     def get(self, func: Any, default: Any = None) -> Any:
-        """The handler of ``func``, of which is told."""
+        """Report ``func`` and return its handler."""
         self._ran(func)
         return self._handlers.get(func, default)
 

@@ -1,6 +1,6 @@
 """Processes that are forked off a simulation, as workers of a DataLoader: they have no GPU.
 
-On a GPU the driver's state does not survive a fork, and torch says so.
+On a GPU the driver's state does not survive a fork, and torch raises an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def after_fork(call: Callable[[], None]) -> None:
 
 
 def check(storages: Storages, args: Any, kwargs: dict[str, Any], target: Any) -> None:
-    """Raise what torch raises for an operator of a GPU in a forked process.
+    """Raise torch's error for an operator of a GPU in a forked process.
 
     ``target`` is where ``Tensor.to`` moves a tensor, if it does.
     """

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 _by_address: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The CUDA generators, by the address of what stands for them in C++."""
+"""The CUDA generators, by the address of their stand-in in C++."""
 
 
 def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator]:
@@ -115,18 +115,18 @@ def generator_type(real: type[torch.Generator]) -> Callable[..., torch.Generator
 
 
 def restored(device: torch.device, state: torch.Tensor) -> torch.Generator:
-    """The generator that was pickled."""
+    """Return the generator that was pickled."""
     return torch.Generator(device).set_state(state)
 
 
 def shared_state(generator: torch.Generator) -> torch.Generator:
-    """Another generator of the state that ``generator`` has now, where it is one of a GPU."""
+    """Return a second generator with the present state of ``generator``, if that is a GPU's."""
     made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
     return generator if made is None else made.graphsafe_get_state()
 
 
 def drawn_from(generator: torch.Generator) -> torch.Generator:
-    """The CPU's generator behind ``generator``: two that share a state have the same."""
+    """Return the CPU's generator behind ``generator``: two that share a state have the same."""
     # Operators are handed another object for the same generator of C++.
     made = _by_address.get(generator._cdata)  # type: ignore[attr-defined]  # missing in the stub
     return generator if made is None else made._source
@@ -153,7 +153,7 @@ class _States:
         return _bytes_of(generator.initial_seed(), offset)
 
     def full(self, state: torch.Tensor) -> torch.Tensor | None:
-        """Return what these 16 bytes stand for; ``None`` for a state of another process.
+        """Return the state behind these 16 bytes; ``None`` for a state of another process.
 
         Raises torch's error for any other size.
         """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 CLEARS_WORKSPACES = (2, 12)
-"""From this release on a graph that is given up frees the cuBLAS workspaces of its stream."""
+"""First release in which resetting a graph frees the cuBLAS workspaces of its stream."""
 _EMPTY = (
     "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on "
     "wrong device or stream."
@@ -41,7 +41,7 @@ _EMPTY = (
 
 
 class Graph:
-    """What ``torch.cuda.CUDAGraph`` is on a simulated GPU; a replay does nothing to memory."""
+    """The ``torch.cuda.CUDAGraph`` of a simulated GPU; a replay does nothing to memory."""
 
     _machine: ClassVar[SimulatedMachine]
 
@@ -53,7 +53,7 @@ class Graph:
         self._random: dict[object, list[int]] = {}
         """Seed and offset of the capture, by state of a generator; empty up to 2.11."""
         self._states: list[object] = []
-        """Of generators that captured operators may use."""
+        """The states of generators that captured operators may use."""
 
     def capture_begin(
         self,
@@ -61,7 +61,7 @@ class Graph:
         capture_error_mode: str = "global",
         check_input_liveness: bool = False,
     ) -> None:
-        """Capture the work of the current stream from here on."""
+        """Capture the work of the current stream from now on."""
         machine = self._machine
         gpu = machine.current
         if self._captured is not None:
@@ -107,7 +107,7 @@ class Graph:
         return None if capture is None else capture.recording
 
     def capture_end(self) -> None:
-        """End the capture; what it allocated stays with the graph."""
+        """End the capture; its allocations stay with the graph."""
         capture = self._capture
         if capture is None:
             raise RuntimeError("capture_end() called before capture_begin().")
@@ -141,7 +141,7 @@ class Graph:
     def replay(self) -> None:
         """Run the captured work again: nothing is allocated.
 
-        Where values are computed, that is done; else what the graph writes is unknown afterwards.
+        Where values are computed, they are computed here; else the graph's results are unknown.
         """
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
@@ -167,43 +167,43 @@ class Graph:
             captured.memory.release_pool(captured.pool)
 
     def pool(self) -> PoolId:
-        """The id of the pool, for other graphs to share."""
+        """Return the id of the pool, for other graphs to share."""
         if self._captured is None:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return self._captured.pool
 
     def register_generator_state(self, generator: Any) -> None:
-        """Let random operators of another generator be captured; since 2.14 any may be."""
+        """Allow captured operators to use ``generator`` too; since 2.14 any may be used."""
         gpu = self._machine.current
         if gpu.version < LAZY_RNG:
             self._register(gpu, state_of(generator, gpu))
 
     def enable_debug_mode(self) -> None:
-        """Keep what ``debug_dump`` needs: nothing here."""
+        """Do nothing: ``debug_dump`` needs nothing here."""
 
     def debug_dump(self, debug_path: str) -> None:
-        """Write the graph to a file: there are no kernels to write."""
+        """Do nothing: there are no kernels to write to a file."""
         raise _unsupported("torch.cuda.CUDAGraph.debug_dump")
 
     def raw_cuda_graph(self) -> int:
-        """The driver's graph: there is none."""
+        """Return the driver's graph: there is none."""
         raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph")
 
     def raw_cuda_graph_exec(self) -> int:
-        """The driver's graph: there is none."""
+        """Return the driver's graph: there is none."""
         raise _unsupported("torch.cuda.CUDAGraph.raw_cuda_graph_exec")
 
     def get_graph_data(self) -> dict[str, Any]:
-        """The nodes of the graph: there are none."""
+        """Return the nodes of the graph: there are none."""
         raise _unsupported("torch.cuda.CUDAGraph.get_graph_data")
 
     def use_random_operator(self, gpu: Device, generator: torch.Generator | None) -> None:
-        """A random operator is captured: from 2.14 on it asks for the capture's own state."""
+        """Note a captured random operator: since 2.14 it allocates a state of the capture's own."""
         if gpu.version >= LAZY_RNG and (state := state_of(generator, gpu)) not in self._random:
             self._random[state] = state_tensors(gpu, 0)
 
     def _register(self, gpu: Device, state: object) -> None:
-        """``register_graph`` of a generator, up to 2.13."""
+        """Run ``register_graph`` of a generator, up to 2.13."""
         if self._machine.streams.is_capturing(gpu.index):
             raise RuntimeError(
                 "Cannot register the state during capturing stage. during CUDA graph capture. If "
@@ -217,7 +217,7 @@ class Graph:
             self._machine.random_state.register(self, state, gpu)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if exiting():  # what this needs may be gone, and nobody will ask for the memory
+        if exiting():  # the modules this needs may be gone, and the memory is not used again
             return
         self.reset()
         self._machine.random_state.unregister(self)

@@ -1,4 +1,4 @@
-"""What each thread has of its own."""
+"""State of each thread."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 class ThreadState(threading.local):
-    """What each thread has of its own."""
+    """The state of one thread."""
 
     current_index = 0
-    """The current device, as ``cudaGetDevice`` says."""
+    """The current device, as ``cudaGetDevice`` returns it."""
     destination: torch.device | None = None
-    """The device that the running call asked for in Python, where torch is told ``meta``.
+    """The device that the running call named in Python, where torch gets ``meta``.
 
-    Without it ``meta`` comes from C++, which repeats what a tensor says of itself.
+    Without it ``meta`` comes from C++, which repeats the device that a tensor reports.
     """
     on_meta = False
     """Whether the last operator was on meta tensors of the user's own."""

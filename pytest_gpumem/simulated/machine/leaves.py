@@ -1,7 +1,7 @@
-"""Where autograd gives leaves their gradients: on the stream that used them first.
+"""The stream on which autograd gives a leaf its gradient: the one that used it first.
 
-The node of a leaf is made when an operator first uses it, and remembers the stream of then
-(``Node::stream`` of torch/csrc/autograd/function.h). Which that was, the graph tells: of the nodes
+The node of a leaf is made when an operator first uses it, and keeps the stream of that moment
+(``Node::stream`` of torch/csrc/autograd/function.h). The graph shows which one it was: of the nodes
 that lead to the leaf, the one with the lowest sequence number was made first.
 """
 
@@ -32,7 +32,7 @@ class Leaves:
 
     @contextmanager
     def hooks_of(self, leaf: torch.Tensor | None) -> Iterator[None]:
-        """A hook of ``leaf`` runs: autograd has no current node then."""
+        """Mark that a hook of ``leaf`` runs: autograd has no current node then."""
         before, self._hooked = self._hooked, leaf
         try:
             yield
@@ -40,7 +40,7 @@ class Leaves:
             self._hooked = before
 
     def first_use(self, task: int) -> int | None:
-        """The number of the node that first used the present leaf; ``None`` if nobody knows."""
+        """Return the number of the node that first used the present leaf; ``None`` if unknown."""
         leaf = self._hooked
         if leaf is None:
             leaf = getattr(torch._C._current_autograd_node(), "variable", None)
@@ -52,7 +52,7 @@ class Leaves:
 
 
 def _roots() -> list[Any]:
-    """The nodes at which the engine, which is somewhere below in the stack, has begun."""
+    """Return the nodes at which the engine, which is somewhere below in the stack, has begun."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE_RUNS:
         frame = frame.f_back

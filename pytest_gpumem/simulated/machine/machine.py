@@ -37,17 +37,17 @@ class GPU(Device):
 
     @cached_property
     def simulation(self) -> SimulatedMachine:
-        """The machine that this device is in; alone where nobody put it into another."""
+        """The machine that this device is in; by default one without other devices."""
         return SimulatedMachine([self])
 
     @property
     def stream(self) -> int:
-        """Handle of the stream that work goes to now."""
+        """The handle of the stream that work goes to now."""
         return self.simulation.streams.current(self.index)
 
     @property
     def environment(self) -> Environment:
-        """What the numbers of this device depend on."""
+        """The properties that the numbers of this device depend on."""
         major, minor = self.model.compute_capability
         return Environment(
             simulated=True,
@@ -70,9 +70,9 @@ class GPU(Device):
 
     @contextmanager
     def logging(self) -> Iterator[SetupLog]:
-        """Log what is allocated inside, so that :meth:`renew` can do it again.
+        """Log allocations inside, so that :meth:`repeat` can repeat them.
 
-        What a log inside this one records is left to that one.
+        Events that an inner log records are left to that one.
         """
         log = SetupLog()
         trace = self.allocator.trace
@@ -92,20 +92,20 @@ class GPU(Device):
             log.records = self.simulation.storages.at(addresses, self.allocator)
 
     def renew(self) -> None:
-        """Go on with an empty allocator.
+        """Continue with an empty allocator.
 
-        What lives stays behind and is seen no more, but for what :meth:`repeat` moves over. So what
-        a test finds does not depend on the tests before it, to the last address.
+        Live blocks stay behind and count no more, but for those that :meth:`repeat` moves over.
+        So a test's state does not depend on earlier tests, down to the last address.
         """
         self.go_on_with(self.forget())
 
     def repeat(self, log: SetupLog) -> Taken:
-        """Do again what ``log`` says; what it allocated and still lives moves over."""
+        """Repeat the events of ``log``; allocated storages that still live move over."""
         return log.repeat(self.allocator)
 
     @property
     def is_logging(self) -> bool:
-        """Whether :meth:`logging` goes on."""
+        """Whether a context of :meth:`logging` is open."""
         return bool(self._open_logs)
 
     @property
@@ -133,7 +133,7 @@ class Taken(NamedTuple):
 
 @dataclass(eq=False)
 class SetupLog:
-    """What happened to a device while something was set up."""
+    """Allocator events of a device during a setup, and the storages that were left."""
 
     events: list[TraceEntry] = field(default_factory=list)
     records: dict[int, SimulatedStorage] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class SetupLog:
     position: int = 0
 
     def repeat(self, memory: Memory) -> Taken:
-        """Do the same in ``memory``, which takes over what is still held."""
+        """Repeat the events in ``memory``, which takes over storages that still live."""
         allocated, reserved = memory.allocated, memory.reserved
         peak_allocated, peak_reserved = allocated, reserved
         addresses: dict[int, int] = {}
@@ -169,7 +169,7 @@ class SetupLog:
 
 
 class SimulatedMachine(Notes):
-    """What ``gpus`` and the process that uses them have in common.
+    """State that ``gpus`` and the process that uses them share.
 
     With ``real_values`` every operator is computed on the CPU beside its shapes.
     """
@@ -187,7 +187,7 @@ class SimulatedMachine(Notes):
         self.leaves_unfilled = False
         """Whether large random tensors on the CPU stay as the system gave them."""
         self.placement = Placement(self.storages, self.gpus) if len(self.gpus) > 1 else None
-        """Which GPU an operator runs on; ``None`` where there is but one."""
+        """The GPU that an operator runs on; ``None`` where there is only one."""
         self.streams = Streams(self.gpus[0].timeline)
         self.numbering = Numbering()
         self.pool_ids = PoolIds()
@@ -214,7 +214,7 @@ class SimulatedMachine(Notes):
         self.here.current_index = index
 
     def device(self, index: int | None) -> GPU:
-        """The GPU that ``cuda:index`` names; raises torch's error for one that is not there."""
+        """Return the GPU ``cuda:index``; raise torch's error for one that does not exist."""
         if index is None:
             return self.current
         if not 0 <= index < len(self.gpus):
@@ -226,7 +226,7 @@ class SimulatedMachine(Notes):
         return self.gpus[index]
 
     def device_of(self, *values: Any) -> GPU:
-        """The GPU that holds the first tensor among ``values``; else the current one."""
+        """Return the GPU that holds the first tensor among ``values``; else the current one."""
         if len(self.gpus) > 1:
             for tensor in tensors_in(values):
                 record = self.storages.of(tensor)
@@ -236,7 +236,7 @@ class SimulatedMachine(Notes):
 
     @contextmanager
     def making(self, destination: torch.device) -> Iterator[None]:
-        """What is made inside was asked for on ``destination``, whatever torch is told."""
+        """Set the device that calls inside request, whatever device torch gets."""
         if destination.type == "meta":
             self.has_real_meta = True
         before, self.here.destination = self.here.destination, destination
@@ -246,10 +246,10 @@ class SimulatedMachine(Notes):
             self.here.destination = before
 
     def neutral_value(self, tensor: torch.Tensor) -> NeutralFloat | int | None:
-        """What reading an unknown number yields: 0.0 for floating point, else ``None``.
+        """Return the result of reading an unknown number: 0.0 for floating point, else ``None``.
 
-        Nor where every value is computed: one that could not be is not made up. An integer that
-        torch reads for a seed is drawn.
+        ``None``, too, where every value is computed: none is made up there. An integer that torch
+        reads for a seed is drawn.
 
         Raises :class:`UnknownValueError` where one line reads such numbers without end.
         """
@@ -261,7 +261,7 @@ class SimulatedMachine(Notes):
         return NeutralFloat()
 
     def reads_neutral_integers(self, tensor: torch.Tensor, read: str) -> bool:
-        """Whether ``read``, of all of an unknown ``tensor``, yields neutral integers; notes it.
+        """Note and return whether ``read`` of all of an unknown ``tensor`` yields neutral integers.
 
         Raises :class:`UnknownValueError` as :meth:`neutral_value` does.
         """
@@ -274,7 +274,7 @@ class SimulatedMachine(Notes):
         return True
 
     def kernel_wrote(self, *values: Any) -> None:
-        """Forget what is known of tensors that a kernel may have written to, or made.
+        """Forget the values of tensors that a kernel may have written to, or made.
 
         In a capture it writes when its graph is replayed.
         """
@@ -293,12 +293,12 @@ class SimulatedMachine(Notes):
             self.values.forget(record.key)
 
     def begin(self, *, has_real_meta: bool) -> None:
-        """Begin a test; ``has_real_meta`` says whether its fixtures made meta tensors."""
+        """Begin a test; ``has_real_meta``: its fixtures made meta tensors."""
         self.has_real_meta = has_real_meta
         self.here.on_meta = False
 
     def forget_reads(self) -> None:
-        """Begin anew to count what is read, and to see what the host has room for."""
+        """Reset the counts of reads, and look up how much memory the host has."""
         self.neutral_reads.clear()
         self.granted = False
         self.values.begin()

@@ -1,4 +1,4 @@
-"""What readers of the numbers have to know, and how often code read what nobody computed."""
+"""Notes for readers of the numbers, and counts of reads of values that were not computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Notes:
             self.notes[sentence] = None
 
     def count_read(self, name: str) -> str:
-        """Count a read of what a simulated GPU does not have; return its line.
+        """Count a read of a value that a simulated GPU does not have; return its line.
 
         Raises :class:`UnknownValueError` where one line reads without end.
         """
@@ -45,7 +45,7 @@ class Notes:
         return line
 
     def note_finite(self) -> None:
-        """Say that code reads whether unknown numbers are finite, which is taken for granted.
+        """Note a check whether unknown numbers are finite, which is assumed.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """
@@ -57,7 +57,7 @@ class Notes:
         )
 
     def note_integers(self, read: str) -> None:
-        """Say that ``read``, of all of a tensor, yields neutral integers.
+        """Note that ``read``, of all of a tensor, yields neutral integers.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """
@@ -65,7 +65,7 @@ class Notes:
         self.note(f"{read} at {line} read integers that are not computed: each got 0")
 
     def note_number(self) -> None:
-        """Say that ``item()`` yields a neutral number.
+        """Note that ``item()`` yields a neutral number.
 
         Raises :class:`UnknownValueError` where one line does so without end.
         """

@@ -1,9 +1,9 @@
-"""The numbers of autograd's nodes, which decide what a backward pass runs next.
+"""Sequence numbers of autograd's nodes, which decide the order of a backward pass.
 
 Each thread numbers the nodes that it makes, from 0 (``at::sequence_number::get_and_increment`` of
 aten/src/ATen/SequenceNumber.cpp, a ``thread_local``), and the engine runs the ready node with the
 highest number first (``CompareNodeTaskTime`` of torch/csrc/autograd/engine.h), torch 2.6 to 2.15.
-Nodes that ``create_graph=True`` asks for are made by the thread of their GPU, which has numbered
+Nodes that ``create_graph=True`` adds are made by the thread of their GPU, which has numbered
 nothing else, and therefore have lower numbers than those of the program's own thread. Backward of
 ``meta`` tensors runs on the thread that called it, so its nodes get their numbers anew afterwards.
 """
@@ -23,7 +23,7 @@ _next: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class Numbering:
-    """What the program's thread and that of its GPU have counted."""
+    """Counts of autograd nodes made by the program's thread and by that of its GPU."""
 
     def __init__(self) -> None:
         self.begin()
@@ -40,7 +40,7 @@ class Numbering:
     def ended(self, began: int) -> Callable[[int], int]:
         """Count the nodes that a backward pass has made since number ``began``.
 
-        Returns what their numbers are, had they been made by the GPU's thread, as this thread
+        Returns their numbers as if they had been made by the GPU's thread, as this thread
         counts: on a GPU both threads have a node of the same number, and so have they here.
         """
         before, made = self._on_gpu, _next() - began

@@ -1,8 +1,8 @@
 """Page-locked host memory: pageable here, but remembered as pinned.
 
 ``pin_memory()`` hands out memory of blocks that are used again, as torch's allocator of pinned
-memory does; what a factory makes with ``pin_memory=True`` is counted alike, and its memory is the
-CPU allocator's.
+memory does; tensors that a factory makes with ``pin_memory=True`` are counted alike, and use the
+CPU allocator's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_REGISTERED = 713
 _INVALID = 1
 """cudaErrorInvalidValue."""
 _ALIGNMENT = 64
-"""Of the CPU's allocator; page-locked memory would begin with a page."""
+"""The alignment of the CPU's allocator; page-locked memory would begin with a page."""
 MOST_CACHED = 64 << 20
 """Bytes of real memory that wait for their next use; torch keeps all, which here costs the host."""
 
@@ -41,7 +41,7 @@ class Block:
         self.free_from = 0.0
 
     def tensor(self, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of the block."""
+        """Return the first ``nbytes`` of the block."""
         if self.buffer is None:
             self.buffer = bytearray(self.size + _ALIGNMENT)
         whole = torch.frombuffer(self.buffer, dtype=torch.uint8)
@@ -62,10 +62,10 @@ class Pinned:
         """Blocks that were given back while a stream copied from them."""
         self._cached: list[Block] = []
         self._registered: dict[int, int] = {}
-        """Address and size of what ``cudaHostRegister`` was given."""
+        """Address and size of memory registered by ``cudaHostRegister``."""
         self._streams = streams
         self.memory = HostAllocator()
-        """What CUDA's allocator of pinned memory would hold."""
+        """The memory that CUDA's allocator of pinned memory would hold."""
 
     def add(self, tensor: torch.Tensor, block: Block | None = None) -> torch.Tensor:
         """Remember ``tensor``'s storage as pinned."""
@@ -85,7 +85,7 @@ class Pinned:
         return tensor
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pinned copy of a CPU tensor, with its strides (``_pin_memory``, native/Memory.cpp)."""
+        """Return a pinned CPU copy with the same strides (``_pin_memory``, native/Memory.cpp)."""
         reach = sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
@@ -101,13 +101,13 @@ class Pinned:
         return pinned.copy_(tensor)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` is pinned."""
+        """Return whether ``storage`` is pinned."""
         if self._by_key and storage._cdata in self._by_key:
             return True
         return bool(self._registered) and self._is_registered(_data_ptr(storage))
 
     def used_by(self, tensor: torch.Tensor, device: int) -> None:
-        """The current stream of a GPU copies from or to ``tensor``, and nobody waits."""
+        """Note that a GPU's current stream copies from or to ``tensor`` without blocking."""
         block = self._blocks.get(storage_key(tensor)) if self._blocks else None
         if block is not None:
             block.streams.add((device, self._streams.current(device)))

@@ -1,4 +1,4 @@
-"""Which GPU of a machine an operator runs on: to torch all their tensors are on ``meta``."""
+"""The GPU of a machine that an operator runs on: to torch all its tensors are on ``meta``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ANYWHERE = ("aten::_foreach_copy_", "aten::_amp_foreach_non_finite_check_and_un
 """Operators that take tensors of several devices: each on its own."""
 
 SOURCE = "pytest_gpumem source"
-"""In the metadata of an autograd node that copied to another GPU: the one it copied from."""
+"""Metadata key of an autograd node that copied to another GPU: the GPU it copied from."""
 
 
 class Placement(Generic[_D]):
     """Follows the operators of a machine with several GPUs.
 
     An operator runs where its tensors are, as on real devices, whichever device is the current
-    one. What C++ makes from the options of a tensor alone (``at::zeros(size, grad.options())`` in
+    one. A tensor that C++ makes from another's options (``at::zeros(size, grad.options())`` in
     a formula of autograd) comes without it: it is put where the operator before it ran.
     """
 
@@ -37,10 +37,10 @@ class Placement(Generic[_D]):
         self._storages = storages
         self._gpus = gpus
         self.latest = gpus[0]
-        """Where the last operator ran."""
+        """The GPU that the last operator ran on."""
 
     def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _D:
-        """The GPU that the operator ``name`` runs on: that of its tensors.
+        """Return the GPU that the operator ``name`` runs on: that of its tensors.
 
         Raises torch's error for tensors of two GPUs.
         """
@@ -58,7 +58,7 @@ class Placement(Generic[_D]):
         return self.latest
 
     def following(self, handler: Handler) -> Handler:
-        """Note where ``handler``'s operator runs; what it is made of may span several GPUs."""
+        """Note where ``handler``'s operator runs; its parts may span several GPUs."""
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.follow(args, kwargs)
@@ -102,9 +102,9 @@ class Placement(Generic[_D]):
 
 
 def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> None:
-    """Let autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
+    """Make autograd bring the gradient of ``moved``, a copy, back to the GPU ``source``.
 
-    The formula does so by the options of the original, which say only ``meta`` here. ``position``
+    The formula does so by the options of the original, which are only ``meta`` here. ``position``
     is that of the original among the inputs of the copy.
     """
     node = (moved._base if moved._is_view() and moved._base is not None else moved).grad_fn
@@ -123,7 +123,7 @@ def return_gradient(moved: torch.Tensor, source: Device, position: int = 0) -> N
 
 
 def source_of_node() -> Device | None:
-    """Where the autograd node that runs now brings its gradient; ``None`` if it is no copy."""
+    """Return the GPU that the running node brings its gradient to; ``None`` if it is no copy."""
     if torch._C._current_graph_task_id() == -1:
         return None
     node = torch._C._current_autograd_node()

@@ -1,7 +1,7 @@
-"""What the memory of graphs' pools holds, whoever it belongs to just now.
+"""Values in the memory of graphs' pools, whichever tensor has that memory now.
 
 A graph reads and writes addresses. The tensor that had one during the capture may have died since,
-and another graph may use the same memory: what either writes there, both read.
+and another graph may use the same memory: a write of either is read by both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place:
         self.key: int = storage_key(tensor)
         self.nbytes = storage.nbytes()
         self.address = contents.address_of(self.key)
-        """In a graph's pool; 0 for memory from elsewhere, which dies with its storage."""
+        """The address in a graph's pool; 0 for other memory, which dies with its storage."""
 
     @property
     def lives(self) -> bool:
@@ -39,7 +39,7 @@ class Place:
 
 
 class PoolContents:
-    """The values in all graphs' pools of one GPU, by address; what is not known is not there."""
+    """The known values in all graphs' pools of one GPU, by address."""
 
     def __init__(self, values: Values, memory: Memory) -> None:
         self._values = values
@@ -54,27 +54,27 @@ class PoolContents:
         """Addresses of the storages that live."""
 
     def address_of(self, key: int) -> int:
-        """The address of a storage, if it is in one of the pools; else 0."""
+        """Return the address of a storage, if it is in one of the pools; else 0."""
         record = self._values.record(key)
         if record is None or record.allocator is not self.memory or not record.address:
             return 0
         return record.address if self.memory.pool_of(record.address) in self.pools else 0
 
     def add(self, place: Place) -> None:
-        """Take note of a storage that lives at its address."""
+        """Register a storage that lives at its address."""
         if place.address:
             self._owners[place.address] = place
             self._by_key[place.key] = place.address
             self._values.pooled[place.key] = self
 
     def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Keep what a storage leaves behind, where that is known."""
+        """Keep the values that a storage leaves behind, where they are known."""
         address = self._by_key.pop(key)
         if base is not None and self._owners[address].key == key:
             self._held[address] = base
 
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """All elements of what is at ``address``; ``None`` if fewer than ``nbytes`` are known."""
+        """Return all elements at ``address``; ``None`` if fewer than ``nbytes`` are known."""
         owner = self._owners.get(address)
         # Whoever lives there may have been written to outside of graphs.
         base = self._values.base(owner.key) if owner is not None and owner.lives else None
@@ -82,7 +82,7 @@ class PoolContents:
         return None if base is None or _nbytes(base) < nbytes else base
 
     def at(self, place: Place) -> torch.Tensor | None:
-        """All elements of what is at ``place``; ``None`` where that is not known."""
+        """Return all elements at ``place``; ``None`` where they are unknown."""
         if not place.address:
             return self._values.base(place.key) if place.lives else None
         base = self.behind(place.address, place.nbytes)
@@ -90,7 +90,7 @@ class PoolContents:
         if base is None or (owner.lives and self._values.base(owner.key) is base):
             return base
         if _nbytes(base) > place.nbytes:
-            # What a larger one has left: from here on there are only as many bytes.
+            # A larger storage left this: from now on there are only as many bytes.
             base = base.view(torch.uint8)[: place.nbytes].clone().view(base.dtype)
             self.put(place, base)
         elif owner.lives:
@@ -98,7 +98,7 @@ class PoolContents:
         return base
 
     def put(self, place: Place, base: torch.Tensor) -> None:
-        """Let ``base`` be what is at ``place`` from now on."""
+        """Set the contents at ``place`` to ``base``."""
         owner = place
         if place.address:
             self._held[place.address] = base
@@ -111,14 +111,14 @@ class PoolContents:
             self._values.forget(owner.key)
 
     def overwritten(self, place: Place) -> None:
-        """Forget what other storages had in memory that ``place`` has, at other addresses."""
+        """Forget the contents of other addresses in the memory of ``place``."""
         start, end = place.address, place.address + place.nbytes
         for address, base in list(self._held.items()) if start else ():
             if address != start and address < end and address + _nbytes(base) > start:
                 self._forget_at(address)
 
     def forget(self, place: Place) -> None:
-        """Let nobody know what is at ``place``."""
+        """Forget the contents at ``place``."""
         if place.address:
             self._forget_at(place.address)
         elif place.lives:
@@ -132,14 +132,14 @@ class PoolContents:
 
 
 class EveryPoolContents:
-    """What is known of the memory of graphs' pools, for as long as there is a graph."""
+    """Contents of the memory of graphs' pools, for as long as there is a graph."""
 
     def __init__(self, values: Values) -> None:
         self._values = values
         self._by_index: WeakValueDictionary[int, PoolContents] = WeakValueDictionary()
 
     def of(self, gpu: Device, pool: PoolId) -> PoolContents:
-        """The contents of a GPU's pools, ``pool`` among them from now on."""
+        """Return the contents of a GPU's pools, ``pool`` among them from now on."""
         found = self._by_index.get(gpu.index)
         if found is None or found.memory is not gpu.allocator:
             found = PoolContents(self._values, gpu.allocator)
@@ -148,7 +148,7 @@ class EveryPoolContents:
         return found
 
     def behind(self, address: int, nbytes: int) -> torch.Tensor | None:
-        """All elements of what some pool has at ``address``; ``None`` where nobody knows."""
+        """Return all elements that a pool has at ``address``; ``None`` if they are unknown."""
         for contents in list(self._by_index.values()):
             base = contents.behind(address, nbytes)
             if base is not None:

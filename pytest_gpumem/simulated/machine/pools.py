@@ -1,4 +1,4 @@
-"""Private pools: their numbers, and which one is active in each thread."""
+"""Private pools: their numbers, and the active one of each thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pytest_gpumem.allocator.blocks import PoolId
 
 
 class PoolIds:
-    """Numbers of private pools: (0, n) of those that users ask for, (n, 0) of graphs' own."""
+    """Numbers of private pools: (0, n) for users' pools, (n, 0) for graphs' own."""
 
     def __init__(self) -> None:
         self._users = self._graphs = 0
 
     def of_user(self) -> PoolId:
-        """A new id for a pool object or handle."""
+        """Return a new id for a pool object or handle."""
         self._users += 1
         return 0, self._users
 
     def of_graph(self) -> PoolId:
-        """A new id for a graph that shares no pool."""
+        """Return a new id for a graph that shares no pool."""
         self._graphs += 1
         return self._graphs, 0
 

@@ -14,13 +14,13 @@ from pytest_gpumem.simulated.machine.generators import drawn_from
 RNG_BYTES = 8
 """A seed, and an offset: one int64 each."""
 RNG_PER_CAPTURE = (2, 12)
-"""From this release on a capture has them of its own, on the default stream."""
+"""First release in which each capture has such memory, on the default stream."""
 LAZY_RNG = (2, 14)
-"""From this release on a capture allocates them at its first random operator."""
+"""First release in which a capture allocates it at its first random operator."""
 
 
 class RandomState:
-    """Where graphs find the seed and offset of random operators: two small tensors.
+    """The two small tensors with the seed and offset of a graph's random operators.
 
     ======== ==================================== ========================= ==============
     torch    allocated                            on the stream             freed
@@ -41,14 +41,14 @@ class RandomState:
     of a graph without random operators; ``get_capture_state(id, create_if_not_found)`` in those of
     2.14.1 and 2.15.0, where registering is left to the operator (#176753).
 
-    This class is the first line of the table; the captures hold what is theirs.
+    This class is the first line of the table; the captures hold the memory of the others.
     """
 
     def __init__(self) -> None:
         self._shared: dict[object, tuple[set[int], Memory, list[int]]] = {}
 
     def register(self, graph: object, state: object, gpu: Device) -> None:
-        """``register_graph`` of a generator's state, up to 2.11."""
+        """Run ``register_graph`` of a generator's state, up to 2.11."""
         known = self._shared.get(state)
         # A test before this one may have left a graph, in a memory that is no longer the GPU's.
         if known is None or known[1] is not gpu.allocator:
@@ -65,7 +65,7 @@ class RandomState:
 
 
 def state_of(generator: torch.Generator | None, gpu: Device) -> object:
-    """The state of a generator, by default of the GPU's own: generators can share one."""
+    """Return the state of a generator, by default of the GPU's own: generators can share one."""
     return drawn_from(torch.cuda.default_generators[gpu.index] if generator is None else generator)
 
 
@@ -75,6 +75,6 @@ def state_tensors(gpu: Device, stream: int) -> list[int]:
 
 
 def free_all(memory: Memory, addresses: list[int]) -> None:
-    """Free what is at ``addresses``, the last first; the list is empty then."""
+    """Free ``addresses``, the last first; the list is empty then."""
     while addresses:
         memory.free(addresses.pop())

@@ -1,7 +1,7 @@
-"""What a CUDA graph does to values: nothing while it is captured, all of it at each replay.
+"""Values in a CUDA graph: unchanged while it is captured, computed at each replay.
 
 Operators are remembered with the storages that they read and write, not with their tensors: memory
-is freed when it would be. What a replay writes where a storage has died since stays in the pool.
+is freed when it would be. Values that a replay writes where a storage has died stay in the pool.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Recording:
     def add(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Remember a call, of which nothing is computed now."""
+        """Remember a call, without computing it now."""
         if operator.moves_views:
             return
         written = [args[at] for at, _ in operator.written if at < len(args)]
@@ -89,12 +89,12 @@ class Recording:
         )
 
     def wrote(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remember a kernel that writes to ``tensors`` what nobody knows."""
+        """Remember a kernel that writes unknown values to ``tensors``."""
         targets = tuple(self.described(tensor) for tensor in tensors)
         self._steps.append(_Step(None, (), {}, None, targets))
 
     def replay(self) -> None:
-        """Do it all again; where values are not all computed, what it writes is unknown."""
+        """Repeat all calls; unless all values are computed, mark their results as unknown."""
         if self._values.everything:
             run = _Replay(self._values, self._contents)
             for step in self._steps:
@@ -106,7 +106,7 @@ class Recording:
                     self._values.forget(view.place.key)
 
     def described(self, value: Any) -> Any:
-        """``value`` with a description in the place of each tensor on a GPU, for :meth:`add`."""
+        """Return ``value`` with descriptions in the place of its GPU tensors, for :meth:`add`."""
         if isinstance(value, torch.Tensor):
             if not raw.is_meta(value) or value.layout is not torch.strided:
                 return value
@@ -136,7 +136,7 @@ class _Replay:
         self._values = values
         self._contents = contents
         self._blank: set[Place] = set()
-        """Made for something to write to: what was there before does not matter."""
+        """Memory made for a write: its earlier contents do not matter."""
 
     def do(self, step: _Step) -> None:
         operator = step.operator

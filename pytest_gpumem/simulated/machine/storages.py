@@ -1,4 +1,4 @@
-"""Which storages stand for CUDA memory, and the blocks behind them."""
+"""Storages that stand for CUDA memory, and the blocks behind them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 ELSEWHERE = 1 << 48
-"""Added to addresses of memory that is not the present test's; CUDA's have 47 bits."""
+"""Offset of addresses of memory that is not the present test's; CUDA's have 47 bits."""
 
 MOST_POISONED = 65_536
-"""Elements of a CPU tensor of unknown values that are made unlike any result."""
+"""Most elements that are filled in a CPU tensor of unknown values."""
 
 _empty_strided = torch.empty_strided
 _as_strided = torch.as_strided
@@ -52,17 +52,17 @@ class SimulatedStorage(weakref.ref[torch.UntypedStorage]):
     nbytes: int
     device: Device
     allocator: Memory
-    """Where ``address`` lies: not the device's present allocator once that has been renewed."""
+    """The owner of ``address``: not the device's present allocator once that has been renewed."""
 
 
 class _Nobodys:
     """The allocator of memory that a storage only points to."""
 
     def free(self, address: int, context: Any = None) -> None:
-        """Nothing: whoever owns the memory frees it."""
+        """Do nothing: the owner of the memory frees it."""
 
     def block(self, address: int) -> int:
-        """No bytes: they are counted where they belong."""
+        """Return 0 bytes: they are counted by their owner."""
         return 0
 
 
@@ -75,30 +75,30 @@ class Storages:
     def __init__(self) -> None:
         self.by_key: dict[int, SimulatedStorage] = {}
         self.on_host: dict[int, SimulatedStorage] = {}
-        """CPU tensors whose values nobody knows: copies of CUDA tensors, and what is made of them.
+        """CPU tensors of unknown values: copies of CUDA tensors, and results computed from them.
 
-        ``nbytes`` is what was asked for and is not used.
+        ``nbytes`` is the memory that was requested and is not used.
         """
         self.numbers: dict[int, SimulatedStorage] = {}
-        """What CUDA keeps on the host although torch only says ``meta``: seeds of dropout, numbers
-        that C++ made tensors of. They may stand beside any tensor."""
+        """Tensors that CUDA keeps on the host although torch reports ``meta``: seeds of dropout,
+        numbers that C++ made tensors of. They may stand beside any tensor."""
         self.users_own: dict[int, SimulatedStorage] = {}
-        """What operators on ``meta`` made because somebody asked for that."""
+        """Tensors that user code requested on ``meta``."""
         self.without_values: dict[int, torch.Tensor] = {}
-        """By key of a storage ``on_host``: memory that says so, for who reads it in C."""
+        """By key of a storage ``on_host``: memory marked as unknown, for readers in C."""
         self.taken_back: dict[int, str] = {}
-        """What is said to who reads a storage whose memory a graph uses again."""
+        """By key: the error for readers of a storage whose memory a graph uses again."""
         self.lock: RLock | None = None
-        """Held while a storage's block is freed, once several threads run operators."""
+        """The lock held while a storage's block is freed, once several threads run operators."""
         self.died: Callable[[int], None] = _ignore
-        """Told the key of each storage that dies, before another can take its address."""
+        """Called with the key of each storage that dies, before another can take its address."""
         self.regrown: Callable[[torch.Tensor], None] = _ignore
-        """Told each tensor whose storage an operator may have resized."""
+        """Called with each tensor whose storage an operator may have resized."""
         self._died: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._release
         self._died_on_host: Callable[[weakref.ref[torch.UntypedStorage]], None] = self._forget
 
     def of(self, tensor: torch.Tensor) -> SimulatedStorage | None:
-        """The block behind ``tensor``; ``None`` if it does not live on a simulated device."""
+        """Return the block behind ``tensor``; ``None`` if it is on no simulated device."""
         try:
             return self.by_key.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
@@ -110,21 +110,21 @@ class Storages:
             return self.by_key.get(storage_key(tensor))
 
     def is_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
         return bool(self.on_host) and storage_key(tensor) in self.on_host
 
     def adopt_on_host(self, tensor: torch.Tensor) -> SimulatedStorage:
-        """Let the values of ``tensor``, a CPU tensor, be unknown."""
+        """Mark the values of ``tensor``, a CPU tensor, as unknown."""
         return self._remember(tensor, self.on_host)
 
     def adopt_numbers(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let those of ``tensors`` that have no block be numbers of the host."""
+        """Mark those of ``tensors`` that have no block as numbers of the host."""
         for tensor in tensors:
             if self.of(tensor) is None:
                 self._remember(tensor, self.numbers)
 
     def adopt_users_own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let those of ``tensors`` that are on ``meta`` be what somebody asked for there."""
+        """Mark those of ``tensors`` that are on ``meta`` as requested there by user code."""
         for tensor in tensors:
             if raw.is_meta(tensor) and storage_key(tensor):
                 self._remember(tensor, self.users_own)
@@ -145,7 +145,7 @@ class Storages:
         """Return a CPU tensor of unknown values.
 
         Where nothing refuses to read it, after the simulation or in C++, it shows no number that
-        could be taken for a result. Pages that nobody touches cost no memory.
+        could be taken for a result. Pages that are not touched cost no memory.
         """
         made = _empty_strided(size, stride, dtype=dtype, device="cpu")
         large = made.numel() > MOST_POISONED
@@ -166,12 +166,12 @@ class Storages:
         return int(_data_ptr(made))
 
     def is_untouched(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a CPU tensor whose memory was asked for and never used."""
+        """Return whether ``tensor`` is a CPU tensor whose memory was allocated and never used."""
         record = self.on_host.get(storage_key(tensor)) if self.on_host else None
         return record is not None and record.nbytes > 0
 
     def forget_on_host(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor``, a CPU tensor, have values again."""
+        """Mark the values of ``tensor``, a CPU tensor, as known again."""
         key = tensor.untyped_storage()._cdata
         self.on_host.pop(key, None)
         self.without_values.pop(key, None)
@@ -201,7 +201,7 @@ class Storages:
     def refer(
         self, storage: torch.UntypedStorage, address: int, device: Device
     ) -> SimulatedStorage:
-        """Let ``storage`` stand for memory at ``address`` that is not its own to free."""
+        """Make ``storage`` refer to memory at ``address``, which it does not free."""
         record = SimulatedStorage(storage, self._died)
         record.key = storage._cdata
         record.allocator = NOBODYS
@@ -276,10 +276,10 @@ _COMPRESSED = {
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies the storage of ``tensor``; 0 for one that has none of its own.
+    """Return the identity of the storage of ``tensor``; 0 if it has no storage of its own.
 
-    As ``_cdata`` of the storage, of which no Python object is made: that would be one more owner,
-    and autograd accumulates in place where there is one alone.
+    This is ``_cdata`` of the storage, without a Python object for it: that would be one more owner,
+    and autograd accumulates in place where there is only one.
     """
     try:
         return _storage_id(tensor)
@@ -288,7 +288,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that a sparse one is made of, values last; none for other tensors."""
+    """Return the strided tensors of a sparse one, values last; none for other tensors."""
     layout = tensor.layout
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         if layout is torch.sparse_coo:
@@ -298,13 +298,13 @@ def parts_of_sparse(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a sparse tensor; ``None`` for other tensors."""
+    """Return the values of a sparse tensor; ``None`` for other tensors."""
     parts = parts_of_sparse(tensor)
     return parts[-1] if parts else None
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Fill ``tensor``, a CPU tensor of unknown values, with what nobody takes for a result."""
+    """Fill ``tensor``, a CPU tensor of unknown values, with values that look like no result."""
     dtype = tensor.dtype
     if dtype.itemsize == 1:
         tensor.view(torch.uint8).fill_(_NO_NUMBER)

@@ -1,6 +1,6 @@
 """GPUs that a thread of an earlier test still works on.
 
-What it allocates is no part of the present test. A GPU keeps one memory for everybody, so while
+Its allocations are no part of the present test. A GPU has one memory for all threads, so while
 there is such a thread its GPU gives every thread the memory that is its own: the present test's,
 or one beside it.
 """
@@ -30,15 +30,15 @@ class SharedGPU(GPU):
     met: Callable[[int], None]
     """Called with each of these threads that uses the GPU."""
     beside: tuple[Memory, Workspaces]
-    """What they have."""
+    """Memory and workspaces of these threads."""
     alone: type[GPU]
-    """What the GPU is without them."""
+    """The class of the GPU without these threads."""
 
     # Properties take precedence over the instance's attributes.
 
     @property
     def allocator(self) -> Memory:
-        """The memory of the thread that asks."""
+        """The memory of the calling thread."""
         own: Memory = vars(self)["allocator"]
         thread = get_ident()
         if thread not in self.strangers:
@@ -52,7 +52,7 @@ class SharedGPU(GPU):
 
     @property
     def workspaces(self) -> Workspaces:
-        """The workspaces of the thread that asks."""
+        """The workspaces of the calling thread."""
         own: Workspaces = vars(self)["workspaces"]
         return self.beside[1] if get_ident() in self.strangers else own
 
@@ -62,7 +62,7 @@ class SharedGPU(GPU):
 
 
 _KINDS: dict[type[GPU], type[SharedGPU]] = {}
-"""By what a GPU is alone: what it is while there are strangers."""
+"""By the class of a GPU without strangers: its class while there are some."""
 
 
 def _shared_kind(kind: type[GPU]) -> type[SharedGPU]:

@@ -1,7 +1,7 @@
-"""Streams: which one memory belongs to, and what waits for what.
+"""Streams: which one memory belongs to, and which work waits for which.
 
-Work is done when it is issued, as far as anybody can see: queries say yes, but for the time that
-``torch.cuda._sleep`` takes. What the *host* knows to be finished decides when memory that another
+Work is done when it is issued, as far as a program can see: queries return true, but for the time
+that ``torch.cuda._sleep`` takes. Work the *host* has seen finish decides when memory that another
 stream used may be used again; the
 :class:`~pytest_gpumem.allocator.timeline.Timeline` keeps that.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.captures import Capture
 
 STREAMS_PER_POOL = 32
-"""kStreamsPerPool of c10/cuda/CUDAStream.cpp: then the first stream is handed out again."""
+"""kStreamsPerPool of c10/cuda/CUDAStream.cpp: after these the first stream is returned again."""
 HIGHEST_PRIORITY = -3
 """torch compiles four priorities, 0 to -3; GPUs since Volta have six."""
 _TYPE_BITS = 4
@@ -40,7 +40,7 @@ class Recorded(Protocol):
 
     marks: Marks
     moment: float
-    """When the work before it is done, on the clock of the streams."""
+    """The time when the work before it is done, on the clock of the streams."""
     capture: Capture | None
 
 
@@ -67,14 +67,14 @@ class Streams:
         self.used = False
         """Whether there ever was any stream but the default one."""
         self.sync_debug_mode = 0
-        """What ``torch.cuda.set_sync_debug_mode`` was told."""
+        """The mode that ``torch.cuda.set_sync_debug_mode`` set."""
         self.captures: dict[StreamKey, Capture] = {}
         """The capture under way on each stream."""
         self._here = _ThreadStreams()
         self._made: dict[tuple[int, int], int] = {}
 
     def current(self, device: int) -> int:
-        """Handle of the stream that work on ``device`` goes to now; 0 is the default stream.
+        """Return the handle of the stream that work on ``device`` goes to; 0 is the default stream.
 
         Autograd runs a node on the stream on which its forward ran.
         """
@@ -112,7 +112,7 @@ class Streams:
         return self.used or bool(self._made)
 
     def reset(self, *, keep: bool) -> None:
-        """Forget what a test has set and, unless ``keep``, that streams were ever used."""
+        """Forget the settings of a test and, unless ``keep``, that streams were ever used."""
         self.sync_debug_mode = 0
         self.clock = Clock()
         if not keep:
@@ -121,7 +121,7 @@ class Streams:
             self._made.clear()
 
     def make(self, device: int, priority: int) -> int:
-        """Handle of a stream out of the pool of its device and priority, in turn."""
+        """Return the handle of a stream from the pool of its device and priority, in turn."""
         level = min(max(-priority, 0), -HIGHEST_PRIORITY)
         made = self._made.get((device, level), 0)
         self._made[device, level] = made + 1
@@ -129,11 +129,11 @@ class Streams:
         return (made % STREAMS_PER_POOL) << (_TYPE_BITS + 1) | (level + 1) << 1 | 1
 
     def is_capturing(self, device: int) -> bool:
-        """Whether the current stream of ``device`` is being captured."""
+        """Return whether the current stream of ``device`` is being captured."""
         return bool(self.captures) and (device, self.current(device)) in self.captures
 
     def host_waits(self, device: int) -> None:
-        """The host waits for the current stream: it reads or writes memory of ``device``."""
+        """Make the host wait for the current stream: it reads or writes memory of ``device``."""
         if self.sync_debug_mode == _WARN:
             warnings.warn(_SYNCHRONIZES, stacklevel=3)
         elif self.sync_debug_mode == _ERROR:
@@ -145,13 +145,13 @@ class Streams:
             self.timeline.finish_stream(key)
 
     def sleep(self, device: int, cycles: int) -> None:
-        """The current stream does nothing else for so long (``torch.cuda._sleep``)."""
+        """Keep the current stream busy for ``cycles`` (``torch.cuda._sleep``)."""
         key = (device, self.current(device))
         if key not in self.captures:
             self.clock.sleep(key, cycles)
 
     def synchronize(self, device: int) -> None:
-        """The host waits for every stream of ``device``."""
+        """Make the host wait for every stream of ``device``."""
         for key in self.captures:
             self.refuse_in_capture(key)
         self.clock.wait_for_device(device)
@@ -159,14 +159,14 @@ class Streams:
             self.timeline.finish_device(device)
 
     def refuse_in_capture(self, key: StreamKey) -> None:
-        """Raise what CUDA raises for a wait during a capture, which then is worth nothing."""
+        """Raise CUDA's error for a wait during a capture, which becomes invalid."""
         capture = self.captures.get(key)
         if capture is not None:
             capture.valid = False
             raise cuda_error("operation not permitted when stream is capturing")
 
     def waits(self, key: StreamKey, event: Recorded) -> None:
-        """Later work of a stream comes after an event; with it the stream joins a capture."""
+        """Delay later work of a stream until an event; with it the stream joins a capture."""
         self.timeline.wait(key, event.marks)
         self.clock.delay(key, event.moment)
         capture = event.capture
@@ -188,13 +188,13 @@ class Streams:
         return stream
 
     def _at(self, device: int, number: int) -> int:
-        """The current stream of ``device`` when autograd's node ``number`` was made."""
+        """Return the current stream of ``device`` when autograd's node ``number`` was made."""
         numbers, streams = self._here.chosen.get(device, ((), ()))
         position = bisect_right(numbers, number)
         return streams[position - 1] if position else 0
 
     def hooked(self, leaf: torch.Tensor, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``hook`` of a leaf, which autograd runs before it says which node is next."""
+        """Wrap ``hook`` of a leaf, which autograd runs before it sets the current node."""
         reference = weakref.ref(leaf)
 
         @functools.wraps(hook)
@@ -211,12 +211,12 @@ def _node_sequence() -> int:
 
 
 def cuda_error(text: str) -> RuntimeError:
-    """An error of the CUDA runtime as torch raises it; a class of its own since 2.8."""
+    """Return an error of the CUDA runtime as torch raises it; a class of its own since 2.8."""
     error: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
     return error(f"CUDA error: {text}")
 
 
 def priority_of(stream: int) -> int:
-    """The priority that a handle of :meth:`Streams.make` has; 0 for handles from elsewhere."""
+    """Return the priority of a handle of :meth:`Streams.make`; 0 for other handles."""
     kind = stream >> 1 & (1 << _TYPE_BITS) - 1
     return 1 - kind if stream & 1 and 1 <= kind <= 1 - HIGHEST_PRIORITY else 0

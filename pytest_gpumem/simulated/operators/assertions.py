@@ -1,7 +1,7 @@
 """Assertions that CUDA checks on the device.
 
-Source: aten/src/ATen/native/cuda/TensorCompare.cu (_assert_async_cuda), torch 2.6 to 2.15. What
-does not hold stops the process's CUDA at its next call; here it stops the call itself.
+Source: aten/src/ATen/native/cuda/TensorCompare.cu (_assert_async_cuda), torch 2.6 to 2.15. On a GPU
+a failed one stops the process's CUDA at its next call; here it stops the call itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: what the kernel allocates that CUDA takes.
+"""scaled_dot_product_attention: allocations of the kernel that CUDA takes.
 
 Source: aten/src/ATen/native/transformers/attention.cpp (scaled_dot_product_attention and the math
 road), cuda/attention.cu, attention_backward.cu, cuda/flash_attn/flash_api.cpp (mha_fwd, mha_bwd,
@@ -92,7 +92,7 @@ COMPOSITES: dict[str, Composite] = {
 
 
 _HEADS_ALONE_SINCE = (2, 14)
-"""Since this release tensors of three dimensions reach fused kernels (tried on 2.13 and 2.15)."""
+"""First release whose fused kernels take tensors of three dimensions (tried on 2.13, 2.15)."""
 
 
 def _are_heads_alone(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -118,7 +118,7 @@ _GRADIENT_ALIGNMENT = 16
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """The mask as the efficient kernel reads it (preprocess_mask): rows of multiples of 8."""
+    """Return the efficient kernel's mask (preprocess_mask), with rows of multiples of 8."""
     if mask.stride(-1) == 1 and not any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1]):
         return mask
     size = mask.shape[-1]
@@ -165,7 +165,7 @@ def _by_products(
     return out
 
 
-# What the kernels allocate.
+# Allocations of the kernels.
 
 
 def _flash_outputs(
@@ -185,7 +185,7 @@ def flash_outputs(
     sums: Iterable[Tensor],
     state: Iterable[Tensor],
 ) -> Iterator[Tensor]:
-    """Outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
+    """Return the outputs of mha_fwd: ``sums``, parts of them, and the generator's ``state``.
 
     ``rng_state`` is made for the capture of a graph, and with dropout once more on the device.
     """
@@ -201,7 +201,7 @@ def flash_outputs(
 
 
 def efficient_outputs(gpu: GPU, dropout_p: float, result: tuple[Tensor, ...]) -> Iterator[Tensor]:
-    """The outputs of the memory efficient kernel that are on the device.
+    """Yield the outputs of the memory efficient kernel that are on the device.
 
     Since 2.15 seed and offset are there, and come first, where there is no dropout; with dropout
     they are on the CPU, as in all releases before (seen with torch 2.15.0+cu132).
@@ -234,12 +234,12 @@ def _cudnn_backward(gpu: GPU, grad_out: Tensor, query: Tensor, out: Tensor) -> N
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The multiple of ``multiple`` that is ``value`` or next."""
+    """Return the multiple of ``multiple`` that is ``value`` or next."""
     return -(-value // multiple) * multiple
 
 
 def head_size_rounded(size: int) -> int:
-    """Elements of a head in what flash-attention accumulates."""
+    """Return the elements of a head in flash-attention's accumulators."""
     return round_up(size, 32) if size <= 192 else 256
 
 
@@ -248,7 +248,7 @@ _RNG_STATE = 16
 
 
 def _flash_parts(gpu: GPU, query: Tensor, key: Tensor, dropout_p: float) -> tuple[int, ...]:
-    """Parts of logsumexp and output, where the keys are split; (batch, heads, length, size)."""
+    """Return the bytes for split keys: of logsumexp and output (batch, heads, length, size)."""
     batch, heads, length, size = query.shape
     if dropout_p:
         return ()
@@ -289,7 +289,7 @@ def _before_flash_backward(gpu: GPU, grad_out: Tensor, out: Tensor) -> Scratch:
 
 
 def flash_backward(gpu: GPU, query: Tensor, key: Tensor) -> None:
-    """Sums of rows, gradients of queries in float32, and those of repeated keys and values."""
+    """Allocate row sums, queries' gradients in float32, and those of repeated keys and values."""
     batch, heads, length, size = query.shape
     rows = batch * heads * round_up(length, 128)
     copies = 1
@@ -306,7 +306,7 @@ _KEYS_AT_ONCE = 128
 
 
 def efficient_forward(gpu: GPU, query: Tensor, value: Tensor, result: tuple[Tensor, ...]) -> None:
-    """The output in float32, where it does not stay in registers."""
+    """Allocate the output in float32, where it does not stay in registers."""
     if query.dtype in HALVES and value.shape[-1] > _KEYS_AT_ONCE:
         passing(gpu, result[0].numel() * 4)
 
@@ -385,7 +385,7 @@ def _gradients_by_length(
     attn_bias: Tensor | None,
     grad_input_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of the efficient kernel: up to 2.13 torch's shapes are those of equal heads."""
+    """Return the efficient kernel's gradients: up to 2.13 torch's shapes assume equal heads."""
     by_query, by_key, by_value = (
         raw.empty_permuted(tensor.shape, (0, 2, 1, 3), dtype=tensor.dtype, device=META)
         for tensor in (query, key, value)
@@ -396,7 +396,7 @@ def _gradients_by_length(
 
 
 def gradient_of_bias(bias: Tensor) -> Tensor:
-    """The gradient of an efficient kernel's bias, on meta: rows of multiples of 16 elements."""
+    """Return the gradient of an efficient kernel's bias, on meta, in rows of multiples of 16."""
     *sizes, last = bias.shape
     rows = round_up(last, _GRADIENT_ALIGNMENT)
     return raw.empty((*sizes, rows), dtype=bias.dtype, device=META)[..., :last]

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: which kernel CUDA takes.
+"""scaled_dot_product_attention: the choice of a kernel on CUDA.
 
 Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h, of torch 2.6 to
 2.15.
@@ -24,7 +24,7 @@ _NAMES = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 
 
 class AttentionCall:
-    """One call: sdp_params and the checks on them."""
+    """The arguments of one call (sdp_params) and the checks on them."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class AttentionCall:
         self.trains = self.grad_mode and any(t.requires_grad for t in (query, key, value))
 
     def kernel(self) -> str:
-        """The first kernel in torch's order of priority that can run this call."""
+        """Return the first kernel in torch's order of priority that can run this call."""
         usable = {FLASH: self._flash, EFFICIENT: self._efficient, CUDNN: self._cudnn, MATH: _math}
         for kernel in self._priority():
             if usable[kernel]():
@@ -158,14 +158,14 @@ class AttentionCall:
 
 
 def usable_kernels(gpu: GPU, *params: Any) -> set[str]:
-    """Which of the fused kernels can run a call of these ``SDPAParams``, in their order."""
+    """Return the fused kernels that can run a call of these ``SDPAParams``, in their order."""
     call = AttentionCall(gpu, *params)
     usable = {FLASH: call._flash, EFFICIENT: call._efficient, CUDNN: call._cudnn}
     return {kernel for kernel, can_run in usable.items() if can_run()}
 
 
 def chosen_kernel(gpu: GPU, query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Which kernel runs a call without mask, dropout and anything else."""
+    """Return the kernel that runs a call without mask, dropout and anything else."""
     return AttentionCall(gpu, query, key, value, None, 0.0, False, False).kernel()
 
 

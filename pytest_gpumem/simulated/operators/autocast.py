@@ -1,4 +1,4 @@
-"""Which operators CUDA autocast casts, and the casts it keeps.
+"""Operators that CUDA autocast casts, and the casts it keeps.
 
 Source: aten/src/ATen/autocast_mode.h (AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32,
 AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE, AT_FORALL_PROMOTE) and
@@ -48,10 +48,10 @@ FLOAT32_OUTPUT = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
 """.split()
-"""Asked for a float32 result by their ``dtype`` argument, unless the caller named one."""
+"""Operators that get ``dtype=float32``, unless the caller named a type."""
 
 FLOAT32_NORMS = ("norm.Scalar", "norm.ScalarOpt_dim")
-"""Redispatched to the overload that takes a ``dtype``."""
+"""Operators redispatched to the overload that takes a ``dtype``."""
 
 PROMOTE = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
@@ -76,7 +76,7 @@ class CastCache:
         self._library: torch.library.Library | None = None
 
     def install(self) -> None:
-        """Put the casting kernels in the place of torch's, which only know real CUDA tensors."""
+        """Replace torch's casting kernels, which apply only to real CUDA tensors."""
         if self._library is not None:
             return
         library = self._library = torch.library.Library("aten", "IMPL")
@@ -102,7 +102,7 @@ class CastCache:
 
     @contextmanager
     def reachable(self) -> Iterator[None]:
-        """Let meta tensors reach the casting kernels wherever autocast for CUDA is on."""
+        """Dispatch meta tensors to the casting kernels wherever autocast for CUDA is on."""
         with self.reachable_here():
             try:
                 yield
@@ -114,7 +114,7 @@ class CastCache:
 
     @contextmanager
     def reachable_here(self) -> Iterator[None]:
-        """The same on one more thread of a simulation."""
+        """Dispatch meta tensors to the casting kernels on one more thread of a simulation."""
         # Included for every tensor, so excluded until autocast itself lifts the exclusion.
         with torch._C._IncludeDispatchKeyGuard(_KEY):
             yield

@@ -1,7 +1,7 @@
 """``bilinear``: a product of three tensors, one slice after the other.
 
 Source: aten/src/ATen/native/Linear.cpp (_trilinear, sumproduct_pair), torch 2.6 to 2.15, which
-every device runs; that of ``meta`` tells the shape alone.
+every device runs; the kernel for ``meta`` gives only the shape.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _slice(tensor: Tensor, dim: int, at: int) -> Tensor:
 
 
 def _sumproduct_pair(left: Tensor, right: Tensor, sum_dims: Sequence[int]) -> Tensor:
-    """A batched product of matrices; sums keep their dimensions."""
+    """Return a batched product of matrices; sums keep their dimensions."""
     if not sum_dims:
         return left * right
     both, of_left, of_right = [], [], []

@@ -1,8 +1,8 @@
-"""What the sources of an extension bind, and a description of an extension that nobody compiles.
+"""Bindings in the sources of an extension, and a description of one that is not compiled.
 
-``torch.utils.cpp_extension.load()`` makes a module of what ``PYBIND11_MODULE`` binds, and operators
-of what ``TORCH_LIBRARY`` defines (torch/utils/cpp_extension.py, torch/library.h). Where nothing is
-compiled, a description of ``load`` itself stands for both.
+``torch.utils.cpp_extension.load()`` makes a module of the bindings of ``PYBIND11_MODULE``, and
+operators of the definitions of ``TORCH_LIBRARY`` (torch/utils/cpp_extension.py, torch/library.h).
+Where nothing is compiled, a description of ``load`` itself stands for both.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _PIECE = re.compile(r'R"\w*\((.*?)\)\w*"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 
 @dataclass(frozen=True)
 class Bound:
-    """What some sources bind."""
+    """The bindings of some sources."""
 
     functions: tuple[str, ...] = ()
-    """Of the module, in the order of the source."""
+    """Functions of the module, in the order of the source."""
     operators: tuple[str, ...] = ()
     """Schemas with their namespace: ``mylib::fused(Tensor x) -> Tensor``."""
 
 
 def bound_in(sources: Iterable[str]) -> Bound:
-    """What the files ``sources`` bind; one that cannot be read binds nothing."""
+    """Return the bindings of the files ``sources``; one that cannot be read binds nothing."""
     functions: dict[str, None] = {}
     operators: dict[str, None] = {}
     for source in sources:
@@ -64,7 +64,7 @@ def bound_in(sources: Iterable[str]) -> Bound:
 
 
 def of_module(loader: str, name: str, bound: Bound, line: str) -> str:
-    """What describes the module ``name`` that ``loader``, called at ``line``, would compile."""
+    """Return a description of the module ``name`` that ``loader``, called at ``line``, compiles."""
     functions = bound.functions or (() if bound.operators else ("forward",))
     operators = [found for schema in bound.operators if (found := _parsed(schema))]
     body = [text for schema, written in operators for text in _defining(schema, written)]
@@ -118,7 +118,7 @@ def _described(schema: Any) -> str:
 
 
 def _example(kind: str) -> Any:
-    """Something of the type, as far as a description asks."""
+    """Return an example of the type, as far as a description needs one."""
     if "Tensor" not in kind:
         return None
     tensor = raw.empty(0, device=raw.META)
@@ -133,7 +133,7 @@ def _parsed(schema: str) -> tuple[Any, str] | None:
 
 
 def _blocks(text: str) -> Iterable[tuple[str, str, list[str]]]:
-    """Macro, name and definitions of every block that binds something."""
+    """Yield macro, name and definitions of every block that binds something."""
     found = list(_BLOCK.finditer(text))
     for block, following in zip(found, [*found[1:], None], strict=False):
         inside = text[block.end() : following.start() if following else len(text)]
@@ -143,6 +143,6 @@ def _blocks(text: str) -> Iterable[tuple[str, str, list[str]]]:
 
 
 def _joined(text: str) -> str:
-    """The string that adjacent literals of C++ make, on one line."""
+    """Return the string that adjacent literals of C++ make, on one line."""
     pieces = (raw or plain.replace('\\"', '"') for raw, plain in _PIECE.findall(text))
     return " ".join("".join(pieces).split())

@@ -1,4 +1,4 @@
-"""One call of an operator, for functions that name what they look at, as CUDA's kernels do."""
+"""Calls of operators, for functions that name the arguments they use, as CUDA's kernels do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 class Signature:
     """The arguments of one overload by the names in its schema, and two names more.
 
-    ``gpu`` is where a call runs, and ``result`` is what it has returned.
+    ``gpu`` is where a call runs, and ``result`` is its result.
     """
 
     def __init__(self, schema: torch.FunctionSchema) -> None:
@@ -31,7 +31,7 @@ class Signature:
         self._absent: list[Any] = [*(argument.default_value for argument in arguments), None]
 
     def given(self, gpu: GPU | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """What a call was given, with defaults for what it was not; the result is yet to come."""
+        """Return the arguments of a call with their defaults; the result is added later."""
         given = [gpu, *args, *self._absent[len(args) :]]
         if kwargs:
             for name, value in kwargs.items():
@@ -39,9 +39,9 @@ class Signature:
         return given
 
     def taking(self, function: Callable[..., _R]) -> Callable[[list[Any]], _R]:
-        """``function``, called with what it names of what was given; ``*args`` is every argument.
+        """``function``, called with the given arguments that it names; ``*args`` is every argument.
 
-        What only other overloads have is its default. Raises ``TypeError`` where it has none.
+        An argument of other overloads is its default. Raises ``TypeError`` where it has none.
         """
         places: list[int] = []
         for name, parameter in inspect.signature(function).parameters.items():
@@ -61,7 +61,7 @@ class Signature:
 
 
 def overload_of(name: str) -> OpOverload | None:
-    """The operator of ATen called ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
+    """Return ATen's operator ``name``, ``add`` or ``add.out``; ``None`` if torch has none."""
     packet, _, overload = name.partition(".")
     operator = getattr(torch.ops.aten, packet, None)
     found: OpOverload | None = getattr(operator, overload or "default", None)

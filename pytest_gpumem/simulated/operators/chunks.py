@@ -1,7 +1,7 @@
-"""Tensors copied into pieces, and pieces into one: what their kernels know is on the device.
+"""Tensors split into pieces, and pieces joined, with the kernels' metadata on the device.
 
-``fully_shard`` copies by these: ``split_with_sizes_copy`` what was gathered, ``_chunk_cat`` what is
-to be reduced. A list of blocks, of eight bytes for 2 KiB, is made on the host and copied.
+``fully_shard`` copies by these: gathered tensors by ``split_with_sizes_copy``, tensors to be
+reduced by ``_chunk_cat``. A list of blocks, eight bytes for 2 KiB, is made on the host and copied.
 
 Source: aten/src/ATen/native/cuda/TensorShape.cu (``split_with_sizes_copy_out_cuda``,
 ``get_chunk_cat_metadata``, ``pack_vecs``), torch 2.6 to 2.14.
@@ -27,7 +27,7 @@ _THREADS = 128
 _BLOCK = 16 * _THREADS
 """BYTES_PER_BLOCK."""
 _NUMBER = 8
-"""Bytes of what is packed."""
+"""Bytes of the packed metadata."""
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""Comparisons of whole tensors: what they are made of, and what a search converts.
+"""Comparisons of whole tensors: their parts, and the conversions of a search.
 
 Source: aten/src/ATen/native/cuda/Equal.cpp (cuda_equal), native/TensorCompare.cpp (isclose,
 allclose, isin), cuda/TensorCompare.cu (isin_default_kernel_gpu), BucketizationUtils.h
@@ -61,7 +61,7 @@ def _equal(self: Tensor, other: Tensor) -> None:
 
 
 def _is_same(self: Tensor, other: Tensor) -> bool:
-    """The same elements of the same memory are equal unseen, but for NaN."""
+    """Return whether both are the same elements of memory: equal unseen, but for NaN."""
     return (
         self.untyped_storage()._cdata == other.untyped_storage()._cdata
         and self.storage_offset() == other.storage_offset()
@@ -85,7 +85,7 @@ PARTS: dict[str, Callable[..., None]] = {
     "aten::equal": _equal,
     "aten::allclose": _allclose,
 }
-"""What an operator whose result is a number of Python is made of."""
+"""Functions that run the parts of an operator whose result is a Python number."""
 
 COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
 """By overload."""
@@ -95,7 +95,7 @@ COMPOSITES: dict[str, Composite] = {"aten.isclose.default": isclose}
 
 
 def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None = None) -> None:
-    """Few others are compared with all: eq().any(-1). Many are sorted, which values decide."""
+    """Run isin: few others are compared with all, eq().any(-1); many are sorted, by values."""
     if elements is None or test_elements is None:
         return
     count, others = elements.numel(), test_elements.numel()
@@ -110,7 +110,7 @@ def _isin(gpu: GPU, elements: Tensor | None = None, test_elements: Tensor | None
 
 
 def _number(gpu: GPU, self: Tensor | float, sorter: Tensor | None = None) -> Scratch | None:
-    """A number becomes a tensor of 64 bits; the places in ``sorter`` are checked."""
+    """Make a number a tensor of 64 bits, and check the places in ``sorter``."""
     scratch = None if isinstance(self, Tensor) else Scratch(gpu, 8)
     if sorter is not None and sorter.numel():
         passing(gpu, 8, 8)

@@ -1,4 +1,4 @@
-"""Convolution: what the kernel allocates that ATen takes on CUDA, in order.
+"""Convolution: allocations of the kernel that ATen takes on CUDA, in order.
 
 Source: aten/src/ATen/native/Convolution.cpp (_convolution, convolution_backward),
 native/cudnn/ConvShared.cpp and Conv_v8.cpp (run_conv_plan), native/cuda/DepthwiseConv2d.cu and
@@ -133,12 +133,12 @@ def _as_image(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Call(Choice):
-    """One convolution on one device."""
+    """A convolution on a device."""
 
     # Forward.
 
     def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output, after everything was allocated and freed as CUDA does."""
+        """Return the output, after everything was allocated and freed as CUDA does."""
         _check(input, weight, bias, self.parameters)
         kernel = self.kernel(input, weight)
         shape = self.parameters.output_shape(input.shape, weight.shape)
@@ -263,7 +263,7 @@ class _Call(Choice):
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
-        """The gradients that ``mask`` asks for."""
+        """Return the gradients that ``mask`` selects."""
         kernel = self.kernel(input, weight)
         if kernel == CUDNN:
             kept = input

@@ -1,4 +1,4 @@
-"""Convolution: which kernel ATen takes on CUDA.
+"""Convolution: the choice of a kernel by ATen on CUDA.
 
 Source: aten/src/ATen/native/Convolution.cpp (_select_conv_backend, ConvParams), ConvUtils.h
 (cudnn_conv_suggest_memory_format), of torch 2.6 to 2.15.
@@ -85,7 +85,7 @@ def parameters_of(
 
 @dataclass(frozen=True)
 class Choice:
-    """One convolution on one device: the kernel for its tensors."""
+    """A convolution on a device, with the kernel for its tensors."""
 
     gpu: GPU
     parameters: Parameters

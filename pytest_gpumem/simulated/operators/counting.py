@@ -1,4 +1,4 @@
-"""What distinct values there are and how often: copies, sorts and the room that results keep.
+"""Distinct values and their counts: copies, sorts and the memory that results keep.
 
 Source: aten/src/ATen/native/cuda/UniqueCub.cu (UniqueCub, compute_unique) and SummaryOps.cu
 (_bincount_cuda_template, _histc_cuda_template) of torch 2.6 to 2.15. Of CUB's storage the sorts are
@@ -29,7 +29,7 @@ _STATIC_TILE = 512 * 16
 
 
 def _before(gpu: GPU, self: torch.Tensor, return_inverse: bool) -> Scratch | None:
-    """What happens before the results are there: sorting, and numbering the distinct values."""
+    """Sort and number the distinct values, before the results are allocated."""
     if not self.numel():
         return None
     scratch = Scratch(gpu, *copied(self))
@@ -83,11 +83,11 @@ def _number(gpu: GPU, scratch: Scratch, count: int, number_bytes: int) -> None:
 
 
 _Distinct = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Values, which of them each element is, and how often each is there."""
+"""Values, the index of each element's value, and the count of each value."""
 
 
 def _placed(self: torch.Tensor, return_counts: bool, result: _Distinct) -> Iterator[torch.Tensor]:
-    """The results, which CUDA makes as large as the input and then shortens in place."""
+    """Yield the results, which CUDA makes as large as the input and then shortens in place."""
     values, inverse, counts = result
     is_truth = self.dtype == torch.bool
     room = 2 if is_truth else self.numel()
@@ -163,7 +163,7 @@ def _range(gpu: GPU, self: torch.Tensor, min: float, max: float) -> None:
 
 
 def _static(gpu: GPU, self: torch.Tensor) -> None:
-    """How many elements each block has found, and where its places begin."""
+    """Allocate the number of elements each block has found, and the start of its places."""
     if not self.numel():
         return
     tiles = -(-self.numel() // _STATIC_TILE)

@@ -26,13 +26,13 @@ _LANES = 32
 def radix_sort_pairs_bytes(
     count: int, key_bytes: int, value_bytes: int, bits: int, capability: Capability, sms: int = 0
 ) -> int:
-    """Temporary storage of sorting ``count`` pairs by the lowest ``bits`` bits of their keys.
+    """Return the bytes for sorting ``count`` pairs by the lowest ``bits`` bits of their keys.
 
     ``value_bytes`` is 0 for keys alone. Keys of less than four bytes take a table per block before
     compute capability 9.0, so their sort depends on ``sms``.
     """
     if count <= _tile(256, 19, key_bytes, value_bytes):
-        return 1  # One block sorts them; a null pointer would ask for the size again.
+        return 1  # One block sorts them; a null pointer would query the size again.
     if key_bytes < 4 and capability < (9, 0):
         spine = _spine(key_bytes, sms)
         return alias_temporaries(spine, count * key_bytes, count * value_bytes)
@@ -52,12 +52,12 @@ def radix_sort_pairs_bytes(
 
 
 def segmented_sort_pairs_bytes(count: int, key_bytes: int, value_bytes: int) -> int:
-    """Temporary storage of sorting ``count`` pairs in segments, by all bits of their keys."""
+    """Return the bytes for sorting ``count`` pairs in segments, by all bits of their keys."""
     return alias_temporaries(count * key_bytes, count * value_bytes)
 
 
 def scan_bytes(count: int, element_bytes: int, version: Version) -> int:
-    """Temporary storage of a prefix sum of ``count`` numbers, by an operator that is not CUB's."""
+    """Return the bytes for a prefix sum of ``count`` numbers, by an operator that is not CUB's."""
     items = max(1, min(15 * 4 // element_bytes, 30))
     if element_bytes < 4:
         # c10::Half and c10::BFloat16 are no numbers to CUB: flags and both sums are kept apart.
@@ -71,7 +71,7 @@ def scan_bytes(count: int, element_bytes: int, version: Version) -> int:
 def unique_by_key_bytes(
     count: int, index_bytes: int, capability: Capability, version: Version
 ) -> int:
-    """Temporary storage of finding where runs of ``count`` equal keys begin."""
+    """Return the bytes for finding where runs of ``count`` equal keys begin."""
     tile = _default_unique_tile(index_bytes)
     if capability >= (9, 0):
         tile = 448 * 11 if index_bytes == 8 else 512 * 14
@@ -81,7 +81,7 @@ def unique_by_key_bytes(
 
 
 def unique_bytes(count: int, capability: Capability, version: Version) -> int:
-    """Temporary storage of keeping the first of equal neighbours among ``count`` indices."""
+    """Return the bytes for keeping the first of equal neighbours among ``count`` indices."""
     tile = 64 * 10
     if capability >= (9, 0):
         tile = 384 * 11
@@ -91,7 +91,7 @@ def unique_bytes(count: int, capability: Capability, version: Version) -> int:
 
 
 def flagged_bytes(count: int, capability: Capability, version: Version) -> int:
-    """Temporary storage of keeping those of ``count`` 64-bit numbers that a flag selects."""
+    """Return the bytes for keeping those of ``count`` 64-bit numbers that a flag selects."""
     tile = 64 * 10
     if capability[0] >= 10 and version >= _NESTED_SINCE:
         tile = 320 * 11
@@ -103,7 +103,7 @@ def flagged_bytes(count: int, capability: Capability, version: Version) -> int:
 
 
 def count_bytes(count: int, sms: int, threads_per_sm: int) -> int:
-    """Temporary storage of adding ``count`` 32-bit numbers up."""
+    """Return the bytes for adding ``count`` 32-bit numbers up."""
     if count <= 256 * 16:
         return 1
     # One partial sum for each block of five waves; its 256 threads are all that limits them.
@@ -111,7 +111,7 @@ def count_bytes(count: int, sms: int, threads_per_sm: int) -> int:
 
 
 def sum_by_key_bytes(count: int, number_bytes: int, capability: Capability) -> int:
-    """Temporary storage of ``count`` prefix sums by keys of the same size."""
+    """Return the bytes for ``count`` prefix sums by keys of the same size."""
     tile = 256 * 9
     if number_bytes == 4:
         if capability[0] >= 10:
@@ -125,7 +125,7 @@ def sum_by_key_bytes(count: int, number_bytes: int, capability: Capability) -> i
 
 
 def alias_temporaries(*sizes: int) -> int:
-    """One allocation that holds all ``sizes``, each aligned to 256 bytes."""
+    """Return the bytes of an allocation that holds all ``sizes``, each aligned to 256 bytes."""
     return sum(-(-size // 256) * 256 for size in sizes) + 255
 
 

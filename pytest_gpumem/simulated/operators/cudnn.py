@@ -1,8 +1,8 @@
-"""How much memory cuDNN takes where only cuDNN knows: measured sizes, else stated estimates.
+"""Bytes that only cuDNN determines: measured sizes, else stated estimates.
 
-PyTorch asks the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
-cudnnGetBatchNormalization...Size) and the library answers by its choice of algorithm. What is here
-was read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
+PyTorch calls the library (``getWorkspaceSize`` of a convolution's plan, cudnnGetRNNTempSpaceSizes,
+cudnnGetBatchNormalization...Size), which answers by its choice of algorithm. The sizes below were
+read from public traces of cuDNN 8 and 9: ResNet-50 on an A10G and an A100, a variational
 autoencoder, cellular automata, all float32 in contiguous tensors, TF32 allowed; and for halves
 from printed peaks of single convolutions. Every byte that comes from this module is marked as
 estimated.
@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 FORWARD, INPUT, WEIGHT = "forward", "backward for the input", "backward for the weight"
-"""What a convolution computes."""
+"""The results that a convolution can compute."""
 
 _DESCRIPTOR = 16
 """Bytes beyond the copies of a plan that transposes its operands."""
@@ -37,7 +37,7 @@ computed by Winograd's method."""
 
 @dataclass(frozen=True)
 class Convolution:
-    """What the choice of an algorithm depends on; bytes of whole tensors."""
+    """The properties that the choice of an algorithm depends on; bytes of whole tensors."""
 
     direction: str
     input: tuple[int, ...]
@@ -147,7 +147,7 @@ _MEASURED: dict[tuple[int, int], dict[str, dict[_Shape, int]]] = {
     },
 }
 """Bytes by compute capability, direction and shape, where they differ from the rule; multiples of
-512 are blocks, whose last bytes nobody asked for."""
+512 are blocks, whose last bytes were not requested."""
 
 
 _LARGE_PRODUCTS: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -180,7 +180,7 @@ def _measured(convolution: Convolution) -> int | None:
 
 
 def convolution_bytes(convolution: Convolution) -> int:
-    """Bytes of the plan's workspace; an estimate, measured for some shapes and by rule for others.
+    """Return the bytes of the plan's workspace: an estimate, for some shapes a measured one.
 
     - channels last, grouped or pointwise: nothing. The kernel reads its operands as they are (a
       pointwise one is a product). One large float32 image whose channels suit tensor cores took
@@ -222,7 +222,7 @@ def convolution_bytes(convolution: Convolution) -> int:
 
 @dataclass(frozen=True)
 class Recurrent:
-    """One call of a recurrent layer."""
+    """A call of a recurrent layer."""
 
     name: str
     """``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``."""
@@ -244,9 +244,9 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def reserve_bytes(call: Recurrent) -> int:
-    """Bytes that a recurrent layer keeps for its backward; an estimate.
+    """Return the bytes that a recurrent layer keeps for its backward; an estimate.
 
-    What each layer keeps of its gates, and the outputs of all layers but the last. An LSTM and a
+    Each layer keeps numbers of its gates, and all layers but the last their outputs. An LSTM and a
     GRU of four layers of 320 had reserves of 736,000,000 and 864,000,000 bytes (pytorch#2895,
     cuDNN 6): exactly this for 25,000 rows.
     """
@@ -255,7 +255,7 @@ def reserve_bytes(call: Recurrent) -> int:
 
 
 def recurrent_workspace_bytes(call: Recurrent) -> int:
-    """Bytes of a recurrent layer's workspace; an estimate.
+    """Return the bytes of a recurrent layer's workspace; an estimate.
 
     A copy of the parameters, and the gates of one step of each layer, twice.
     """
@@ -273,7 +273,7 @@ def _half_bytes(convolution: Convolution) -> int:
     image of 2048 x 1024 to 2176 pixels. Not made from, and equal: the bytes of a 3-d convolution
     (pytorch#95024: 64 to 32 channels, 12,874,233,344), and allocated and reserved memory of an
     autoencoder in 18 sizes (invoke-ai/InvokeAI#9305: 96 to 384 channels in two and three dims;
-    reserved memory also says that its first layer, of 3 channels, took nothing).
+    reserved memory also shows that its first layer, of 3 channels, took nothing).
 
     A kernel of one pixel has the same weights in both layouts. So count the launches of
     ``nchwToNhwcKernel`` (158) and ``nhwcToNchwKernel`` (68) in a step of ResNet-50 with float16

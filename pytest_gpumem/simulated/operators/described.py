@@ -1,4 +1,4 @@
-"""``simulate_operator()``: what a kernel that only its library knows allocates and returns."""
+"""``simulate_operator()``: allocations and results of a kernel that only its library defines."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _TORCHS_OWN = frozenset({"aten", "prim", "prims", "profiler", "quantized"})
 
 
 def simulate_operator(kernel: Any) -> Callable[[_D], _D]:
-    """Say what a custom kernel does on a simulated GPU; the decorated function stands for it.
+    """Describe a custom kernel on a simulated GPU; the decorated function stands for it.
 
     ``kernel`` is the name of an operator of ``torch.library`` (``"mylib::fused_norm"``), the path
     of a Python function, method or compiled function that launches the kernel
     (``"mylib.kernels.rms_norm"``), the path of a Triton kernel, or any of these objects itself.
     The function is called in its place, with the arguments of the call (for a Triton kernel
-    without the grid), and returns what the kernel would. What it makes by torch's own functions is
-    allocated in that order; what it drops is freed then. A Triton kernel that only writes to its
+    without the grid), and returns the kernel's results. Tensors that it makes by torch's functions
+    are allocated in that order, and freed when it drops them. A Triton kernel that only writes its
     arguments allocates nothing: ``simulate_operator(kernel)(lambda *args, **options: None)``.
     A ``SimpleNamespace`` that it returns stands for a module, and its functions for kernels.
 
-    It holds for every simulation from here on, and for calls with tensors on a simulated GPU alone:
+    It holds for every simulation from now on, and only for calls with tensors on a simulated GPU:
     on a real GPU, and for CPU tensors, the kernel itself runs. A second description replaces the
     first. Raises ``ValueError`` for a name that is none or that nothing has, ``TypeError`` for
     anything else.
@@ -66,13 +66,13 @@ class Descriptions:
         self._open: tuple[ExitStack, Wrote] | None = None
 
     def of(self, name: str, overload: str) -> Description | None:
-        """The description of the operator ``name``, a qualified one."""
+        """Return the description of the operator ``name``, a qualified one."""
         if overload and (description := self.operators.get(f"{name}.{overload}")) is not None:
             return description
         return self.operators.get(name)
 
     def replace(self, owner: Any, name: str, function: Any, description: Description) -> None:
-        """Let ``description`` stand for ``function``, which is ``owner.name``."""
+        """Replace ``function``, which is ``owner.name``, by ``description``."""
         before = self._functions.get((owner, name))
         replaced = before or _Replaced(owner, name, function, description)
         replaced.description = description
@@ -84,9 +84,9 @@ class Descriptions:
 
     @contextmanager
     def served(self, wrote: Wrote) -> Iterator[None]:
-        """Put every description in the place of its function.
+        """Replace every described function by its description inside.
 
-        ``wrote`` is told of what a kernel was given and has made.
+        ``wrote`` is called with the arguments and results of a kernel.
         """
         with ExitStack() as stack:
             for replaced in self._functions.values():
@@ -108,7 +108,7 @@ class _Replaced:
         self.description = description
         self._wrote: Wrote = _nobody
         self._codes: tuple[CodeType, CodeType] | None = None
-        """The function's own code, and what calls the description instead."""
+        """The function's own code, and code that calls the description instead."""
 
     @contextmanager
     def applied(self, wrote: Wrote) -> Iterator[None]:
@@ -158,7 +158,7 @@ class _Replaced:
 
 
 def _nobody(*values: Any) -> None:
-    """Tell nobody of what a kernel has made."""
+    """Ignore the results of a kernel."""
 
 
 def _told(made: SimpleNamespace, wrote: Wrote) -> SimpleNamespace:
@@ -192,13 +192,13 @@ DESCRIPTIONS = Descriptions()
 
 
 def on_gpu(*values: Any) -> bool:
-    """Whether a call with ``values`` is one for the GPU: not if all its tensors are elsewhere."""
+    """Return whether a call with ``values`` is for the GPU: not if all tensors are elsewhere."""
     kinds = {tensor.device.type for tensor in tensors_in(values)}
     return not kinds or "cuda" in kinds
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
-    """The tensors among arguments."""
+    """Yield the tensors among arguments."""
     if isinstance(value, sys.modules["torch"].Tensor):
         yield value
     elif isinstance(value, dict):
@@ -209,7 +209,7 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def checked_outputs(schema: Any, outputs: Any) -> Any:
-    """``outputs`` of a description, if they are as many as the operator returns.
+    """Return ``outputs`` of a description, if they are as many as the operator returns.
 
     Raises ``ValueError`` otherwise.
     """
@@ -227,7 +227,7 @@ def checked_outputs(schema: Any, outputs: Any) -> Any:
 
 
 def how_to_describe(func: Any) -> str:
-    """What to write so that the operator ``func`` runs on a simulated GPU."""
+    """Return a hint how to describe ``func`` so that it runs on a simulated GPU."""
     import torch
 
     unknown = [
@@ -242,7 +242,7 @@ def how_to_describe(func: Any) -> str:
 
 
 def base_function(kernel: Any) -> Any:
-    """The Python function that a Triton kernel was made from, under all its decorators."""
+    """Return the Python function that a Triton kernel was made from, under all its decorators."""
     while not isinstance(kernel, FunctionType) and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel
@@ -263,7 +263,7 @@ def _calling(target: Callable[..., Any], like: CodeType) -> CodeType:
 
 @cache
 def _template(free: tuple[str, ...]) -> CodeType:
-    # A function's closure has to fit its code: the free variables are named, and left alone.
+    # A function's closure has to fit its code: the free variables are named, and not used.
     names = ", ".join(free)
     source = (
         f"def make({names}):\n"
@@ -279,7 +279,7 @@ def _template(free: tuple[str, ...]) -> CodeType:
     return code
 
 
-# From what the caller wrote to what is described.
+# From the caller's name to the described object.
 
 
 def _registration(kernel: Any) -> Callable[[Description], None]:
@@ -337,7 +337,7 @@ def _of_object(found: Any, owner: Any, name: str, shown: str) -> Callable[[Descr
 
 
 def _resolve(path: str) -> tuple[Any, str, Any]:
-    """The owner, last name and value of a dotted path, imported as far as it is modules."""
+    """Return the owner, last name and value of a dotted path, imported as far as it is modules."""
     parts = path.split(".")
     value, module = None, ""
     for count in range(1, len(parts)):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _parts(gpu: GPU, shape: tuple[int, int, int, int], like: Tensor) -> None:
-    """Allocate and free (batch, others, rows, columns), and what adding up the others takes."""
+    """Allocate and free (batch, others, rows, columns), and the memory of summing over others."""
     batch, others, rows, columns = shape
     elements = batch * others * rows * columns
     if not elements:

@@ -16,7 +16,7 @@ from torch._prims_common import compute_elementwise_output_strides
 
 
 def jiterated(function: Any, *tensors: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
-    """The outputs of a compiled kernel, as large as its inputs are together.
+    """Return the outputs of a compiled kernel, as large as its inputs are together.
 
     Raises ``KeyError`` in torch's words for an argument that the kernel does not have.
     """

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 INDICES_WITHOUT_SORT = 3072
-"""Up to here one kernel adds the rows up in place."""
+"""Most indices for which one kernel adds the rows up in place."""
 _ROWS_PER_PARTIAL_SUM = 10
 _LARGEST_BLOCK = 1024
 _ATOMIC_SINCE = (2, 11)
 _ATOMIC_BLOCKS_PER_SM = 4
-"""Where the last step has fewer blocks than this, partial sums are added atomically."""
+"""Fewest blocks of the last step that do not add partial sums atomically."""
 _MAX = 2
 """EmbeddingBagMode: its backward only adds."""
 

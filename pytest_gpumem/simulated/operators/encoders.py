@@ -20,12 +20,12 @@ _aten = torch.ops.aten
 
 
 def is_followed(tokens: Tensor) -> bool:
-    """Whether self-attention of ``tokens`` (batch, length, width) without a mask is followed."""
+    """Return whether unmasked self-attention of ``tokens`` (batch, length, width) is followed."""
     return tokens.dim() == 3 and tokens.numel() > 0 and tokens.is_contiguous()
 
 
 _PADDED_SINCE = (2, 12)
-"""Since this release heads of any size reach a fused kernel (tried on 2.11 and 2.13)."""
+"""First release whose fused kernels take heads of any size (tried on 2.11 and 2.13)."""
 
 
 def _takes_fused_kernel(gpu: GPU, tokens: Tensor, heads: int) -> bool:
@@ -75,7 +75,7 @@ def _by_own_kernels(
     need_weights: bool,
     averages: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The softmax is in place, and the context takes the memory of the queries."""
+    """Attend with the softmax in place, and the context in the memory of the queries."""
     batch, length, width = query.shape
     projected = torch.matmul(query, qkv_weight.t())
     packed = query.new_empty((3, batch * heads, length, width // heads))

@@ -1,4 +1,4 @@
-"""What autograd's engine and its formulas do in place on a GPU.
+"""In-place operations of autograd's engine and formulas on a GPU.
 
 Under a dispatch mode, and for ``meta`` tensors, they take out-of-place roads meant for tensor
 subclasses. Each entry recognises one of these calls and names the in-place operator that CUDA runs.
@@ -38,7 +38,7 @@ _ENGINE_RUNS = graph._engine_run_backward.__code__
 
 
 def in_formula(caller: FrameType | None) -> bool:
-    """Whether the engine itself, or one of its C++ formulas, made the call from frame ``caller``.
+    """Return whether the engine, or a C++ formula of its, made the call from frame ``caller``.
 
     Python in between (custom functions, hooks, checkpointing) leaves a frame of its own.
     """
@@ -72,9 +72,9 @@ class _Count(TorchDispatchMode):
 
 @cache
 def references_of_sole_owner() -> tuple[int, int]:
-    """Return the references to a tensor, and to its storage, that the engine's buffer alone holds.
+    """Return the references to a tensor, and to its storage, of the engine's buffer by itself.
 
-    They depend on how torch wraps tensors for Python, so they are asked, not written down: once,
+    They depend on how torch wraps tensors for Python, so they are measured, not written down: once,
     when a simulation begins. A backward pass starts the engine's threads, and a process that has
     them cannot be forked, so importing this module does not run one.
     """
@@ -126,7 +126,7 @@ _last = _LastNode()
 
 
 def _begins() -> bool:
-    """Whether the node that runs adds for the first time."""
+    """Return whether the node that runs adds for the first time."""
     node = torch._C._current_autograd_node()
     run = torch._C._current_graph_task_id(), -1 if node is None else int(node._sequence_nr())
     before, _last.run = _last.run, run
@@ -150,7 +150,7 @@ _SELECTIONS = (
 _WHOLE_SELECTIONS = "MaxBackward1 MinBackward1 MedianBackward0 NanmedianBackward0"
 _LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
 _SINCE_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-"""Formulas are those of the torch that runs."""
+"""Whether the torch that runs has the formulas of 2.14."""
 _CHOICES = (
     "Atan2Backward0 ClampBackward0 ClampMaxBackward1 ClampMinBackward1 MaximumBackward0 "
     "MinimumBackward0" + (" FmaxBackward0 FminBackward0" if _SINCE_2_14 else "")

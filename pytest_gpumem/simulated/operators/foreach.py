@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: what their one-launch CUDA kernels allocate in addition.
+"""Operators on lists of tensors: additional allocations of their one-launch CUDA kernels.
 
 Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu (foreach_tensor_norm_cuda,
 foreach_tensor_max_cuda), MultiTensorApply.cuh (kChunkSize) and native/ForeachUtils.h
@@ -80,7 +80,7 @@ RULES = {
 
 
 def _writes_only(*args: Any, **kwargs: Any) -> None:
-    """The shape of an operator that returns nothing."""
+    """Do nothing, as the shape of an operator that returns nothing."""
 
 
 SHAPES: dict[str, Callable[..., Any]] = dict.fromkeys(

@@ -36,7 +36,7 @@ _IN_CPP = {
 _ALIGNMENT = 16
 """Bytes to which the kernel's copies align rows."""
 _DESCRIPTOR = 128
-"""Bytes of a tensor map, which tells the copying unit where a matrix lies."""
+"""Bytes of a tensor map, by which the copying unit finds a matrix."""
 
 
 def _groups(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
@@ -46,7 +46,7 @@ def _groups(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
 
 
 def _is_fast(gpu: GPU, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> bool:
-    """Whether one kernel of CUTLASS multiplies all groups."""
+    """Return whether one kernel of CUTLASS multiplies all groups."""
     half = a.dtype is b.dtype is torch.bfloat16 and out_dtype in (None, torch.bfloat16)
     major = gpu.model.compute_capability[0]
     return half and (major == 9 or (major == 10 and gpu.version >= (2, 9)))

@@ -80,7 +80,7 @@ def _broadcast_strides(index: Tensor, rank: int) -> tuple[int, ...]:
 
 
 def _differs(shape: Sequence[int], strides: Sequence[int], dense: Sequence[int]) -> bool:
-    """Whether a tensor of these strides is not contiguous."""
+    """Return whether a tensor of these strides is not contiguous."""
     return any(
         size != 1 and own != wanted for size, own, wanted in zip(shape, strides, dense, strict=True)
     )
@@ -120,7 +120,7 @@ def _is_number(storages: Storages, values: Tensor) -> bool:
 def is_masked_fill(
     storages: Storages, indices: _Indices, values: Tensor, accumulate: bool = False
 ) -> bool:
-    """Whether an index_put fills where one mask is set, by a number: canDispatchToMaskedFill."""
+    """Return whether an index_put fills a mask with a number: canDispatchToMaskedFill."""
     given = [index for index in indices if index is not None]
     is_mask = len(given) == 1 and given[0].dtype in _FLAGS
     return is_mask and not accumulate and _is_number(storages, values)
@@ -179,7 +179,7 @@ def _unsafe_index_put(
 
 
 def _is_of_formula() -> bool:
-    """Whether autograd's own formula puts, which says that its indices are safe."""
+    """Return whether autograd's own formula puts, which marks its indices as safe."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
@@ -262,7 +262,7 @@ def _place_set(gpu: GPU, self: Tensor) -> None:
 
 
 def _masked_fill(self: Tensor, mask: Tensor) -> Tensor:
-    """With a tensor of no dimensions: CUDA reads its number, wherever it lives."""
+    """Fill with a tensor of no dimensions, whose number CUDA reads from any device."""
     return torch.ops.aten.masked_fill.Scalar(self, mask, 0)  # type: ignore[no-any-return]  # an operator
 
 

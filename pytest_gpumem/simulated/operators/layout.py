@@ -1,4 +1,4 @@
-"""Memory formats, as C++ reads them off sizes and strides, copies into them, and types."""
+"""Memory formats, derived from sizes and strides as in C++; copies into them, and types."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 INDEX_BYTES = 8
-"""Of the indices and counts that torch keeps: 64 bits."""
+"""Bytes of the indices and counts that torch keeps: 64 bits."""
 INDEXABLE = 2**31 - 1
-"""Elements, or bytes, up to which kernels index with 32 bits."""
+"""Most elements, or bytes, that kernels index with 32 bits."""
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ORDERS = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
@@ -43,7 +43,7 @@ def is_channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def copied(
     *tensors: torch.Tensor | None, memory_format: torch.memory_format = torch.contiguous_format
 ) -> list[int]:
-    """Bytes of ``contiguous(memory_format=...)`` of each of ``tensors`` that is not, in order."""
+    """Return the bytes of each copy that ``contiguous(memory_format=...)`` makes, in order."""
     return [
         tensor.nbytes
         for tensor in tensors
@@ -52,7 +52,7 @@ def copied(
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill their memory without gaps, each place once, in any order.
+    """Return whether the elements fill their memory without gaps, each place once, in any order.
 
     Source: c10/core/TensorImpl.h, ``is_non_overlapping_and_dense``; in Python releases have it
     under different names.
@@ -70,5 +70,5 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The type that CUDA adds up values of ``dtype`` in (``toAccumulateType``)."""
+    """Return the type that CUDA adds up values of ``dtype`` in (``toAccumulateType``)."""
     return torch.float32 if dtype in HALVES else dtype

@@ -1,7 +1,7 @@
-"""Linear algebra and Fourier transforms: what is known of their libraries' calls.
+"""Linear algebra and Fourier transforms: the known part of their libraries' calls.
 
-cuFFT's and cuSOLVER's workspaces are sized by the libraries alone; they are left out, and the
-simulation says so. Source: aten/src/ATen/native/cuda/SpectralOps.cpp (_fft_c2r_cufft,
+cuFFT's and cuSOLVER's workspaces are sized by the libraries; they are left out, with a note of the
+simulation. Source: aten/src/ATen/native/cuda/SpectralOps.cpp (_fft_c2r_cufft,
 _fft_c2c_cufft), linalg/BatchLinearAlgebra.cpp.
 """
 
@@ -27,12 +27,12 @@ def _is_one_call(dims: Sequence[int]) -> bool:
 
 
 def leave_out(gpu: GPU, library: str, operator: str) -> None:
-    """Say that the workspace of ``library`` is in no number."""
+    """Note that the workspace of ``library`` is in no number."""
     gpu.simulation.note(left_out_note(library, operator))
 
 
 def left_out_note(library: str, operator: str) -> str:
-    """Return the sentence that says so."""
+    """Return a note that the library's workspace is left out."""
     return (
         f"{library}'s workspace for {operator} is not known and left out: "
         f"the peak can be higher on a GPU"

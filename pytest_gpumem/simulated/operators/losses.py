@@ -1,4 +1,4 @@
-"""Losses and reductions made of other operators below autograd, and what they keep.
+"""Losses and reductions made of other operators below autograd, and the tensors they keep.
 
 Source: aten/src/ATen/native/Loss.cpp (binary_cross_entropy_with_logits, mse_loss, smooth_l1_loss:
 their result is made as large as the input before the reduction shrinks it; huber_loss,
@@ -75,7 +75,7 @@ def _elements(self: Tensor, target: Tensor) -> int:
 
 
 def _into_result(self: Tensor, target: Tensor, reduction: int, result: Tensor) -> Iterator[Tensor]:
-    """The result is as large as the input; the values are in a temporary of that size."""
+    """Yield a result as large as the input; the values are in a temporary of that size."""
     if reduction:
         _enlarge(result, _elements(self, target))
     yield result
@@ -92,7 +92,7 @@ def _reduce_temporary(
 
 
 def _in_result(self: Tensor, target: Tensor, result: Tensor) -> Iterator[Tensor]:
-    """The values are in the result, which shrinks to their mean or sum."""
+    """Yield the result with the values, which shrinks to their mean or sum."""
     _enlarge(result, _elements(self, target))
     yield result
 
@@ -129,7 +129,7 @@ def _margin_of_rows(gpu: GPU, self: Tensor, reduction: int) -> None:
 def _target_first(
     gpu: GPU, self: Tensor, reduction: int, result: tuple[Tensor, Tensor]
 ) -> Iterator[Tensor]:
-    """Whether a class is a target, each row's loss, the loss (multilabel_margin_loss_forward)."""
+    """Yield target flags and the loss, rows' losses between (multilabel_margin_loss_forward)."""
     yield result[1]
     is_reduced = self.dim() == 2 and reduction
     rows = Scratch(gpu, self.shape[0] * self.element_size() if is_reduced else 0)

@@ -1,4 +1,4 @@
-"""Matrix products: copies of operands cuBLAS cannot read, and which library handle they take.
+"""Matrix products: copies of operands that cuBLAS cannot read, and the library handle they take.
 
 Source: aten/src/ATen/native/cuda/Blas.cpp (addmm_out_cuda_impl and its gemm_and_bias condition,
 bmm_out_cuda_impl, prepare_batch_matrix_for_cublas), cuBlasCommonArgs.h (prepare_matrix_for_cublas),
@@ -38,7 +38,7 @@ def _addmm(gpu: GPU, self: Tensor, mat1: Tensor, mat2: Tensor, beta: float, resu
 
 
 _SUMS_BY_LT_SINCE = (2, 14)
-"""Since this release cuBLASLt adds a matrix of 16 bits to a product (tried on 2.13 and 2.15)."""
+"""First release whose cuBLASLt adds a matrix of 16 bits to a product (tried on 2.13, 2.15)."""
 
 
 def _product(

@@ -5,7 +5,7 @@ _batch_norm_impl_index), native/cudnn/BatchNorm.cpp, native/cuda/Normalization.c
 (batch_norm_cuda, batch_norm_backward_cuda and their channels-last templates), native/group_norm.cpp
 and cuda/group_norm_kernel.cu, native/layer_norm.cpp (rms_norm_symint) and
 cuda/layer_norm_kernel.cu, of torch 2.6 to 2.15. cuDNN needs no workspace and no reserve for batch
-norm of contiguous tensors; of channels-last training it does, in sizes that only cuDNN knows.
+norm of contiguous tensors; for channels-last training it does, in sizes that only it determines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _aten = torch.ops.aten
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """By the input, by its weight and by its bias."""
 _LARGEST_BATCH = {True: 880_801, False: 65_535}
-"""Samples that cuDNN normalises, by whether it trains."""
+"""Most samples that cuDNN normalises, by whether it trains."""
 
 
 def batch_norm(
@@ -74,7 +74,7 @@ def batch_norm(
         output, _mean, _variance, _reserve = torch.ops.aten.cudnn_batch_norm(
             *kept, running_mean, running_var, training, momentum, eps
         )
-        # _batch_norm_impl_index drops its copies, batch_norm then the rest of what it returned.
+        # _batch_norm_impl_index drops its copies, batch_norm then the rest of its results.
         del kept
         return output
     return _batch_norm(  # type: ignore[no-any-return]  # an operator
@@ -162,7 +162,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _TracedRmsNorm(torch.autograd.Function):
-    """The same as autograd has it on CUDA, of the operators that a compiler takes apart."""
+    """RMS norm with autograd's formula on CUDA, of the operators that a compiler takes apart."""
 
     @staticmethod
     def forward(
@@ -232,7 +232,7 @@ _LARGEST_BLOCK, _TILE, _PER_THREAD, _MOST_ROWS = 512, 32, 16, 128
 
 
 def _staging(channels: int, per_channel: int) -> tuple[int, int]:
-    """flexible_launch_configs: blocks over channels, and over what is reduced."""
+    """flexible_launch_configs: blocks over channels, and over the reduced dims."""
     width = min(reductions.power_below(channels), _TILE)
     height = min(reductions.power_below(-(-per_channel // _PER_THREAD)), _LARGEST_BLOCK // width)
     if width * height != _LARGEST_BLOCK:
@@ -301,7 +301,7 @@ def _batch_norm_backward(
 
 
 def _merges(gradient: Tensor) -> bool:
-    """Whether reshaping to (batch, channels, rest) is a view."""
+    """Return whether reshaping to (batch, channels, rest) is a view."""
     size = stride = None
     for at in range(gradient.dim() - 1, 1, -1):
         if gradient.shape[at] == 1:
@@ -360,7 +360,7 @@ def _layer_norm_gradients(
     for _ in given:
         scratch.take(blocks * columns * input.element_size())
     for tensor, earlier in zip(given, first, strict=True):
-        # The sum of the partial results takes the place of what was allocated for it.
+        # The sum of the partial results takes the place of the memory allocated for it.
         adopt(tensor, gpu)
         shape, dtype = (blocks, columns), input.dtype
         reductions.reduce(gpu, shape, (columns, 1), dtype, 0, reductions.SUMS, dtype)
@@ -383,7 +383,7 @@ def _rows_and_columns(input: Tensor, normalized_shape: Sequence[int]) -> tuple[i
 # Group norm.
 
 _FLOAT_STATISTICS: tuple[int, int] = (2, 14)
-"""Since this release group norm of halves computes its statistics in float32 first."""
+"""First release whose group norm of halves computes its statistics in float32 first."""
 
 
 def _group_norm(

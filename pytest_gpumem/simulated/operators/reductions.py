@@ -39,7 +39,7 @@ def global_reduction_bytes(
     sm_count: int,
     threads_per_sm: int,
 ) -> tuple[int, int] | None:
-    """Bytes of the buffer and of the semaphores; ``None`` if each output has its own block.
+    """Return the bytes of buffer and semaphores; ``None`` if each output has its own block.
 
     ``strides`` are in elements; the input is below 2 GiB. How many values a thread loads at once
     (input_vec_size, by kernel and release) does not enter: a sum that several blocks share has
@@ -110,7 +110,7 @@ def _configured(
 
 
 def power_below(value: int) -> int:
-    """The largest power of two that is not above ``value``: ``last_pow2``."""
+    """Return the largest power of two that is not above ``value``: ``last_pow2``."""
     return 1 << (max(value, 1).bit_length() - 1)
 
 
@@ -200,7 +200,7 @@ def _launches(
 
 @dataclass(frozen=True)
 class Accumulator:
-    """What a kernel accumulates in."""
+    """The accumulator of a kernel."""
 
     nbytes: Callable[[torch.dtype], int]
     """Type of the input as the kernel reads it -> bytes of one partial result."""
@@ -235,9 +235,9 @@ def reduce(
     accumulator: Accumulator,
     result: torch.dtype,
 ) -> None:
-    """Allocate and free what reducing a tensor over ``dims`` (all: ``None``) takes.
+    """Allocate and free the memory of reducing a tensor over ``dims`` (all: ``None``).
 
-    ``dtype`` is what the kernel reads, ``result`` what it writes.
+    ``dtype`` is the type that the kernel reads, ``result`` the one it writes.
     """
     elements = math.prod(shape)
     if elements < MAX_VALUES * 32:
@@ -271,13 +271,13 @@ _NOTHING = (None,)
 
 
 def sum_of_all(gpu: GPU, tensor: Tensor) -> None:
-    """Allocate and free what reducing all of ``tensor`` to one number, as a norm does, takes."""
+    """Allocate and free the memory of reducing all of ``tensor`` to one number, as a norm does."""
     dtype = tensor.dtype
     reduce(gpu, tuple(tensor.shape), tensor.stride(), dtype, None, _NORMS, dtype)
 
 
 def _over(accumulator: Accumulator) -> Rule:
-    """A rule for an operator that reads its input as it is."""
+    """Return a rule for an operator that reads its input as it is."""
 
     def after(
         gpu: GPU,

@@ -4,7 +4,7 @@ Source: aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_impl, try_get_weight_buf, _cu
 _cudnn_rnn_backward, _cudnn_rnn_flatten_weight), native/RNN.cpp (LSTMCell, GRUCell),
 native/cuda/RNN.cu (_thnn_fused_lstm_cell_cuda, _thnn_fused_gru_cell_cuda), native/ConvUtils.h
 (cudnn_is_acceptable), of torch 2.6 to 2.15. cuDNN's workspace and reserve come from :mod:`cudnn`;
-the state of its dropout, of a size that only cuDNN knows, is left out.
+the state of its dropout, of a size that only cuDNN determines, is left out.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def flatten_weight(weights: list[Tensor], per_layer: int, *args: Any) -> Tensor:
     with torch.no_grad():
         for weight, view in zip(weights, _views(buffer, weights), strict=True):
             view.copy_(weight)
-            weight.set_(view)  # type: ignore[call-overload]  # the stubs know storages only
+            weight.set_(view)  # type: ignore[call-overload]  # the stubs have storages only
     return buffer
 
 
 def plan(patches: Patches) -> None:
-    """What a build without cuDNN answers otherwise."""
+    """Plan replacements of answers that differ in a build without cuDNN."""
     patches.plan(torch.backends.cudnn, "is_acceptable", is_acceptable)
     patches.plan(cudnn_rnn, "get_cudnn_mode", lambda mode: _MODES[mode.lower()])
     patches.plan(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
@@ -69,7 +69,7 @@ _WITHOUT_BIASES = (2, 3)
 
 
 def _buffer_elements(weights: list[Tensor], per_layer: int) -> int:
-    """Elements of cuDNN's buffer, which has two vectors of biases for each layer in any case."""
+    """Return the elements of cuDNN's buffer, which always has two bias vectors per layer."""
     elements = _elements(weights)
     if per_layer in _WITHOUT_BIASES:
         elements += sum(2 * weight.shape[0] for weight in weights[::per_layer])
@@ -208,7 +208,7 @@ def _gru_cell(
     if not input.is_cuda:
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
     if is_traced(input):
-        # torch has no shapes for it: compiled code stops here, and goes on behind.
+        # torch has no shapes for it: compiled code breaks here, and continues after it.
         raise UnsupportedOperatorException(_aten._thnn_fused_gru_cell.default)
     gates = (torch.matmul(input, w_ih.t()), torch.matmul(hx, w_hh.t()))
     return _FusedGruCell.apply(gpu, *gates, hx, b_ih, b_hh)  # type: ignore[no-untyped-call]  # torch's
@@ -390,7 +390,7 @@ def _backward(
         buffer = torch.zeros_like(weight_buf)
         workspace = _workspace(gpu, call)
         if weight_stride0 in _WITHOUT_BIASES:
-            # cuDNN's layers have biases all the same: what belongs to the weights is copied.
+            # cuDNN's layers have biases all the same: the part of the weights is copied.
             grads = [torch.empty_like(one) for one in weight]
         else:
             grads = _views(buffer, weight)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _rolled_so_far(gpu: GPU, self: Tensor, dims: Sequence[int]) -> Scratch | None:
-    """What the last of the dims is rolled from: the roll of those before it, or a copy."""
+    """Return the input for rolling the last dim: the roll of the dims before it, or a copy."""
     if self.is_contiguous() and len(dims) < 2:
         return None
     scratch = Scratch(gpu)

@@ -1,4 +1,4 @@
-"""What a CUDA operator allocates beyond its outputs: the shape of one rule."""
+"""Rules: allocations of a CUDA operator beyond its outputs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ ShapesOf = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens on the device before and after an operator's outputs are allocated.
+    """Allocations on the device before and after an operator's outputs.
 
-    Each part is a function that names what it looks at: ``gpu``, arguments of the operator as its
-    schema calls them and, once there is one, ``result``. What not all overloads have has a default.
+    Each part is a function that names the values it uses: ``gpu``, arguments of the operator by the
+    names in its schema and, once there is one, ``result``. Arguments that some overloads lack
+    have a default.
     """
 
     before: Before | None = None
-    """May return what stays allocated until the operator ends."""
+    """The result may hold memory until the operator ends."""
     shapes: ShapesOf | None = None
     """Makes the outputs on ``meta`` where torch's own kernel for it gets them wrong."""
     placed: Placed | None = None
@@ -57,7 +58,7 @@ class BoundRule:
 
 
 class Call:
-    """One call of an operator that has a rule; making it does what is before the outputs."""
+    """A call of an operator that has a rule; making it allocates the part before the outputs."""
 
     __slots__ = ("_given", "_rule", "_scratch")
 
@@ -69,12 +70,12 @@ class Call:
         self._scratch = None if rule.before is None else rule.before(given)
 
     def shapes(self) -> Any:
-        """The outputs, of a rule that makes them."""
+        """Return the outputs, of a rule that makes them."""
         assert self._rule.shapes is not None
         return self._rule.shapes(self._given)
 
     def placed(self, result: Any) -> Any:
-        """What of ``result`` takes device memory, in order; the rule may take some in between."""
+        """Return the parts of ``result`` that take memory, in order; rules may allocate between."""
         rule = self._rule
         if rule.placed is None:
             return result
@@ -82,7 +83,7 @@ class Call:
         return rule.placed(self._given)
 
     def end(self, result: Any) -> None:
-        """Do what happens after the outputs were allocated."""
+        """Run the part after the outputs were allocated."""
         rule = self._rule
         if rule.after is not None:
             self._given[rule.result_at] = result
@@ -91,7 +92,7 @@ class Call:
             self._scratch.free()
 
     def abandon(self) -> None:
-        """Give back what was taken before the outputs, of a call that has failed."""
+        """Free the memory taken before the outputs, of a call that has failed."""
         if self._scratch is not None:
             self._scratch.free()
 
@@ -120,7 +121,7 @@ class Scratch:
     def estimate(self, nbytes: int, library: str, what: str) -> int:
         """Allocate a workspace of ``library`` whose size is an estimate.
 
-        ``what`` it is for ends up in the notes of the simulation.
+        The purpose ``what`` is shown in the notes of the simulation.
         """
         if not nbytes:
             return 0
@@ -139,7 +140,7 @@ class Scratch:
             self._give_back(address)
 
     def free(self) -> None:
-        """Free what is left, newest first."""
+        """Free the rest, newest first."""
         while self._addresses:
             self._give_back(self._addresses.pop())
 
@@ -151,13 +152,13 @@ class Scratch:
 
 
 Composite = Callable[..., Any]
-"""What an operator is made of, in Python: a function that names what it looks at, as rules do."""
+"""A Python function for the parts of an operator, which names the values it uses, as in rules."""
 
 
 def on_machine(
     composite: Composite, func: OpOverload, machine: SimulatedMachine
 ) -> Callable[..., Any]:
-    """``composite`` as ``func`` calls it on ``machine``: on the GPU of its first tensor, if any."""
+    """Return ``composite`` as ``func`` calls it: on the GPU of its first tensor, if any."""
     given, taken = _bound(composite, func)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +176,7 @@ def _bound(
 
 
 def first_of(results: Iterable[Any]) -> Any:
-    """The first of what an operator returns; the others go first to last, as in a std::tuple."""
+    """Return the first result; the others are freed first to last, as in a std::tuple."""
     held = list(results)
     del results
     first = held.pop(0)
@@ -191,5 +192,5 @@ def passing(gpu: Device, *sizes: int) -> None:
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a compiler traces what is done with ``tensor``: a composite is to stay in parts."""
+    """Return whether a compiler traces ``tensor``, so that a composite must stay in parts."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))

@@ -1,4 +1,4 @@
-"""Random numbers around means and with probabilities: checks, and what is converted.
+"""Random numbers around means and with probabilities: checks and conversions.
 
 Source: aten/src/ATen/native/DistributionTemplates.h (normal_impl, normal_out_impl,
 CHECK_NORMAL_TENSOR_STD, bernoulli_impl_), cuda/DistributionBernoulli.cu and

@@ -1,4 +1,4 @@
-"""Scattering, and reducing by index or segment: counts, and where segments begin.
+"""Scattering, and reducing by index or segment: counts, and starts of segments.
 
 Source: aten/src/ATen/native/TensorAdvancedIndexing.cpp (scatter_reduce_two), SegmentReduce.cpp,
 cuda/Indexing.cu (index_reduce_func_cuda_impl), cuda/SegmentReduce.cu (_segment_reduce_lengths_ and
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _scattered_mean(gpu: GPU, src: Tensor, reduce: str, result: Tensor) -> None:
-    """Ones like the source are added up where it went; nothing is divided by zero."""
+    """Allocate for adding up ones like the source where it went; nothing is divided by zero."""
     if reduce != "mean" or not src.numel():
         return
     scratch = Scratch(gpu)
@@ -42,7 +42,7 @@ def _mean_by_index(gpu: GPU, source: Tensor, reduce: str, result: Tensor) -> Non
 
 
 def _before_segments(gpu: GPU, lengths: Tensor | None, unsafe: bool) -> None:
-    """Whether lengths are not negative, and add up to what there is."""
+    """Allocate for the check that lengths are not negative, and add up to the whole."""
     if lengths is None or unsafe:
         return
     passing(gpu, lengths.element_size())
@@ -83,7 +83,7 @@ def _tell_segments(
 def _unfold_backward(
     gpu: GPU, input_sizes: Sequence[int], dim: int, size: int, step: int, result: Tensor
 ) -> None:
-    """Windows that overlap are added up by where they begin."""
+    """Allocate for adding up overlapping windows by where they begin."""
     if step < size and input_sizes and result.numel():
         passing(gpu, input_sizes[dim] * INDEX_BYTES)
 

@@ -77,8 +77,8 @@ WRONG: dict[str, Callable[..., Any]] = {
     "baddbmm.dtype": _batched_product,
     "_weight_int4pack_mm": _int4_product,
 }
-"""By overload: what torch has a kernel for that takes the result's type for a factor, or that asks
-a tensor on ``meta`` which device it is a fake of.
+"""By overload: replacements of kernels of torch's that take the result's type for a factor, or that
+read the device that a tensor on ``meta`` is a fake of.
 
 Source: torch/_decomp/decompositions.py (baddbmm, registered for all overloads) of 2.8 to 2.15,
 torch/_meta_registrations.py (meta__weight_int4pack_mm) of 2.13; native/cuda/int4mm.cu.

@@ -25,7 +25,7 @@ _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True)
 class SlowConvolution:
-    """One group of a convolution, of contiguous tensors."""
+    """A group of a convolution, of contiguous tensors."""
 
     gpu: GPU
     parameters: Parameters
@@ -33,7 +33,7 @@ class SlowConvolution:
     def forward(
         self, input: Tensor, weight: Tensor, shape: tuple[int, ...], has_bias: bool
     ) -> Tensor:
-        """The output of ``shape``, after everything was allocated and freed as CUDA does."""
+        """Return the output of ``shape``, after everything was allocated and freed as CUDA does."""
         # Of three dimensions, transposed: empty_like(input), resized.
         is_resized = self.parameters.transposed and input.dim() == 5
         first = Scratch(self.gpu, input.nbytes if is_resized else 0)
@@ -54,7 +54,7 @@ class SlowConvolution:
     def backward(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
-        """The gradients that ``mask`` asks for."""
+        """Return the gradients that ``mask`` selects."""
         kept = grad_output.contiguous()
         del grad_output
         if self.parameters.transposed:
@@ -69,7 +69,7 @@ class SlowConvolution:
     def _of_images(
         self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool]
     ) -> _Gradients:
-        """Both gradients share one buffer of columns."""
+        """Return the gradients, of which two share one buffer of columns."""
         columns = Scratch(self.gpu)
         nbytes = self._column_bytes(input, weight, grad_output.shape)
         grad_input = grad_weight = None
@@ -126,7 +126,7 @@ class SlowConvolution:
             self.gpu.workspaces.gemm(self.gpu.stream)
 
     def _has_columns(self, input: Tensor, weight: Tensor) -> bool:
-        """Whether patches are more than the input itself."""
+        """Return whether patches are more than the input itself."""
         parameters = self.parameters
         return (
             math.prod(weight.shape[2:]) > 1
@@ -138,7 +138,7 @@ class SlowConvolution:
         )
 
     def _column_bytes(self, input: Tensor, weight: Tensor, shape: Sequence[int]) -> int:
-        """The patches of one sample; ``shape`` is that of the output."""
+        """Return the patches of one sample; ``shape`` is that of the output."""
         kernel = math.prod(weight.shape[2:])
         if self.parameters.transposed:
             return shape[1] * kernel * math.prod(input.shape[2:]) * input.element_size()

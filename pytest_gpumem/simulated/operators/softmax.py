@@ -1,4 +1,4 @@
-"""Softmax: the product that its backward takes, and copies of what is not contiguous.
+"""Softmax: the product that its backward takes, and copies of tensors that are not contiguous.
 
 Source: aten/src/ATen/native/cuda/SoftMax.cu (host_softmax, host_softmax_backward,
 softmax_backward_cuda_out) and native/SoftMax.cpp (softmax and log_softmax with a ``dtype``), torch
@@ -37,7 +37,7 @@ def _backward(gpu: GPU, grad_output: Tensor, output: Tensor) -> None:
 
 
 def _is_product_contiguous(gradient: Tensor, output: Tensor) -> bool:
-    """The product takes over the order of strides of what it multiplies."""
+    """Return whether the product is contiguous; its strides are in the order of its factors'."""
     if gradient.is_contiguous() and output.is_contiguous():
         return True
     strides = compute_elementwise_output_strides(gradient, output)

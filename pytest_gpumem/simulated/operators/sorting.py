@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import GPU
 
 _SORTED_IN_SHARED_MEMORY = 4096
-"""Elements of a dimension that one block sorts."""
+"""Most elements of a dimension that one block sorts."""
 _OWN_SORT_FROM = 1_000_000
-"""Elements of a dimension from which each slice is sorted by itself."""
+"""Fewest elements of a dimension for which each slice is sorted by itself."""
 _SLICES_SORTED_AT_ONCE = 128
 """Fewer slices are sorted as one, by value and then by slice."""
 
@@ -46,7 +46,7 @@ def _sort(gpu: GPU, self: Tensor, dim: int, result: _Pair) -> None:
 
 
 def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int]) -> None:
-    """Allocate and free what sorting ``tensor`` along ``dim`` into given results takes."""
+    """Allocate and free the memory of sorting ``tensor`` along ``dim`` into given results."""
     if not tensor.dim() or not tensor.numel():
         return
     length = tensor.shape[dim]
@@ -66,7 +66,7 @@ def sort_slices(gpu: GPU, tensor: Tensor, dim: int, result_strides: Sequence[int
 
 
 def sort_row(gpu: GPU, elements: int, element_bytes: int) -> None:
-    """Allocate and free what sorting a contiguous row into given results takes."""
+    """Allocate and free the memory of sorting a contiguous row into given results."""
     if elements <= _SORTED_IN_SHARED_MEMORY:
         passing(gpu, elements * INDEX_BYTES)
     else:
@@ -129,7 +129,7 @@ _TOPK_REGISTERS = 40
 _REGISTERS_PER_SM = 65_536
 _RADIX_DIGITS = 256
 _DIGIT_SUMS_SINCE = (2, 10)
-"""Blocks of one slice add their digit counts up in memory; before, they waited for each other."""
+"""First release in which blocks of a slice add digit counts up in memory, without waiting."""
 
 
 def _many_blocks(slices: int, length: int) -> bool:
@@ -214,7 +214,7 @@ def _nanmedian(gpu: GPU, self: Tensor, dim: int | None = None) -> Scratch:
 
 
 def _sorted_values(gpu: GPU, tensor: Tensor) -> Scratch:
-    """The values of ``tensor.flatten().sort()``, held."""
+    """Return the values of ``tensor.flatten().sort()``, held."""
     scratch = Scratch(gpu)
     flat = 0 if tensor.is_contiguous() else scratch.take(tensor.nbytes)
     scratch.take(tensor.nbytes)
@@ -309,7 +309,7 @@ def _multinomial(
 
 
 def _check_weights(gpu: GPU, scratch: Scratch, weights: Tensor, rows: int) -> None:
-    """What the sanity checks keep: extremes, their validity, whether a row has no weight."""
+    """Allocate for the sanity checks: extremes, their validity, whether a row has no weight."""
     size = weights.element_size()
     if gpu.version >= BOTH_EXTREMES_SINCE:
         scratch.take(size)

@@ -1,7 +1,7 @@
 """Sparse COO tensors, taken apart into the strided operators that CUDA's functions are made of.
 
-What ``meta`` has for them gets shapes wrong: a clone, a copy and a sum have no elements there. What
-is not here has no shapes on ``meta`` either, and is refused by name. Products are in
+Kernels for ``meta`` get shapes wrong: a clone, a copy and a sum have no elements there. Operators
+missing here have no shapes on ``meta`` either, and are refused by name. Products are in
 ``sparse_products``.
 
 Source: aten/src/ATen/native/sparse/SparseTensor.cpp (clone_sparse, copy_into_sparse, sparse_mask),
@@ -41,7 +41,7 @@ _MERGE_SORT_TILE = 256 * 8
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether ``value`` is a sparse COO tensor."""
+    """Return whether ``value`` is a sparse COO tensor."""
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
@@ -51,7 +51,7 @@ def _made(indices: Tensor, values: Tensor, like: Tensor, *, coalesced: bool) -> 
 
 
 def _become(tensor: Tensor, result: Tensor) -> Tensor:
-    """What ``alias_into_sparse`` does: ``tensor`` has the indices and values of ``result``."""
+    """Give ``tensor`` the indices and values of ``result``, as ``alias_into_sparse`` does."""
     tensor.data = result
     return tensor
 
@@ -78,13 +78,13 @@ def copy_(target: Tensor, source: Tensor) -> Tensor:
 
 
 def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A copy of ``tensor`` with elements of ``dtype``, or of its own type."""
+    """Return a copy of ``tensor`` with elements of ``dtype``, or of its own type."""
     values = tensor._values().to(dtype or tensor.dtype, copy=True)
     return _made(tensor._indices().clone(), values, tensor, coalesced=tensor.is_coalesced())
 
 
 def _flattened(gpu: GPU, tensor: Tensor, *, clone: bool) -> Tensor:
-    """One index for each element, by ``flatten_indices``."""
+    """Return an index for each element, as ``flatten_indices`` does."""
     indices = tensor._indices()
     dims = indices.shape[0]
     if dims == 1:
@@ -289,7 +289,7 @@ def _sum(self: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def refusal(what: str) -> UnsupportedOperatorError:
-    """The refusal of ``what``, which sparse tensors can do on a GPU."""
+    """Return the refusal of the operation ``what``, which sparse tensors can do on a GPU."""
     return UnsupportedOperatorError(f"{what} at {user_line()} cannot run on a simulated GPU")
 
 
@@ -304,7 +304,7 @@ def _bag_gradient(
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
 ) -> Tensor:
-    """Of ``EmbeddingBag(sparse=True)``: a row for each index."""
+    """Return the gradient of ``EmbeddingBag(sparse=True)``: a row for each index."""
     rows = grad.index_select(0, offset2bag)
     if mode == _MEAN:
         sizes = bag_size.to(rows.dtype)
@@ -353,11 +353,11 @@ PARTS: dict[str, Composite] = {
 
 
 _SPARSE_OF_BAGS = 9
-"""The argument of ``_embedding_bag_backward`` that asks for a sparse gradient."""
+"""Position of the argument of ``_embedding_bag_backward`` for a sparse gradient."""
 
 
 def is_in_parts(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
+    """Return whether an operator of ``PARTS`` has sparse arguments, or a sparse result."""
     if name == "aten._embedding_bag_backward.default":
         return bool(args[_SPARSE_OF_BAGS])
     return any(map(is_sparse, args)) or name.startswith("aten._to_sparse")

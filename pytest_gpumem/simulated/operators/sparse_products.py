@@ -4,7 +4,7 @@ Source: aten/src/ATen/native/sparse/SparseTensorMath.cpp (_sparse_mm, _sparse_ad
 SparseCUDATensorMath.cu (addmm_sparse_dense_cuda, s_addmm_out_sparse_dense_cuda_worker,
 _to_csr_int), cuda/SparseBlasLegacy.cpp (s_addmm_out_csr_sparse_dense_cuda_worker) and
 native/TensorShape.cpp (transpose, sparse_transpose_), of torch 2.6. The workspace of cuSPARSE's
-product is sized by the library alone; it is left out, and the simulation says so.
+product is sized by the library; it is left out, with a note of the simulation.
 """
 
 from __future__ import annotations

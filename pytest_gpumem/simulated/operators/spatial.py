@@ -68,7 +68,7 @@ _READING: dict[After, str] = {
         adaptive_max_pool3d_backward
     """,
 }
-"""What kernels read, and which they are."""
+"""Operators by the function that allocates the copies their kernels read."""
 
 
 def _unpooled(gpu: GPU, self: Tensor, indices: Tensor) -> Scratch:

@@ -1,9 +1,9 @@
-"""Descriptions to start from: what to paste into ``conftest.py`` for a kernel that was called.
+"""Descriptions to start from, to paste into ``conftest.py`` for a kernel that was called.
 
-What is known is filled in: names of arguments from the operator's schema, or from the signature
+Known parts are filled in: names of arguments from the operator's schema, or from the signature
 that pybind11 writes (``pybind11.h``, ``cpp_function::initialize_generic``), what is written in
-place and returned from the schema's alias annotations. A result's shape nobody knows: it is like
-the first tensor, and a comment says that this is to be checked.
+place and returned from the schema's alias annotations. A result's shape is unknown: it is like
+the first tensor, with a comment to check it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 MOST_SHOWN = 3
-"""Tensors of a list that are shown."""
+"""Most tensors of a list that are shown."""
 WIDEST = 99
-"""Columns of a line that names arguments; where they are more, the rest is ``*args``."""
+"""Columns of a line that names arguments; the arguments beyond are ``*args``."""
 
 CHECK = "  # check: shape, dtype, what else it takes"
 IN_PLACE = "  # check: what it takes"
@@ -41,26 +41,26 @@ def _device(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a description, and what the call gave for it."""
+    """A parameter of a description, and its argument in the call."""
 
     name: str
     given: Any = None
     default: str | None = None
-    """As Python writes it; ``None`` where the call has to give a value."""
+    """The default in Python's notation; ``None`` where the call has to give a value."""
     only_named: bool = False
 
     @property
     def written(self) -> str:
-        """As ``def`` has it."""
+        """The parameter in the notation of ``def``."""
         return self.name if self.default is None else f"{self.name}={self.default}"
 
 
 def of_operator(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], line: str, place: Place
 ) -> str:
-    """What describes the operator ``func``, which was called with these arguments at ``line``.
+    """Return a description of the operator ``func``, called with these arguments at ``line``.
 
-    ``place`` says where a tensor is: below the dispatcher it is on ``meta``.
+    ``place`` returns where a tensor is: below the dispatcher it is on ``meta``.
     """
     schema = func._schema
     overload = schema.overload_name
@@ -78,7 +78,7 @@ def of_operator(
 def of_function(
     path: str, doc: str | None, args: Sequence[Any], options: Mapping[str, Any], line: str
 ) -> str:
-    """What describes a compiled function, whose docstring is ``doc``, called so at ``line``."""
+    """Return a description of a compiled function with docstring ``doc``, called so at ``line``."""
     names, returned = _signature(doc)
     names += [f"arg{i}" for i in range(len(names), len(args))]
     parameters = [
@@ -100,14 +100,14 @@ def of_function(
 def shown_call(
     name: str, args: Sequence[Any], options: Mapping[str, Any], place: Place = _device
 ) -> str:
-    """The call as its reader would write it, with tensors by shape, dtype and device."""
+    """Return the call as its reader would write it, with tensors by shape, dtype and device."""
     named = [f"{key}={_shown(value, place)}" for key, value in options.items()]
     given = [*(_shown(value, place) for value in args), *named]
     return f"{name}({', '.join(given)})"
 
 
 def parameters_of(schema: Any, given: Mapping[str, Any]) -> list[Parameter]:
-    """The parameters of an operator, with what a call has ``given`` for them."""
+    """Return the parameters of an operator, with what a call has ``given`` for them."""
     return [
         Parameter(
             _identifier(argument.name),
@@ -120,7 +120,7 @@ def parameters_of(schema: Any, given: Mapping[str, Any]) -> list[Parameter]:
 
 
 def results_of(schema: Any, parameters: Sequence[Parameter]) -> tuple[str, str]:
-    """What an operator returns, as an expression, and the comment behind it."""
+    """Return an expression for an operator's results, and the comment behind it."""
     like, each = _likeness(parameters)
     results, made = [], False
     for returned in schema.returns:
@@ -139,7 +139,7 @@ def results_of(schema: Any, parameters: Sequence[Parameter]) -> tuple[str, str]:
 
 
 def signature(parameters: Iterable[Parameter], used: str, room: int) -> str:
-    """Parameters as ``def`` has them; those behind the last that is ``used`` only if they fit."""
+    """Return parameters for ``def``; those behind the last that is ``used`` only if they fit."""
     parameters = list(parameters)
     whole = ", ".join(_with_star(parameters))
     if len(whole) <= room:
@@ -178,7 +178,7 @@ def _with_star(parameters: Sequence[Parameter]) -> Iterator[str]:
 
 
 def _likeness(parameters: Sequence[Parameter]) -> tuple[str, str]:
-    """A tensor like the first, and a list like the first list or of such a tensor."""
+    """Return a tensor like the first, and a list like the first list or of such a tensor."""
     like, each = None, None
     for parameter in parameters:
         name, given = parameter.name, parameter.given
@@ -192,7 +192,7 @@ def _likeness(parameters: Sequence[Parameter]) -> tuple[str, str]:
 
 
 def _alias(schema: Any, returned: Any) -> str | None:
-    """The argument that ``returned`` is, or a view of."""
+    """Return the argument that ``returned`` is, or a view of."""
     if returned.alias_info is None:
         return None
     before = returned.alias_info.before_set
@@ -207,7 +207,7 @@ def _alias(schema: Any, returned: Any) -> str | None:
 
 
 def _signature(doc: str | None) -> tuple[list[str], str | None]:
-    """Names of the arguments, and the type of the result, ``None`` for a function without one."""
+    """Return argument names and the result's type, ``None`` for a function without one."""
     match = _SIGNATURE.match(doc or "")
     if match is None or "*args" in match["arguments"]:
         return [], "torch.Tensor"
@@ -229,7 +229,7 @@ def _shown(value: Any, place: Place) -> str:
 
 
 def _literal(value: Any) -> str:
-    """``value`` as Python writes it; what has no literal is ``None``."""
+    """Return ``value`` in Python's notation; ``None`` for one without a literal."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     try:

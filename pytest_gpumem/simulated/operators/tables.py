@@ -88,9 +88,9 @@ RULES: dict[str, Rule] = {
 
 @cache
 def rule_of(func: OpOverload) -> BoundRule | None:
-    """The rule that ``func`` follows."""
+    """Return the rule that ``func`` follows."""
     rule = RULES.get(func._schema.name)
-    # ``upsample_nearest2d.vec_out``: generated from what is built of others, as is its CUDA kernel.
+    # ``upsample_nearest2d.vec_out``: generated from a composite, as is its CUDA kernel.
     is_built = func._overloadname == "vec_out"
     return None if rule is None or is_built else BoundRule(rule, func._schema)
 
@@ -132,7 +132,7 @@ check less than CUDA's."""
 
 @contextmanager
 def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
-    """Route composite operators of meta tensors the way CUDA goes, above autograd."""
+    """Route composite operators of meta tensors as on CUDA, above autograd."""
     library = torch.library.Library("aten", "IMPL")
     patches = Patches()
     rnn.plan(patches)
@@ -158,6 +158,6 @@ def installed(machine: SimulatedMachine, casts: CastCache) -> Iterator[None]:
 
 
 def _lacks_shapes(name: str) -> bool:
-    """Whether this torch has the operator, but no kernel for ``meta``."""
+    """Return whether this torch has the operator, but no kernel for ``meta``."""
     found = overload_of(name)
     return found is not None and not found.has_kernel_for_dispatch_key(torch._C.DispatchKey.Meta)

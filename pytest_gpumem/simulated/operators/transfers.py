@@ -1,4 +1,4 @@
-"""Copies between host and GPU: what is no single stretch of memory on both sides is staged.
+"""Copies between host and GPU: staged unless both sides are one stretch of memory.
 
 Source: aten/src/ATen/native/cuda/Copy.cu (copy_requires_temporaries, copy_kernel_cuda) and
 native/TensorConversions.cpp (_to_copy), of torch 2.6 to 2.15. Copies between GPUs that reach each
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-    """The temporary of ``target.copy_(source)`` from the host.
+    """Allocate the temporary of ``target.copy_(source)`` from the host.
 
-    The host converts what it sends, unless the copy does not block.
+    The host converts its data first, unless the copy does not block.
     """
     if target.layout is not torch.strided or not target.numel():
         return
@@ -38,7 +38,7 @@ def stage_upload(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool
 
 
 def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-    """The temporaries of ``target.copy_(source)`` to the host."""
+    """Allocate the temporaries of ``target.copy_(source)`` to the host."""
     if source.layout is not torch.strided:
         return
     _download(
@@ -47,7 +47,7 @@ def stage_download(gpu: Device, target: Tensor, source: Tensor, non_blocking: bo
 
 
 def stage_move(gpu: Device, source: Tensor, options: dict[str, Any]) -> None:
-    """The temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
+    """Allocate the temporaries of ``source.to("cpu", **options)``; a copy keeps a dense layout."""
     wanted = options.get("memory_format") or torch.preserve_format
     if wanted is torch.preserve_format:
         kept = is_dense(source)
@@ -97,7 +97,7 @@ def _are_one_stretch(target: Tensor, source: Tensor) -> bool:
 
 
 def _is_in_order(tensor: Tensor) -> bool:
-    """Whether a dense copy of ``tensor`` is contiguous (infer_dense_strides)."""
+    """Return whether a dense copy of ``tensor`` is contiguous (infer_dense_strides)."""
     strides = [
         stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     ]

@@ -57,7 +57,7 @@ def _nms(gpu: GPU, dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor
 
 
 def _kept(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Which boxes are kept, the best first; in float32 where the CPU has no kernel in half."""
+    """Return which boxes are kept, best first; in float32 where the CPU has no half kernel."""
     with torch._C._DisableTorchDispatch():
         if dets.dtype is torch.half:
             dets, scores = dets.float(), scores.float()

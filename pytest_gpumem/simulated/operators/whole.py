@@ -1,7 +1,7 @@
 """Operators that autograd sees whole and that one native function builds from others.
 
 They have no kernel for CUDA: CompositeExplicitAutograd in native_functions.yaml, where ``meta``
-has a kernel for the shape of the result alone. Source: aten/src/ATen/native/Distance.cpp
+has a kernel only for the shape of the result. Source: aten/src/ATen/native/Distance.cpp
 (_euclidean_dist, which cdist_impl takes for more than 25 rows), AffineGridGenerator.cpp, Loss.cpp
 (binary_cross_entropy_with_logits), ReduceOps.cpp (dist), BinaryOps.cpp (ldexp), UnaryOps.cpp
 (mvlgamma), TensorAdvancedIndexing.cpp (_unsafe_masked_index) and

@@ -1,4 +1,4 @@
-"""flash-attn where it is not installed: a stand-in allocates as its functions do.
+"""flash-attn where it is not installed: a stand-in with the allocations of its functions.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``,
 ``surface``, ``compiled``. ``libraries`` describes the library, ``imports`` lets code import it

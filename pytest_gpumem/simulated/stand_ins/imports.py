@@ -1,7 +1,7 @@
 """The stand-in as code under test imports it: while a simulation is active, and no longer.
 
-Python asks the last finder of ``sys.meta_path`` for modules that all others have not found: so a
-library that is installed is always the real one. Metadata is answered alike, because libraries look
+Python tries the last finder of ``sys.meta_path`` for modules that all others have not found: so an
+installed library is always the real one. Metadata is served alike, because libraries look
 for others by ``importlib.metadata`` as much as by importing them.
 """
 
@@ -26,12 +26,12 @@ from pytest_gpumem.simulated.stand_ins.usage import telling
 from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 _modules: dict[str, ModuleType] = {}
-"""Every module that was made so far: code that keeps one finds the same one later."""
+"""Every module that was made so far: code that keeps one gets the same one later."""
 
 
 @contextmanager
 def served(note: Callable[[str], None]) -> Iterator[None]:
-    """Let flash-attn be imported inside if it is not installed; ``note`` is told of its use."""
+    """Make flash-attn importable inside if it is not installed; ``note`` gets notes of its use."""
     finder = _Finder()
     with telling(note), _asked_anew():
         sys.meta_path.append(finder)
@@ -55,13 +55,13 @@ class StandInModule(ModuleType):
     """A module of the library; a name that it lacks is refused."""
 
     def __getattr__(self, name: str) -> Any:
-        # Of names with underscores, Python and its tools ask every module.
+        # Python and its tools read names with underscores of every module.
         path = f"{self.__name__}.{name}"
         if name.startswith("__") or path in FLASH_ATTN.absent:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if path not in _contents():
             _refuse(path)
-        # "from library import module" asks for an attribute first.
+        # "from library import module" reads an attribute first.
         return importlib.import_module(path)
 
 
@@ -93,7 +93,7 @@ class _Finder(DistributionFinder):
             return None
         if FLASH_ATTN.lacks(fullname):
             return ModuleSpec(fullname, _Refusing(), is_package=True)
-        if fullname == FLASH_ATTN.package:  # who only asks whether it is there imports nothing
+        if fullname == FLASH_ATTN.package:  # a check whether it is there imports nothing
             return ModuleSpec(fullname, _Making(), is_package=True)
         names = _contents()
         if fullname not in names:
@@ -104,7 +104,7 @@ class _Finder(DistributionFinder):
     def find_distributions(
         self, context: DistributionFinder.Context = _ANY
     ) -> Iterable[Distribution]:
-        """Return the library's metadata, where all are asked for or its own."""
+        """Return the library's metadata, for a query of all distributions or of this one."""
         asked = None if context.name is None else _normalized(context.name)
         if asked in (None, FLASH_ATTN.name) and FLASH_ATTN.is_missing:
             yield _Metadata()
@@ -124,7 +124,7 @@ class _Making(Loader):
 
 
 class _Refusing(Loader):
-    """Says of a module of the real library that there is no stand-in for it."""
+    """Refuses to load a module of the real library that has no stand-in."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Refuse."""
@@ -164,7 +164,7 @@ def _normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# Libraries that ask once whether another one is there, and remember the answer.
+# Libraries that check once whether another one is installed, and remember the answer.
 
 _ASKING = "transformers.utils.import_utils"
 _QUESTIONS = (
@@ -178,7 +178,7 @@ _QUESTIONS = (
 
 @contextmanager
 def _asked_anew() -> Iterator[None]:
-    """Let answers that other libraries remember hold inside, and not beyond."""
+    """Clear cached answers of other libraries, before and after."""
     _forget_answers()
     if FLASH_ATTN.is_missing:
         _distributions()[FLASH_ATTN.package] = [FLASH_ATTN.name]

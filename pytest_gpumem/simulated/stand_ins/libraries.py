@@ -13,18 +13,18 @@ class Library:
     """A library that cannot be installed without CUDA's compiler."""
 
     name: str
-    """Of its distribution."""
+    """The name of its distribution."""
     version: str
-    """The release whose sources say what is allocated."""
+    """The release whose sources the allocations are from."""
     package: str
     """The package that programs import, and the folder of this one that stands for it."""
     without: frozenset[str]
-    """Modules of that release that have no stand-in, with all that is below them."""
+    """Modules of that release without a stand-in, with all modules below them."""
     compiled: str
-    """Its extension. Where the Python code is installed without it, the stand-in takes the place of
-    this module alone."""
+    """The name of its extension. Where the Python code is installed without it, only this module is
+    replaced by the stand-in."""
     absent: frozenset[str]
-    """Names that other libraries ask of its modules, and that release does not have."""
+    """Names that other libraries look up in its modules, and that release does not have."""
 
     @property
     def is_missing(self) -> bool:

@@ -20,7 +20,7 @@ def register(
 ) -> Any:
     """Register the operator ``name`` and return it.
 
-    ``description`` allocates what it does on a GPU, ``values`` computes it on the CPU. A
+    ``description`` allocates as on a GPU, ``values`` computes it on the CPU. A
     description of the user's own comes first.
     """
 

@@ -1,4 +1,4 @@
-"""Tells the active simulation that the stand-in was used."""
+"""Reports to the active simulation that the stand-in was used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pytest_gpumem.simulated.stand_ins.libraries import FLASH_ATTN
 
 _listeners: list[Callable[[str], None]] = []
-"""Of the active simulations, innermost last: what is imported is the process's."""
+"""Listeners of the active simulations, innermost last: imports are the process's."""
 
 
 @contextmanager
 def telling(note: Callable[[str], None]) -> Iterator[None]:
-    """Let ``note`` take a sentence when the stand-in is used inside."""
+    """Call ``note`` with a sentence when the stand-in is used inside."""
     _listeners.append(note)
     try:
         yield
@@ -22,6 +22,6 @@ def telling(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def used() -> None:
-    """Say that the stand-in has allocated something."""
+    """Report that the stand-in has allocated something."""
     if _listeners:
         _listeners[-1](FLASH_ATTN.sentence)

@@ -1,4 +1,4 @@
-"""What user code sees of CUDA: names of torch's that are replaced while a simulation is active.
+"""User code's view of CUDA: names of torch's that are replaced while a simulation is active.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``. Each
 replacement is a thin translation to the machine; ``plan`` lists them.

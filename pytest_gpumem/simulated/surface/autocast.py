@@ -1,6 +1,6 @@
 """Autocast for CUDA: installed the first time it is switched on inside a simulation.
 
-``torch.autocast`` is replaced in its own methods, too: they are what Dynamo and AOTAutograd run for
+``torch.autocast`` is replaced in its own methods, too: Dynamo and AOTAutograd run them for
 the ``with`` statements of a compiled function, while the functions of ``torch`` are torch's own.
 
 Source: torch/amp/autocast_mode.py (``_enter_autocast``, ``_exit_autocast``) and
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan(cache: CastCache, patches: Patches) -> None:
-    """Notice autocast for CUDA, and drop its cached casts when torch drops its own."""
+    """Install autocast for CUDA at its first use; drop cached casts when torch drops its own."""
     set_enabled = torch.set_autocast_enabled
     set_gpu_enabled = getattr(torch, "set_autocast_gpu_enabled", None)
     clear = torch.clear_autocast_cache
@@ -61,6 +61,6 @@ def plan(cache: CastCache, patches: Patches) -> None:
 
 
 def _is_inside() -> bool:
-    """Whether a context of autocast is open."""
+    """Return whether a context of autocast is open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting() > 0

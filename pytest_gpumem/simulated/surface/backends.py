@@ -26,7 +26,7 @@ _CUDNN_VERSIONS = (
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Answer as a CUDA build on this GPU would."""
+    """Give the answers of a CUDA build on this GPU."""
     version = machine.gpus[0].version
     cudnn = next(number for since, number in _CUDNN_VERSIONS if version >= since)
     patches.plan(torch._C, "_has_cudnn", True)
@@ -103,7 +103,7 @@ def _asking(machine: SimulatedMachine, kernel: str) -> Any:
 
 
 class _Preferred:
-    """A setting that changes speed and not what the simulation models."""
+    """A setting that changes speed but nothing that is simulated."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

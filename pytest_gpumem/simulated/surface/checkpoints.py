@@ -1,4 +1,4 @@
-"""``torch.save`` of tensors whose values nobody knows: their shapes are written, and marked.
+"""``torch.save`` of tensors of unknown values: their shapes are written, and marked.
 
 A file of made-up numbers could be taken for a checkpoint. So such a tensor is saved as a call of
 :func:`restore_unknown`, which makes one of unknown values inside a simulation and raises anywhere
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 _machine: SimulatedMachine | None = None
-"""The one that files are loaded on: pickle calls by name, and hands over only what it has read."""
+"""The one that files are loaded on: pickle calls by name, and passes only data it has read."""
 
 
 @contextmanager
 def loading_on(machine: SimulatedMachine) -> Iterator[None]:
-    """Let tensors of unknown values that are loaded inside be on ``machine``."""
+    """Make tensors of unknown values that are loaded inside belong to ``machine``."""
     global _machine
     before, _machine = _machine, machine
     try:
@@ -41,7 +41,7 @@ def loading_on(machine: SimulatedMachine) -> Iterator[None]:
 
 
 def gives_no_values() -> bool:
-    """Whether safetensors has been given memory, still alive, of what has no values."""
+    """Return whether safetensors has memory, still alive, of tensors without values."""
     return _machine is not None and bool(_machine.storages.without_values)
 
 
@@ -52,7 +52,7 @@ class SavedStorage:
         self.nbytes = nbytes
         self.location = location
         self.memory: Tensor | None = None
-        """What it has become, while the file is loaded."""
+        """The tensor that stands for it, while the file is loaded."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return saved_storage, (self.nbytes, self.location)
@@ -109,7 +109,7 @@ def load_storage(content: bytes, location: str) -> Any:
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    # As torch's own code does it: anybody else is told that the class is deprecated.
+    # As in torch's own code: other calls warn that the class is deprecated.
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -132,7 +132,7 @@ class _Saving:
         self._machine = machine
         self._reduce: Callable[..., Any] = Tensor._reduce_ex_internal
         self._saved: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        """By key: what stands for a storage, for as long as a pickler holds on to it."""
+        """By key: the stand-in for a storage, for as long as a pickler refers to it."""
 
     def reduce(self, tensor: Tensor, proto: int) -> Any:
         if not self._is_unknown(tensor):
@@ -166,7 +166,7 @@ class _Saving:
 
 
 def _destination(location: str) -> str:
-    """Where ``torch.load`` was told to put what was saved from ``location``."""
+    """Return where ``torch.load`` puts a tensor that was saved from ``location``."""
     local = getattr(torch.serialization, "_serialization_tls", None)
     target = getattr(local, "map_location", None)
     if isinstance(target, dict):

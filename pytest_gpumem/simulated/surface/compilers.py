@@ -1,10 +1,10 @@
-"""What torch's compilers are made of, which takes as long to import as torch, for who needs it.
+"""The modules of torch's compilers, imported when they are needed: that takes as long as torch.
 
-Code that is not compiled imports it as well. What ``torch._disable_dynamo`` decorates (optimizers,
-dispatch modes, custom operators) asks ``torch._dynamo`` in its first call to be left alone, and
-``step()`` asks it for a break in the graph. Python's ``meta`` kernels ask whether sizes are
-symbolic. Neither asks anything of numbers, so stand-ins answer; whatever else is asked of them, by
-whomever, imports the real modules.
+Code that is not compiled imports them as well. Anything that ``torch._disable_dynamo`` decorates
+(optimizers, dispatch modes, custom operators) calls ``torch._dynamo.disable`` at its first call,
+and ``step()`` calls ``graph_break``. Python's ``meta`` kernels check whether sizes are symbolic.
+Neither depends on numbers, so stand-ins answer; any other use of them, by any module, imports the
+real modules.
 
 Source: torch/_compile.py, optim/optimizer.py, _prims_common/__init__.py, and each use of
 fx/experimental/symbolic_shapes.py within functions of torch 2.6 to 2.15.
@@ -24,13 +24,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch._subclasses.schema_check_mode  # by what leaves modes, so by each import alone
-import torch.fx.experimental._config  # kernels find it imported with what is kept out here
+import torch._subclasses.schema_check_mode  # by code that leaves modes, so with each import
+import torch.fx.experimental._config  # kernels expect it with a module that is kept out here
 
 from pytest_gpumem.simulated.common.late_imports import Alone, Answers, LateImports, StandIn
 
 _OF_TESTS = ("torch.testing._internal", "torch._dynamo.test_case", "torch._inductor.test_case")
-"""What torch's own tests are built on: as it is imported it asks whether there is a GPU."""
+"""The base modules of torch's own tests: on import they check whether there is a GPU."""
 _DYNAMO = "torch._dynamo"
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _FUNCTIONS = "torch.utils._sympy.functions"
@@ -39,9 +39,9 @@ _SYMPY = "sympy"
 
 @contextmanager
 def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
-    """Import torch's compilers when somebody needs them; from then on be inside of ``present``.
+    """Import torch's compilers at their first use, and enter ``present`` then.
 
-    ``alone`` imports them, and all of torch, without what is replaced: they would keep it.
+    ``alone`` imports them, and all of torch, without replaced names, which they would keep.
     """
     left_alone = _LeftAlone()
     with ExitStack() as inside:
@@ -61,7 +61,7 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
 
         inside.callback(left_alone.forget)
         inside.enter_context(LateImports("torch", alone, but=_OF_TESTS).watched())
-        if _DYNAMO in sys.modules:  # who waits for a module of torch's is asked before all of torch
+        if _DYNAMO in sys.modules:  # finders of single modules come before the one of all torch
             inside.enter_context(present())
         stand_in(_SYMPY, _of_sympy, alone)
         stand_in(_FUNCTIONS, _of_functions, alone)
@@ -71,8 +71,8 @@ def kept_out(alone: Alone, present: Alone) -> Iterator[None]:
 
 
 def load() -> None:
-    """Import all of it now, if it can be: whoever needs it is told what is wrong."""
-    # A test may have emptied sys.path, or deleted the folder that torch's settings ask for.
+    """Import all of it now, if possible: a later use raises the error of a failed import."""
+    # A test may have emptied sys.path, or deleted the folder that torch's settings need.
     with suppress(ImportError, OSError):
         importlib.import_module(f"{_DYNAMO}.eval_frame")
 
@@ -81,7 +81,7 @@ _was_told = False
 
 
 def told_to_compile() -> bool:
-    """Return whether somebody in this process has told torch to compile something.
+    """Return whether any code in this process has called ``torch.compile``.
 
     Source: torch/_dynamo/eval_frame.py (``cached_backends``, which ``reset`` empties), torch 2.6 to
     2.15.
@@ -100,14 +100,14 @@ class _LeftAlone:
         self._functions: list[Callable[..., Any]] = []
 
     def of_dynamo(self, name: str, asking: FrameType) -> Any:
-        """What ``torch._dynamo`` does to code that is not compiled: nothing."""
+        """Return a stand-in for a function of ``torch._dynamo``: on eager code it does nothing."""
         return {
             ("torch._compile", "disable"): self._disable,
             ("torch.optim.optimizer", "graph_break"): _graph_break,
         }.get((asking.f_globals.get("__name__", ""), name))
 
     def forget(self) -> None:
-        """Let the functions ask again; torch/_compile.py keeps the answer with them."""
+        """Clear the answers that torch/_compile.py keeps with the functions."""
         while self._functions:
             delattr(self._functions.pop(), "__dynamo_disable")
 
@@ -117,11 +117,11 @@ class _LeftAlone:
 
 
 def _graph_break(*_: Any, **__: Any) -> None:
-    """Do what the real one does in code that is not compiled."""
+    """Do nothing, as the real one does in code that is not compiled."""
 
 
 def _of_sympy(name: str, asking: FrameType) -> Any:
-    """No argument of a kernel is an expression of ``sympy`` while there is no ``sympy``."""
+    """Return a stand-in for ``Basic``: no kernel gets an expression before ``sympy`` is there."""
     return _NoExpression if name == "Basic" and _is_kernel(asking) else None
 
 
@@ -152,7 +152,7 @@ def _is_kernel(asking: FrameType) -> bool:
 
 
 def _of_symbolic_shapes(name: str, asking: FrameType) -> Any:
-    """No symbols are in numbers; who is no kernel expects a set of torch's own kind."""
+    """Return a stand-in for kernels: numbers hold no symbols; others expect a set of torch's."""
     return _no_symbols if name == "free_unbacked_symbols" and _is_kernel(asking) else None
 
 
@@ -194,7 +194,7 @@ _VALUES: dict[str, Callable[..., Any]] = {
 
 @cache
 def _there() -> Mapping[str, Callable[..., Any]]:
-    """Functions of what may be symbolic, those of this release; numbers get what torch's say."""
+    """Return this release's functions of possibly symbolic numbers, with torch's results."""
     spec = find_spec(_SHAPES)
     assert spec is not None, f"torch imports {_SHAPES}"
     assert spec.origin is not None

@@ -1,6 +1,6 @@
 """Control flow that runs eagerly: its gradients are traced by running it, on the device.
 
-torch sets all modes aside for that, and what the tracing computes takes memory as anything else.
+torch removes all modes for that, and the tracing's computations take memory like any others.
 
 Source: torch/_higher_order_ops/utils.py (``materialize_as_graph``), torch 2.11 and 2.13.
 """
@@ -23,7 +23,7 @@ _TRACED = "materialize_as_graph"
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let the machine see what is traced of control flow."""
+    """Show the machine the operators in traced control flow."""
     package = torch._higher_order_ops
     for name in vars(package):  # where most modules are hidden by a function of their name
         owner = sys.modules.get(f"{package.__name__}.{name}")

@@ -1,7 +1,7 @@
 """Extensions that are compiled while a test runs: refused where CUDA's compiler is missing.
 
 ``load()`` and ``load_inline()`` both end in ``_jit_compile()``, which writes ninja's file and
-starts it; ``CUDAExtension()`` asks for the libraries below CUDA_HOME (torch/utils/cpp_extension.py,
+starts it; ``CUDAExtension()`` needs the libraries below CUDA_HOME (torch/utils/cpp_extension.py,
 2.6 to 2.15).
 """
 
@@ -31,13 +31,13 @@ _HAS_CUDA = torch.version.cuda is not None
 
 
 class Compiling:
-    """What of ``torch.utils.cpp_extension`` is replaced, once that is imported."""
+    """Replacements in ``torch.utils.cpp_extension``, once that is imported."""
 
     def __init__(self) -> None:
         self._patches: Patches | None = None
 
     def look(self) -> None:
-        """Replace it where it is there by now: few tests compile, and its import takes long."""
+        """Replace it once it is imported: few tests compile, and its import takes long."""
         module: Any = sys.modules.get(_MODULE)
         if self._patches is not None or not hasattr(module, "_join_cuda_home"):
             return
@@ -48,7 +48,7 @@ class Compiling:
         self._patches.apply()
 
     def undo(self) -> None:
-        """Put it back."""
+        """Restore the original functions."""
         if self._patches is not None:
             self._patches.undo()
             self._patches = None

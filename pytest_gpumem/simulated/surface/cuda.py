@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CUDA_OF_CPU_BUILDS = "12.6"
 """``torch.version.cuda`` where the running build has none; the allocator does not depend on it."""
 FLATTENS_POOL_IDS = "2.13"
-"""From this release on ``torch.cuda.memory_stats`` takes keys that are no strings.
+"""First release whose ``torch.cuda.memory_stats`` takes keys that are no strings.
 
 ``torch.__version__`` compares itself by releases.
 """
@@ -29,7 +29,7 @@ _PRIVATE = "reserved_bytes_by_private_pools"
 
 @cache
 def _joins_pool_ids(release: str) -> bool:
-    """Whether this release has strings for keys; each comparison parses the release."""
+    """Return whether this release has strings for keys; each comparison parses the release."""
     return release < FLATTENS_POOL_IDS
 
 
@@ -71,7 +71,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         patches.plan(cuda, name, value)
     patches.plan(torch.cuda.random, "get_rng_state", api.get_rng_state)
     patches.plan(torch.cuda.random, "set_rng_state", api.set_rng_state)
-    # Up to 2.10 torch copies the whole trace for this, whatever is asked of it.
+    # Up to 2.10 torch copies the whole trace for this, whatever the arguments.
     patches.plan(torch.cuda, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch.cuda.memory, "memory_snapshot", api.memory_snapshot)
     patches.plan(torch._C, "_has_cuda", True)
@@ -87,14 +87,14 @@ _STATE = frozenset(
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
-    """Whether a replacement is one that ``torch.cuda`` is made of, and nobody calls by itself."""
+    """Return whether a replacement is a part of ``torch.cuda`` that user code does not call."""
     if isinstance(value, type):
         return False
     below = (torch._C, torch.version, torch.backends.cudnn, torch.backends.cuda)
     if owner in (torch.cuda.graphs, torch.cuda.memory):
-        return hasattr(torch._C, name)  # a copy: torch.cuda asks by this name, not through torch._C
+        return hasattr(torch._C, name)  # a copy: torch.cuda uses this name, not torch._C
     if owner is torch.amp.autocast_mode.autocast:
-        return True  # it casts for the GPU in what is compiled, too
+        return True  # it casts for the GPU in compiled code, too
     return owner in below or (owner is torch.cuda and name in _STATE)
 
 

@@ -1,4 +1,4 @@
-"""``torch.device(0)``: a number alone is the accelerator's, and a CPU build of torch has none."""
+"""``torch.device(0)``: a bare number is the accelerator's, and a CPU build of torch has none."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _Device: Any = torch.device
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Stand in for ``torch.device``, which is a type that cannot be changed or inherited from."""
+    """Replace ``torch.device``, which is a type that cannot be changed or inherited from."""
     patches.plan(torch, "device", device)
 
 
 class _Kind(type):
-    """Makes real devices, and answers for their type."""
+    """The type of the stand-in: it makes real devices, and ``isinstance`` finds them."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and type(args[0]) is int and not options:

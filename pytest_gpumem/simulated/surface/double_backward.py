@@ -19,9 +19,9 @@ _graph_task = torch._C._current_graph_task_id
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Look at how many nodes each outermost pass has made.
+    """Count the nodes that each outermost pass has made.
 
-    With streams of the user's own the numbers stay: they tell on which stream a node was made.
+    With streams of the user's own the numbers stay: they show on which stream a node was made.
     """
     engine = torch.autograd.graph._engine_run_backward
 
@@ -49,7 +49,7 @@ def _creates_graph(args: tuple[Any, ...]) -> bool:
 
 
 def _made(outputs: Any, args: tuple[Any, ...], results: Any) -> list[Any]:
-    """Return the gradients of a pass: its results, or what the leaves have now."""
+    """Return the gradients of a pass: its results, or the leaves' present gradients."""
     found = [each for each in results or () if isinstance(each, torch.Tensor)]
     if found:
         return found

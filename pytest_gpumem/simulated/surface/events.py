@@ -34,7 +34,7 @@ class SimulatedEvent:
         self._device: int | None = None
         self._is_recorded = False
         self.moment = 0.0
-        """When the work before it is done, on the clock of the streams."""
+        """The time when the work before it is done, on the clock of the streams."""
         self.marks: Marks = {}
         self.capture: Capture | None = None
 
@@ -65,14 +65,14 @@ class SimulatedEvent:
         self.moment = streams.clock.end(key)
 
     def query(self) -> bool:
-        """Whether the event is complete; the host then knows."""
+        """Return whether the event is complete, as the host then has seen."""
         if not self._machine.streams.clock.is_over(self.moment):
             return False
         self.synchronize()
         return True
 
     def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream come after the event."""
+        """Delay later work of a stream until the event is complete."""
         if self._is_recorded:
             self._machine.streams.waits(self._key(stream), self)
 
@@ -86,7 +86,7 @@ class SimulatedEvent:
         streams.timeline.finish(self.marks)
 
     def elapsed_time(self, end_event: SimulatedEvent) -> float:
-        """Milliseconds between two events, on the host's clock."""
+        """Return the milliseconds between two events, on the host's clock."""
         if not (self._times and end_event._times):
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self._is_recorded and end_event._is_recorded):
@@ -133,11 +133,11 @@ class _CudaEvent(SimulatedEvent):
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: Any) -> NoReturn:
-        """An event of another process: they cannot see a simulated GPU."""
+        """Refuse an event of another process: they cannot see a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def ipc_handle(self) -> bytes:
-        """A handle for other processes: they cannot see a simulated GPU."""
+        """Return a handle for other processes: they cannot see a simulated GPU."""
         raise cuda_error("operation not supported")
 
     def __repr__(self) -> str:

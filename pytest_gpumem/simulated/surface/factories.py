@@ -1,4 +1,4 @@
-"""Factory functions: what is asked for on ``meta`` by name holds no CUDA memory."""
+"""Factory functions: a tensor requested on ``meta`` by name holds no CUDA memory."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def _is_meta(device: Any) -> bool:
 
 
 def _numbered(device: Any) -> Any:
-    # A build without CUDA does not know whose number that is.
+    # A build without CUDA cannot map that number to a device.
     return torch.device("cuda", device) if type(device) is int else device
 
 
 def _finding(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def call(function: Any) -> Any:
-        # TorchScript knows torch's functions by identity.
+        # TorchScript compares torch's functions by identity.
         return find(getattr(function, "__wrapped__", function))
 
     return call
@@ -124,12 +124,12 @@ def _new(machine: SimulatedMachine, method: Callable[..., Any]) -> Callable[...,
 def _is_cuda(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    # What names no device is left for torch to refuse.
+    # A call without a device is left to torch to refuse.
     return isinstance(device, str) and device.partition(":")[0] == "cuda"
 
 
 def _is_faking() -> bool:
-    """Whether a fake mode of the user's own takes the place of the simulation."""
+    """Return whether a fake mode of the user's own takes the place of the simulation."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return isinstance(mode, FakeTensorMode)
 
@@ -138,7 +138,7 @@ def _from_arrays(factory: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if kwargs.get("pin_memory") and not _is_cuda(device):
-            # In C++ the pinned memory is asked for out of sight of any dispatch mode.
+            # In C++ the pinned memory is allocated out of sight of any dispatch mode.
             requires_grad = kwargs.get("requires_grad", False)
             plain = {**kwargs, "pin_memory": False, "requires_grad": False}
             made = call(*args, **plain).pin_memory()
@@ -206,7 +206,7 @@ def _sparse(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _UNSEEN = {"asarray": _from_arrays, "range": _range, "tensor": _from_arrays}
-"""What C++ does on a device before a dispatch mode can see it: how to call the factory."""
+"""Factories whose C++ code uses a device before a dispatch mode sees it: how to call them."""
 
 
 def _default_device() -> torch.device:
@@ -232,7 +232,7 @@ def _check_generator(generator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _target(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where a factory that was called with ``args`` and ``kwargs`` makes its result."""
+    """Return the device on which a factory called with ``args`` and ``kwargs`` makes its result."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device)
@@ -301,7 +301,7 @@ def asked_for_meta(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call ``factory``, whose ``meta`` tensors are what they say and hold no CUDA memory."""
+    """Call ``factory``, whose ``meta`` tensors are real ones and hold no CUDA memory."""
     with machine.making(META):
         return factory(*args, **kwargs)
 

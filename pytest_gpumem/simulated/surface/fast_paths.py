@@ -1,4 +1,4 @@
-"""Fast paths of transformer encoders, which modules ask torch for."""
+"""Fast paths of transformer encoders, which modules choose by torch's answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Keep out fast paths that are not followed."""
+    """Disable fast paths that are not followed."""
 
     enabled = torch.backends.mha.get_fastpath_enabled
 
@@ -44,10 +44,10 @@ def _is_on_gpu(asking: dict[str, Any]) -> bool:
 
 
 def _is_followed(asking: dict[str, Any]) -> bool:
-    """Whether the fast path that the ``forward`` of these local variables asks for is followed.
+    """Return whether the fast path of a ``forward`` with these local variables is followed.
 
     Source: torch/nn/modules/transformer.py and activation.py of torch 2.6 to 2.15: a layer, its
-    attention, and the encoder, which asks for nested tensors where there is padding.
+    attention, and the encoder, which makes nested tensors where there is padding.
     """
     module = asking.get("self")
     masks = ("src_mask", "src_key_padding_mask", "mask", "key_padding_mask", "attn_mask")

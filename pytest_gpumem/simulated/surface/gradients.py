@@ -26,7 +26,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
         _grad.__set__(tensor, gradient)
 
     replaced = property(_grad.__get__, assign, _grad.__delete__)
-    # Subclasses know by it that what it returns is not of their class.
+    # Subclasses see by it that its result is not of their class.
     nowrap = frozenset({*torch.overrides.get_default_nowrap_functions(), replaced.__get__})
     patches.plan(torch._tensor, "get_default_nowrap_functions", lambda: nowrap)
     patches.plan(torch.Tensor, "grad", replaced)

@@ -1,4 +1,4 @@
-"""``torch.cuda.CUDAGraph``; ``torch.cuda.graph`` and what is built on it is torch's own."""
+"""``torch.cuda.CUDAGraph``; ``torch.cuda.graph`` and all code on top of it is torch's own."""
 
 from __future__ import annotations
 

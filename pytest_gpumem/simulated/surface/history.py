@@ -1,4 +1,4 @@
-"""``torch.cuda.memory._record_memory_history``: what snapshots show of the past."""
+"""``torch.cuda.memory._record_memory_history``: the past events in snapshots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTEXTS = {
     "all": Contexts.ALL,
 }
 _KEPT_WITHOUT_TRACE = 1
-"""Events that ``enabled="state"`` keeps."""
+"""Events kept with ``enabled="state"``."""
 
 
 class _Api:

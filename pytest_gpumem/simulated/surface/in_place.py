@@ -1,7 +1,7 @@
 """``tensor.data = other`` across devices: the tensor stays, with its gradient and its graph.
 
-torch lets CPU and CUDA take each other's place, but not CPU and ``meta``. It asks its dispatcher
-first, which says here what it would say of a GPU; what it copies then is the same.
+torch lets CPU and CUDA take each other's place, but not CPU and ``meta``. It calls its dispatcher
+for that first, which answers here as for a GPU; the copying is then the same.
 
 Source: torch/csrc/autograd/variable.cpp (VariableHooks::set_data), c10/core/TensorImpl.h
 (has_compatible_shallow_copy_type, shallow_copy_from), torch 2.6 to 2.13.
@@ -29,7 +29,7 @@ _CPU = torch._C.DispatchKey.CPU
 
 @contextmanager
 def answering(execution: ShapeExecution) -> Iterator[None]:
-    """Answer torch inside: before autograd, and in ``execution`` for tensors of inference mode."""
+    """Install the answer inside: before autograd, and in ``execution`` for inference mode."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCPU", "AutogradMeta"):
         library.impl(_QUESTION, _may_take_place, key)
@@ -43,7 +43,7 @@ def answering(execution: ShapeExecution) -> Iterator[None]:
 
 
 def put(tensor: torch.Tensor, new: torch.Tensor) -> None:
-    """Let ``tensor`` be what ``new`` is, one of them being on the CPU and one on ``meta``."""
+    """Give ``tensor`` the contents of ``new``, one of them being on the CPU and one on ``meta``."""
     before = _is_put.set(True)
     try:
         raw.data.__set__(tensor, new)

@@ -1,4 +1,4 @@
-"""Functions of compiled extensions, whose kernels nobody but they know.
+"""Functions of compiled extensions, whose kernels cannot be inspected.
 
 A description (:mod:`pytest_gpumem.simulated.operators.described`) runs in their place; without one
 the test is skipped with a sentence that names them.
@@ -20,11 +20,11 @@ from pytest_gpumem.simulated.operators.suggested import of_function
 from pytest_gpumem.values.errors import UndescribedKernelError
 
 _TENSOR_IN_SIGNATURE = ("torch.Tensor", "at::Tensor")
-"""How pybind11 spells a tensor argument in the signature that begins a function's docstring
+"""Spellings of a tensor argument in the signature that pybind11 puts first in a docstring
 (torch/csrc/utils/pybind.h, PYBIND11_TYPE_CASTER of at::Tensor)."""
 
 _WITHOUT_KERNELS = sys.stdlib_module_names | {"torch", "numpy", "sympy", "pytest_gpumem", "_pytest"}
-"""Packages of half of all modules there are."""
+"""Packages without such kernels, which hold half of all modules."""
 
 
 class Extensions:
@@ -33,7 +33,7 @@ class Extensions:
     def __init__(self) -> None:
         self._seen: set[str] = set()
         self._newest: tuple[int, str] = (0, "")
-        """How many modules there were, and the last of them, which an import changes."""
+        """The number of modules, and the last of them, which an import changes."""
         self._found: list[tuple[Any, str, _Guarded]] = []
         self._open: ExitStack | None = None
 
@@ -50,9 +50,9 @@ class Extensions:
                 self._open = None
 
     def compiled(self, module: Any, path: str, snippet: Callable[[str], str]) -> None:
-        """Keep them from ``module`` too, which was compiled just now and is imported by nobody.
+        """Keep them from ``module`` too, which was compiled just now and was not imported.
 
-        ``path`` names what compiled it, ``snippet`` makes its description for a line of code.
+        ``path`` names the function that compiled it, ``snippet`` makes its description for a line.
         """
         found = [
             (module, attribute, _Guarded(value, f"{module.__name__}.{attribute}", path, snippet))

@@ -41,7 +41,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _CudaType(type):
-    """The type of the classes: calling one makes a tensor, ``isinstance`` asks one."""
+    """The type of the classes: calling one makes a tensor, ``isinstance`` checks one."""
 
     dtype: torch.dtype
     is_cuda = True
@@ -56,7 +56,7 @@ class _CudaType(type):
 
 
 def _legacy(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
-    """What the old constructors do: sizes make an uninitialised tensor, anything else is data.
+    """Build a tensor as the old constructors do: from sizes an uninitialised one, else from data.
 
     Source: torch/csrc/utils/tensor_new.cpp (legacy_tensor_generic_ctor_new).
     """
@@ -95,7 +95,7 @@ def _new(tensor: torch.Tensor, *args: Any, device: Any = None) -> torch.Tensor:
         return _legacy(args, tensor.dtype, device)
     # Indices, values and perhaps a size (legacy_sparse_tensor_generic_ctor_new), or a size alone.
     if args and isinstance(args[0], torch.Tensor):
-        # As said, and not left open: the constructors of old do not warn of that.
+        # Passed explicitly, to avoid a warning that the old constructors do not give.
         checks = torch.sparse.check_sparse_tensor_invariants.is_enabled()
         return torch.sparse_coo_tensor(*args, device=device, check_invariants=checks)
     size = args[0] if args and isinstance(args[0], torch.Size) else args or (0,)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NEEDS = (b"libcudart.so", b"libcuda.so", b"libcublas.so", b"cudart64_", b"nvcuda.dll")
 """Names of libraries, one of which is in each library with kernels of CUDA's."""
 _OTHERS = frozenset({"torch", "triton", "nvidia"})
-"""Packages whose libraries are loaded for what they say of themselves."""
+"""Packages whose libraries are loaded for information about themselves."""
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
@@ -33,7 +33,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _is_simulated() -> bool:
-    """Whether any simulation is active: a library stays loaded when the one that loaded it ends."""
+    """Return whether any simulation is active: a library outlives the one that loaded it."""
     return ctypes.CDLL.__init__.__module__ == __name__
 
 

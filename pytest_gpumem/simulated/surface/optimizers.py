@@ -1,4 +1,4 @@
-"""What ``torch.optim`` and ``clip_grad_norm_`` ask of tensors in C++, past what they report."""
+"""Properties of tensors that ``torch.optim`` and ``clip_grad_norm_`` read in C++."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _by_device(tensors: Sequence[torch.Tensor | None]) -> dict[torch.device, list[int]]:
-    """Positions of ``tensors`` by device, the last one met first, as C++'s hash map gives them."""
+    """Group positions of ``tensors`` by device, the last one met first, as C++'s hash map does."""
     devices: dict[torch.device, list[int]] = {}
     for position, tensor in enumerate(tensors):
         assert tensor is not None  # torch checks the first list

@@ -40,7 +40,7 @@ class _Surface:
         stale_storages: Sequence[int],
         storages_to_own: Sequence[int] = (),
     ) -> None:
-        """Both lists are of the addresses of storages (``_cdata``)."""
+        """Set a pool's state; both lists hold the addresses of storages (``_cdata``)."""
         memory = self._machine.device(device).allocator
         try:
             freed, live = memory.set_pool_state(state)
@@ -59,7 +59,7 @@ class _Surface:
                 records[key].allocator = memory
 
     def storage(self, pointer: int, device: torch.device, nbytes: int) -> torch.UntypedStorage:
-        """A storage at ``pointer``, which frees nothing."""
+        """Return a storage at ``pointer``, which frees nothing."""
         storage = torch.UntypedStorage(nbytes, device="meta")
         gpu = self._machine.device(torch.device(device).index)
         record = self._machine.storages.refer(storage, pointer, gpu)
@@ -69,12 +69,12 @@ class _Surface:
         return storage
 
     def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor on ``storage``."""
+        """Return a tensor on ``storage``."""
         made = torch.empty(0, dtype=metadata["dtype"], device="cuda")
         return made.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
 
     def has_own_memory(self, key: int) -> bool:
-        """Whether the storage at ``key`` frees what it points to."""
+        """Return whether the storage at ``key`` frees its memory."""
         record = self._machine.storages.by_key.get(key)
         return record is not None and record.allocator is not NOBODYS
 
@@ -85,18 +85,18 @@ class _Surface:
         record.allocator = NOBODYS
 
     def take_back(self, tensor: torch.Tensor, words: str) -> None:
-        """Say ``words`` to who reads ``tensor`` from here on.
+        """Raise an error with ``words`` at each read of ``tensor`` from now on.
 
-        torch takes its storage from the tensor; here who shares that storage is told, too.
+        torch takes its storage from the tensor; here tensors that share the storage raise, too.
         """
         self.take_back_storage(storage_key(tensor), words)
 
     def take_back_storage(self, key: int, words: str) -> None:
-        """Say ``words`` to who reads the storage at ``key`` from here on."""
+        """Raise an error with ``words`` at each read of the storage at ``key`` from now on."""
         self._machine.storages.taken_back[key] = words
 
     def give_again(self, key: int) -> None:
-        """Let the storage at ``key`` be read again."""
+        """Allow reading the storage at ``key`` again."""
         self._machine.storages.taken_back.pop(key, None)
 
     def are_at(
@@ -105,7 +105,7 @@ class _Surface:
         addresses: Sequence[int | None],
         indices: Sequence[int],
     ) -> bool:
-        """Whether each of ``tensors[indices]`` lies at its address."""
+        """Return whether each of ``tensors[indices]`` lies at its address."""
         return all(tensors[index].data_ptr() == addresses[index] for index in indices)
 
 

@@ -1,4 +1,4 @@
-"""``torch.cuda.MemPool``, and what else user code may do to the caching allocator."""
+"""``torch.cuda.MemPool``, and other functions of the caching allocator for user code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.pools import Pool
 
 THREAD_POOLS = (2, 8)
-"""From this release on ``use_mem_pool`` routes only the thread that opened it."""
+"""First release whose ``use_mem_pool`` routes only the thread that opened it."""
 OPTIONS_SINCE = {"use_on_oom": (2, 8), "no_split": (2, 10)}
 """The release that brought each option of ``MemPool`` (torch/cuda/memory.py)."""
 
@@ -50,16 +50,16 @@ class SimulatedMemPool:
         self._memory.create_pool(self.id, use_on_oom=use_on_oom, no_split=no_split)
 
     def use_count(self) -> int:
-        """How many pool objects, scopes and graphs refer to the memory."""
+        """Return how many pool objects, scopes and graphs refer to the memory."""
         return self._memory.pool_uses(self.id)
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        """The pool's segments."""
+        """Return the pool's segments."""
         return self._memory.segments(self.id)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         memory = getattr(self, "_memory", None)
-        if memory is not None and not exiting():  # what this needs may be gone by then
+        if memory is not None and not exiting():  # the modules this needs may be gone by then
             memory.lend_pool(self.id, use_on_oom=False)
             memory.release_pool(self.id)
             memory.empty_cache(self.id)
@@ -69,7 +69,7 @@ class SimulatedMemPoolContext:
     """``torch.cuda.MemPoolContext``, up to 2.7: a pool is the active one while this lives.
 
     Source: ``MemPoolContext`` of c10/cuda/CUDACachingAllocator.cpp. ``use_mem_pool`` makes one
-    around its scope; snapshots and ``empty_cache`` then concern the active pool alone.
+    around its scope; snapshots and ``empty_cache`` then concern only the active pool.
     """
 
     _machine: ClassVar[SimulatedMachine]
@@ -84,12 +84,12 @@ class SimulatedMemPoolContext:
 
     @classmethod
     def active_pool(cls) -> Pool | None:
-        """The pool that is active in this thread."""
+        """Return the pool that is active in this thread."""
         return cls._machine.active_pools.pool
 
 
 def chosen_pool(machine: SimulatedMachine, pool: Sequence[Any] | None) -> PoolId:
-    """The pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
+    """Return the pool a snapshot or ``empty_cache`` is about: all there are is ``SHARED_POOL``."""
     if pool is not None:
         return pool[0], pool[1]
     active = machine.active_pools.pool
@@ -156,7 +156,7 @@ class _Api:
         self._cuda_emptyCache()
 
     def _cuda_memorySnapshot(self, chosen: Any = None, *_: Any) -> dict[str, Any]:
-        """``chosen`` is a pool's id, since 2.11 with whether to include traces."""
+        """Return a snapshot; ``chosen`` is a pool's id, since 2.11 with whether to add traces."""
         traces = [] if chosen is None else chosen[2:]
         memories = [gpu.allocator for gpu in self._machine.gpus]
         pool = chosen_pool(self._machine, chosen)
@@ -191,7 +191,7 @@ class _Api:
     # Page-locked host memory.
 
     def _cuda_hostMemoryStats(self) -> dict[str, Any]:
-        # The quantities were renamed; what torch's own function says of them tells which it has.
+        # The quantities were renamed; the docstring of torch's own function shows which it has.
         described = torch.cuda.host_memory_stats.__doc__ or ""
         return self._machine.pinned.memory.stats(by_blocks="active_requests" in described)
 

@@ -1,4 +1,4 @@
-"""What ``torch.cuda.get_device_properties()`` says of a simulated GPU."""
+"""``torch.cuda.get_device_properties()`` of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Guide, "Technical Specifications per Compute Capability")."""
 
 
 class Uuid:
-    """``torch._C._CUuuid``: what names one device among all (torch/csrc/cuda/Module.cpp)."""
+    """``torch._C._CUuuid``: the unique name of a device (torch/csrc/cuda/Module.cpp)."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
 
     @property
     def bytes(self) -> list[int]:
-        """Its sixteen bytes, as numbers."""
+        """The sixteen bytes, as numbers."""
         return list(self._content)
 
     def __eq__(self, other: object) -> bool:
@@ -78,7 +78,7 @@ class DeviceProperties:
 
     @classmethod
     def of(cls, gpu: GPU) -> DeviceProperties:
-        """The properties of ``gpu``."""
+        """Return the properties of ``gpu``."""
         model = gpu.model
         capability = model.compute_capability
         per_sm, per_block = _SHARED_MEMORY_KIB[capability]

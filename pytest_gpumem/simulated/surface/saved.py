@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the device sees no difference.
+    """Make ``save_on_cpu(pin_memory=True)`` copy to pageable memory: the same for the device.
 
     Source: torch/autograd/graph.py (save_on_cpu), which otherwise fills a CPU tensor of its own.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Move scripted modules, and load them, where C++ would ask for a device."""
+    """Move and load scripted modules in Python, where C++ would need a device."""
     patches.plan(RecursiveScriptModule, "_apply", _apply)
     patches.plan(torch.jit, "load", _load(torch.jit.load))
 

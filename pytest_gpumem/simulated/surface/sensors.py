@@ -1,6 +1,6 @@
 """NVML's readings, the CUDA runtime, NVTX and profilers.
 
-What the allocator knows is answered (memory in use). A sensor reads 0, and the report says so: a
+Readings that the allocator has are answered (memory in use). A sensor reads 0, with a note: a
 simulated GPU runs no kernels, uses no power and has no clock. Switches that would change no memory
 do nothing.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
-"""Readings of ``torch.cuda`` that no memory model has; all but the first two since 2.1."""
+"""Readings of ``torch.cuda`` without a model here; all but the first two exist since 2.1."""
 
 _CUDA = torch.profiler.ProfilerActivity.CUDA
 _CPU = torch.profiler.ProfilerActivity.CPU
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Answer, refuse or pass over."""
+    """Replace functions by answers, refusals or no-ops."""
     readings = _Readings(machine)
     for name in _MEASURED:
         patches.plan(torch.cuda, name, readings.sensor(name))
@@ -49,7 +49,7 @@ class _Readings:
         self._machine = machine
 
     def sensor(self, name: str) -> Callable[..., int]:
-        """The function of ``torch.cuda`` that reads the sensor ``name``."""
+        """Return the function of ``torch.cuda`` that reads the sensor ``name``."""
 
         def read(device: Any = None) -> int:
             torch.cuda._utils._get_device_index(device, optional=True)
@@ -63,12 +63,12 @@ class _Readings:
         return read
 
     def device_memory_used(self, device: Any = None) -> int:
-        """Bytes that this process holds of the device, without a CUDA context."""
+        """Return the bytes that this process holds of the device, without a CUDA context."""
         free, total = torch.cuda.mem_get_info(device)
         return total - free
 
     def list_gpu_processes(self, device: Any = None) -> str:
-        """This process alone, as torch would print it."""
+        """Return this process only, in torch's format."""
         index = torch.cuda._utils._get_device_index(device, optional=True)
         used = self.device_memory_used(index) / (1024 * 1024)
         return f"GPU:{index}\nprocess {os.getpid():>10d} uses {used:>12.3f} MB GPU memory"
@@ -88,7 +88,7 @@ _ERRORS = {
     ALREADY_REGISTERED: "part or all of the requested memory range is already mapped",
     NOT_REGISTERED: "pointer does not correspond to a registered memory region",
 }
-"""What ``cudaGetErrorString`` says of the commonest codes."""
+"""Texts of ``cudaGetErrorString`` for the commonest codes."""
 
 
 class Runtime:
@@ -103,7 +103,7 @@ class Runtime:
         self._machine = machine
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802  # CUDA's own name
-        """What a result code means."""
+        """Return the text of a result code."""
         return _ERRORS.get(int(code), "unrecognized error code")
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802  # CUDA's own name
@@ -112,11 +112,11 @@ class Runtime:
         return gpu.allocator.free_memory, gpu.model.total_memory
 
     def cudaHostRegister(self, ptr: int, size: int, flags: int) -> int:  # noqa: N802  # CUDA's
-        """Page-lock memory of the host; the result code."""
+        """Page-lock memory of the host; return the result code."""
         return self._machine.pinned.register(ptr, size)
 
     def cudaHostUnregister(self, ptr: int) -> int:  # noqa: N802  # CUDA's own name
-        """Undo it; the result code."""
+        """Unlock memory of the host; return the result code."""
         return self._machine.pinned.unregister(ptr)
 
     def __getattr__(self, name: str) -> Callable[..., int]:

@@ -1,6 +1,6 @@
 """Tensors in nested lists: ``torch.tensor([loss, other])``.
 
-For Python's C interface a tensor is no sequence, which is how torch knows that a tensor without
+For Python's C interface a tensor is no sequence, by which torch sees that a tensor without
 dimensions is a number there. A class whose ``__getitem__`` is replaced would be one, and stay one.
 """
 
@@ -20,18 +20,18 @@ _is_sequence.restype = ctypes.c_int
 
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _AS_SEQUENCE = object.__basicsize__ + 11 * _POINTER
-"""Of ``tp_as_sequence`` in a type: after its size, and ten fields before it (Include/cpython)."""
+"""Offset of ``tp_as_sequence`` in a type: ten fields after its size (Include/cpython)."""
 _ITEM = 3 * _POINTER
-"""Of ``sq_item`` among the functions there."""
+"""Offset of ``sq_item`` among the functions there."""
 
 
 def is_sequence(tensor: torch.Tensor) -> bool:
-    """Whether C code takes ``tensor`` for a sequence."""
+    """Return whether C code takes ``tensor`` for a sequence."""
     return bool(_is_sequence(tensor))
 
 
 def be_no_sequences() -> None:
-    """Let tensors be no sequences, after ``Tensor.__getitem__`` was replaced."""
+    """Make tensors no sequences again, after ``Tensor.__getitem__`` was replaced."""
     if is_sequence(_NUMBER):
         for kind in _without_own_items(torch.Tensor):
             functions = ctypes.c_void_p.from_address(id(kind) + _AS_SEQUENCE).value

@@ -1,4 +1,4 @@
-"""Several GPUs: what torch settles in C++, out of sight, and what several GPUs cannot do here."""
+"""Several GPUs: code that torch has in C++, out of sight, and operations without support here."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BEGIN_WITH_A_FACTORY = (
     (nn.functional, "one_hot"),
     (torch._C._nn, "pad_sequence"),
 )
-"""Composite functions whose first step knows no more of their arguments than the options."""
+"""Composite functions whose first step gets only the options of their arguments."""
 
 _COLLECTIVES = ("broadcast", "broadcast_coalesced", "reduce_add", "scatter", "gather")
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what would take all GPUs for one, and refuse by name what needs real ones."""
+    """Replace functions that would take all GPUs for one, and refuse those that need real ones."""
     _plan_refusals(machine, patches)
     if machine.placement is None:
         return
@@ -61,7 +61,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def brought(machine: SimulatedMachine, tensor: torch.Tensor, value: Any) -> Any:
-    """What is written into ``tensor`` in the place of ``value``, if that is on another GPU.
+    """Return the value to write into ``tensor`` for ``value``: a copy if it is on another GPU.
 
     The copy that ``tensor[index] = value`` makes in C++ would not bring the gradient back.
     """

@@ -1,15 +1,15 @@
-"""One thread alone: what is replaced is so for all threads, and is put back while torch compiles.
+"""Exclusive use of torch by one thread, which compiling needs: replaced names are put back then.
 
-Who compiles has to see torch as it is, and others must not. So they rest meanwhile. Threads that
-the code under test starts are watched by ``sys.setprofile``, which tells of each call before it is
-made: while somebody is alone, a thread that uses torch, or whose code imports it, stops at its next
-call, and another one when it enters torch. Threads that never do (a progress bar's, a timer's) go
-on. Watching makes Python twice as slow, so nobody is watched who starts before torch was told to
-compile anything: such a thread rests where it waits for others, and is taken to go on once it has
-used torch.
+Replacements hold for all threads. A thread that compiles has to see torch's own functions, and
+others must not, so they rest. Threads that the code under test starts are watched by
+``sys.setprofile``, which reports each call before it is made: while one thread compiles, another
+that uses torch, or whose code imports it, stops at its next call, and any other stops when it
+enters torch. Threads that never do (a progress bar's, a timer's) continue. Watching makes Python
+twice as slow, so a thread that starts before the first ``torch.compile`` is not watched: it rests
+where it waits for others, and counts as running once it has used torch.
 
 A thread does not rest where it may hold a lock that compiling needs: in an operator that is being
-simulated, in an import, in logging. Nobody watches the thread that began the simulation. It rests
+simulated, in an import, in logging. The thread that began the simulation is not watched. It rests
 where it waits for others: in ``join()``, in ``Future.result()``, and for the lock of operators.
 """
 
@@ -32,15 +32,15 @@ from pytest_gpumem.simulated.machine.dispatch import Dispatch
 from pytest_gpumem.simulated.surface.compilers import told_to_compile
 
 _LOOKS = 0.02
-"""Seconds between two looks at what a thread does."""
+"""Seconds between two checks of what a thread does."""
 
 _STUCK = 5.0
-"""Seconds in which who compiles has moved on, unless it waits for a lock."""
+"""Seconds in which a compiling thread has moved on, unless it waits for a lock."""
 
 _SIMULATED = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _AROUND = (__file__, str(Path(__file__).with_name("threads.py")))
-"""Of all that simulates, what stands around a thread's own code."""
+"""Files of this package whose functions surround a thread's own code."""
 
 _KEEPS_LOCKS = (
     "_frozen_importlib",
@@ -59,13 +59,13 @@ Event = tuple[FrameType, str, Any]
 
 
 class Standstill:
-    """Lets one thread be alone, as far as torch is concerned.
+    """Gives one thread exclusive use of torch.
 
-    ``threads`` are those that take part in the simulation, ``execution`` is where operators run.
+    ``threads`` are those that take part in the simulation; operators run in ``execution``.
     """
 
     patience = 10.0
-    """Seconds in which others come to rest; once they did not, nobody waits for them again."""
+    """Seconds in which others come to rest; after a failure no thread waits for them again."""
 
     def __init__(self, execution: Dispatch, threads: Callable[[], Collection[int]]) -> None:
         self._execution = execution
@@ -79,12 +79,12 @@ class Standstill:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread is alone."""
+        """Whether this thread has exclusive use of torch."""
         return self._execution.lock is None or self._alone == get_ident()
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Be alone inside; ``False``: another thread did not come to rest, so nobody is."""
+        """Make other threads rest inside; yield ``False`` if one did not come to rest in time."""
         lock = self._execution.lock
         if lock is None or self.is_mine:
             yield True
@@ -92,7 +92,7 @@ class Standstill:
         self._begin()
         profile = sys.getprofile()
         sys.setprofile(None)  # compiling is long
-        # Somebody who holds it may wait to be alone, too.
+        # Its holder may be waiting for exclusive use, too.
         is_held = lock.acquire(timeout=max(self.patience, 1.0))
         try:
             rest = is_held and self._all_rest()
@@ -107,7 +107,7 @@ class Standstill:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be a thread that comes to rest while another one is alone."""
+        """Make this thread rest inside while another one has exclusive use."""
         self.rest()
         thread = get_ident()
         self._started.add(thread)
@@ -137,7 +137,7 @@ class Standstill:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Rest inside, where this thread waits and touches nothing."""
+        """Mark this thread as resting inside, where it waits and uses nothing."""
         thread = get_ident()
         before = thread in self._resting
         with self._changed:
@@ -161,7 +161,7 @@ class Standstill:
             where = now
 
     def rest(self) -> None:
-        """Rest for as long as another thread is alone."""
+        """Rest for as long as another thread has exclusive use."""
         if not self.is_mine and self._alone is not None:
             with self.resting():
                 pass
@@ -217,7 +217,7 @@ class Standstill:
             sleep(_LOOKS)
 
     def _is_quiet(self, thread: int, frame: FrameType, is_still: bool) -> bool:
-        """Whether ``thread`` is where it will be stopped before it meets torch again."""
+        """Return whether ``thread`` is where it will be stopped before it meets torch again."""
         if is_still and _simulates(frame.f_code):
             return True  # it waits for the lock of operators, which this thread holds
         if is_still and thread in self._watched:
@@ -247,7 +247,7 @@ def _keeps_locks(module: str, function: str) -> bool:
 
 
 def _simulates(code: CodeType) -> bool:
-    """Whether this is part of what simulates, which is not to be met half done."""
+    """Return whether this is code of the simulation, which must not be interrupted."""
     filename = code.co_filename
     return filename.startswith(_SIMULATED) and filename not in _AROUND
 
@@ -257,7 +257,7 @@ def _is_torchs(code: CodeType) -> bool:
 
 
 def _knows_torch(frame: FrameType | None) -> bool:
-    """Whether the code there may look at a tensor that it is handed: nobody is told of that."""
+    """Return whether the code may inspect a tensor that it gets, which no profiler reports."""
     while frame is not None:
         if "torch" in frame.f_globals:
             return True

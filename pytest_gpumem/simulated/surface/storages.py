@@ -19,7 +19,7 @@ _resize: Any = torch.UntypedStorage.resize_
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what a storage says of itself, and how it changes its size."""
+    """Replace properties of storages, and how they change their size."""
     surface = _Surface(machine)
     storage = torch.UntypedStorage
     patches.plan(storage, "__new__", staticmethod(_made))
@@ -67,7 +67,7 @@ class _Surface:
         return storage
 
     def copying(self, copy: Callable[..., Any]) -> Callable[..., torch.UntypedStorage]:
-        """``copy_``: where nobody knows what is copied to the host, bytes that say so.
+        """Wrap ``copy_``: unknown values copied to the host become NaN.
 
         Source: aten/src/ATen/StorageUtils.cpp (storage_copy), torch 2.6 to 2.15.
         """
@@ -99,7 +99,7 @@ def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
 
 
 _NUMBERS = (torch.float32, torch.bfloat16, torch.float8_e5m2)
-"""Types that can say of each of their bytes that it is no number."""
+"""Types in which any size can be filled with NaN."""
 
 _WHY = {
     "_share_cuda_": "hands memory of a simulated GPU to another process, which does not have it",

@@ -1,4 +1,4 @@
-"""Streams as user code has them; what they stand for is in the machine.
+"""Streams in user code; their state is in the machine.
 
 Source: torch/csrc/Stream.cpp, torch/cuda/streams.py.
 """
@@ -54,7 +54,7 @@ class SimulatedStream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Lowest and highest priority."""
+        """Return the lowest and the highest priority."""
         return 0, HIGHEST_PRIORITY
 
     @property
@@ -81,7 +81,7 @@ class SimulatedStream:
         return ctypes.c_void_p(self.stream_id)
 
     def query(self) -> bool:
-        """Whether all work is done; the host then knows."""
+        """Return whether all work is done, as the host then has seen."""
         clock = self._machine.streams.clock
         if not clock.is_over(clock.end(self._key)):
             return False
@@ -89,7 +89,7 @@ class SimulatedStream:
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
+        """Return whether a CUDA graph is being captured."""
         return self._key in self._machine.streams.captures
 
     def synchronize(self) -> None:
@@ -100,11 +100,11 @@ class SimulatedStream:
         streams.timeline.finish_stream(self._key)
 
     def wait_stream(self, stream: Any) -> None:
-        """Let later work come after what ``stream`` has so far."""
+        """Delay later work until the present work of ``stream`` is done."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Any) -> None:
-        """Let later work come after an event."""
+        """Delay later work until an event is complete."""
         event.wait(self)
 
     def record_event(self, event: Any = None) -> SimulatedEvent:
@@ -199,7 +199,7 @@ class _Api:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace the stream and event classes wherever torch names them, and what is below them."""
+    """Replace the stream and event classes wherever torch names them, and their C++ bases."""
     bound = {
         "_machine": machine,
         "_event_type": events.planned(machine, patches),

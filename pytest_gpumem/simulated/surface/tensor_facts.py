@@ -1,4 +1,4 @@
-"""What a tensor says of itself, and whether anybody knows what it holds."""
+"""A tensor's properties, and whether its values are known."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TensorFacts:
     def is_cuda(self, tensor: torch.Tensor) -> bool:
         if self._block(tensor) is not None:
             return True
-        # A wrapper: it has no storage, and what is faked says itself where it is.
+        # A wrapper: it has no storage, and a fake tensor reports its own device.
         return tensor.__class__ not in raw.PLAIN and tensor.device.type == "cuda"
 
     def is_cpu(self, tensor: torch.Tensor) -> bool:
@@ -123,7 +123,7 @@ class TensorFacts:
 
 
 def _is_asked_to_save() -> bool:
-    """Whether safetensors asks, which writes what it finds at an address (safetensors/torch.py)."""
+    """Return whether safetensors calls: it writes memory at an address (safetensors/torch.py)."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_own(frame.f_code.co_filename):
         frame = frame.f_back
@@ -136,7 +136,7 @@ def _contents(values: torch.Tensor) -> str:
 
 
 def _gradient(tensor: torch.Tensor) -> str:
-    """What torch prints of ``tensor`` and autograd (``_str_intern`` in torch/_tensor_str.py)."""
+    """Return the autograd part of a printed tensor (``_str_intern`` in torch/_tensor_str.py)."""
     try:
         node = tensor.grad_fn
     except RuntimeError:  # a view whose base was overwritten in a way that has no graph

@@ -26,7 +26,7 @@ _type = raw.base("type")
 
 
 class TensorMoves(TensorFacts):
-    """``to`` and what else moves a tensor."""
+    """``to`` and other methods that move a tensor."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine)
@@ -39,7 +39,7 @@ class TensorMoves(TensorFacts):
         position = 0 if args else None
         target = args[0] if args else kwargs.get("device", kwargs.get("tensor"))
         if isinstance(target, torch.Tensor):
-            # In C++ the other tensor would only say meta.
+            # In C++ the other tensor would only be on meta.
             kwargs.pop("tensor", None)
             return self.to(tensor, target.device, target.dtype, *args[1:], **kwargs)
         if not isinstance(target, (torch.device, str, int)):
@@ -83,18 +83,18 @@ class TensorMoves(TensorFacts):
         return moved
 
     def _crosses(self, block: SimulatedStorage | None, device: torch.device) -> bool:
-        """Whether a copy to ``device`` is one between the host and a GPU."""
+        """Return whether a copy to ``device`` is one between the host and a GPU."""
         return device.type != "meta" and (block is None) != (device.type == "cpu")
 
     def _wrapper_to(
         self, tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: Any
     ) -> torch.Tensor:
-        """Let a wrapper move what it holds: it is told the device that it was asked for."""
+        """Move a wrapper's tensors, with the device that the caller named."""
         if device.type == "cuda":
             device = self._machine.device(device.index).torch_device
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if self.device(tensor) == device:
-            # The device said no more, the type stands first: None is this tensor's own.
+            # The device adds nothing, so the type is first: None is this tensor's own.
             first = [tensor.dtype if one is None else one for one in args[1:2]]
             return _to(tensor, *first, *args[2:], **kwargs)
         return _to(tensor, device, *args[1:], **kwargs)
@@ -134,11 +134,11 @@ class TensorMoves(TensorFacts):
         return _type(tensor, dtype, non_blocking, **kwargs)
 
     def type_as(self, tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        # In C++ the other tensor would only say meta, of which GPU nobody knows.
+        # In C++ the other tensor would only be on meta, without the GPU.
         return tensor.to(other)
 
     def shallow_copies(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Whether one tensor may take the other's place: CPU and CUDA may, meta may not.
+        """Return whether one tensor may take the other's place: CPU and CUDA may, meta may not.
 
         Source: c10/core/TensorImpl.h (has_compatible_shallow_copy_type), torch 2.6 to 2.15.
         """
@@ -187,7 +187,7 @@ class TensorMoves(TensorFacts):
 
 
 def _is_non_blocking(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``Tensor.to`` was told not to wait for the copy: its third argument."""
+    """Return whether ``Tensor.to`` was called with ``non_blocking=True``, its third argument."""
     return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
 
 
@@ -200,7 +200,7 @@ def _is_sparse_on_host(tensor: torch.Tensor) -> bool:
 def _uploaded(
     tensor: torch.Tensor, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """A copy of indices and values on ``device``, where shapes alone would not say how many.
+    """Return a copy of indices and values on ``device``: shapes would not show how many.
 
     Source: aten/src/ATen/native/sparse/SparseTensor.cpp (copy_sparse_), ATen/SparseTensorUtils.h
     (copy_into_sparse).

@@ -1,4 +1,4 @@
-"""Reads of what a tensor holds, and its items."""
+"""Reads of a tensor's values, and its items."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TensorReads(TensorFacts):
         asking = sys._getframe(2)
         granted = taken_for_granted(asking)
         if granted and tensor.__class__ not in raw.PLAIN and hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()  # of a DTensor, whose shards are asked for it as well
+            tensor = tensor.full_tensor()  # of a DTensor, whose shards are read as well
         if granted and self._is_open(tensor):
             answer, note = granted
             self._machine.note(note)
@@ -116,7 +116,7 @@ class TensorReads(TensorFacts):
         return self._array(tensor, *args, **kwargs)
 
     def _has_neutral_integers(self, tensor: torch.Tensor, read: str) -> _Truth:
-        """Whether reading all of ``tensor`` yields neutral integers, which is then noted."""
+        """Return whether reading all of ``tensor`` yields neutral integers, which is then noted."""
         if not self._is_unknown(tensor) or not tensor.dim():
             return False
         block = self._block(tensor)
@@ -128,7 +128,7 @@ class TensorReads(TensorFacts):
         return True
 
     def _is_open(self, tensor: torch.Tensor) -> _Truth:
-        """Whether what a tensor on the device holds is unknown, or goes back to an assumption."""
+        """Return whether a device tensor's values are unknown, or go back to an assumption."""
         if self._block(tensor) is None or self._values.everything:
             return False
         return self._values.of(tensor) is None or self._values.facts.is_assumed((tensor,))
@@ -154,7 +154,7 @@ class TensorReads(TensorFacts):
 
 
 def _condition_of(frame: FrameType) -> str:
-    """Name the read of a condition, and the module of torch's that asks where the user does not."""
+    """Name the read of a condition, and torch's module if the condition is there."""
     module = str(frame.f_globals.get("__name__", ""))
     return f"bool() in {module}" if module.startswith("torch.") else "bool()"
 
@@ -166,7 +166,7 @@ def _neutral(shape: tuple[int, ...]) -> list[Any]:
 
 
 def _neutral_array(shape: tuple[int, ...]) -> Any:
-    """Of objects: an array of numbers could not say that they are not known."""
+    """Return an array of objects: one of numbers could not show that they are unknown."""
     import numpy as np
 
     array = np.empty(shape, dtype=object)

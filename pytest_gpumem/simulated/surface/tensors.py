@@ -19,11 +19,11 @@ _LAZY: Any = vars(torch.nn.parameter)["UninitializedTensorMixin"]
 
 
 class _Tensors(TensorMoves, TensorReads):
-    """All that is replaced."""
+    """All replacements of tensors."""
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what a tensor says of itself, and how it moves."""
+    """Replace properties of tensors, and how they move."""
     surface = _Tensors(machine)
     tensor = torch.Tensor
     for name in ("device", "is_cuda", "is_cpu", "is_meta"):
@@ -61,13 +61,13 @@ def _attribute(name: str, get: Callable[..., Any], write: Any = None) -> propert
 
 
 def _new(kind: type, /, *args: Any, **kwargs: Any) -> Any:
-    # C++ gives what it has made its class, but the results of a mode have one already.
+    # C++ gives its results their class, but the results of a mode have one already.
     made = torch._C.TensorBase.__new__(torch.Tensor, *args, **kwargs)
     return made if type(made) is kind else made.as_subclass(kind)
 
 
 def _as_function(method: Any, replaced: Any) -> Any:
-    """``method`` as a function that takes the place of ``replaced``."""
+    """Return ``method`` as a function that takes the place of ``replaced``."""
 
     def call(tensor: Any, /, *args: Any, **kwargs: Any) -> Any:
         if tensor.__class__ not in raw.PLAIN and has_torch_function_unary(tensor):
@@ -81,11 +81,11 @@ def _as_function(method: Any, replaced: Any) -> Any:
 
 
 def _of_lazy(method: Any, replaced: Any, tensor: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``method`` of a lazy module's parameter or buffer, which knows torch's functions by identity.
+    """Run ``method`` of a lazy module's parameter or buffer, which compares functions by identity.
 
-    What it allows runs as torch runs it: a buffer stays one, or it could not take its shape later.
-    The rest raises torch's error. Source: torch/nn/parameter.py (UninitializedTensorMixin), torch
-    2.6 to 2.15.
+    Allowed methods run as torch runs them: a buffer stays one, or it could not take its shape
+    later. The rest raises torch's error. Source: torch/nn/parameter.py (UninitializedTensorMixin),
+    torch 2.6 to 2.15.
     """
     if replaced not in tensor._allowed_methods:
         return handle_torch_function(replaced, (tensor,), tensor, *args, **kwargs)

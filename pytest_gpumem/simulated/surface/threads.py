@@ -1,7 +1,7 @@
-"""Threads that the code under test starts: they use the simulated GPU too.
+"""Threads that the code under test starts, which use the simulated GPU too.
 
-What torch calls a mode belongs to one thread, so every other thread has to enter it, and what a
-GPU's own driver keeps apart per thread (the current device) is kept apart here. Autograd's threads
+A mode of torch's belongs to one thread, so every other thread has to enter it, and state that a
+GPU's own driver has per thread (the current device) is per thread, too. Autograd's threads
 are not among them: backward of ``meta`` tensors runs on the thread that called it.
 """
 
@@ -33,7 +33,7 @@ UNMEASURED = "code that is not measured"
 
 
 class Task(NamedTuple):
-    """What runs on a thread: a thread's own function, or a task of an executor."""
+    """A unit of work on a thread: a thread's own function, or a task of an executor."""
 
     name: str
     owner: str | None
@@ -50,21 +50,21 @@ class Threads:
     ) -> None:
         self._machine = machine
         self._joining = joining
-        """Lets operators of one more thread be seen."""
+        """Installs the dispatch mode on one more thread."""
         self.owner: str | None = UNMEASURED
-        """Of what is started now, see :class:`Task`."""
+        """The owner of tasks that start now, see :class:`Task`."""
         self._tasks: dict[int, Task] = {}
-        """By thread: what runs there."""
+        """By thread: the task that runs there."""
         self._strangers: dict[int, Task] = {}
-        """By thread: what an earlier test has started and that still runs."""
+        """By thread: the task that an earlier test has started and that still runs."""
         self._failures: dict[threading.Thread, SimulationError] = {}
-        """By thread: what it could not run; raised again where somebody joins it."""
+        """By thread: the error of an operator it could not run; raised again where it is joined."""
         self.first = get_ident()
         """The thread that has entered the simulation first."""
         self.standstill = Standstill(machine.execution, lambda: (self.first, *self._tasks))
 
     def plan(self, patches: Patches) -> None:
-        """Take along every thread that starts from here on, and every task of an executor."""
+        """Include every thread that starts from now on, and every task of an executor."""
         patches.plan(threading.Thread, "start", self._start(threading.Thread.start))
         patches.plan(threading.Thread, "join", self._join(threading.Thread.join))
         patches.plan(ThreadPoolExecutor, "submit", self._submit(ThreadPoolExecutor.submit))
@@ -72,7 +72,7 @@ class Threads:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Be part of the simulation on this thread."""
+        """Include this thread in the simulation."""
         state = self._machine.here
         if state.joined or not self._machine.is_active:
             yield
@@ -99,7 +99,7 @@ class Threads:
 
     def _share(self) -> None:
         execution = self._machine.execution
-        # Later, what is replaced would be missing on other threads while it is imported. A worker
+        # Later, replaced names would be missing on other threads while it is imported. A worker
         # of a DataLoader, whose queue has a thread, has no GPU to miss.
         if execution.lock is None and not execution.in_child:
             compilers.load()
@@ -112,7 +112,7 @@ class Threads:
                     run()
                 except SimulationError as error:
                     if get_ident() in self._strangers:
-                        return  # the test that would be told is over
+                        return  # the test that would get the error is over
                     self._failures[threading.current_thread()] = error
                     self._machine.note(f"a thread of the test ended early: {error}")
 
@@ -137,7 +137,7 @@ class Threads:
         return call
 
     def raise_failures(self) -> None:
-        """Raise what a thread that nobody joined could not run."""
+        """Raise the first error of a thread that was not joined."""
         failures = list(self._failures.values())
         self._failures.clear()
         if failures:
@@ -162,16 +162,16 @@ class Threads:
 
     @property
     def _starter(self) -> str | None:
-        """Whose the threads are that this one starts."""
+        """The owner of threads that this one starts."""
         task = self._tasks.get(get_ident())
         return self.owner if task is None else task.owner
 
     def forget_failures(self) -> None:
-        """Drop what threads of an earlier test could not run."""
+        """Drop the errors of threads of an earlier test."""
         self._failures.clear()
 
     def begin(self, owner: str) -> None:
-        """The test ``owner`` begins: what others have left running is no part of it."""
+        """Begin the test ``owner``: tasks that others have left running are no part of it."""
         self.owner = owner
         for thread, task in list(self._tasks.items()):
             if task.owner is not None:
@@ -179,7 +179,7 @@ class Threads:
 
     @contextmanager
     def owned_by(self, owner: str | None) -> Iterator[None]:
-        """Let ``owner`` have what is started inside."""
+        """Make ``owner`` the owner of tasks that start inside."""
         self.owner, before = owner, self.owner
         try:
             yield

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 MOST_LOOKED_AT = 8
-"""Items of a list that are asked where they are: all of them are on one device."""
+"""Items of a list whose device is looked up: all of them are on one device."""
 
 _FLEX = sys.modules["torch._higher_order_ops.flex_attention"]
 _NEEDS_DEVICE = "needs a real CUDA device, so it cannot run on a simulated GPU"
@@ -49,11 +49,11 @@ _WITHOUT_DEVICE = frozenset(
         "_nccl_version_suffix",
     }
 )
-"""Functions that ask no driver; nor do the settings of tunable operators."""
+"""Functions that call no driver; nor do the settings of tunable operators."""
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Replace what would abort, crash or complain of a missing driver."""
+    """Replace functions that would abort, crash or complain of a missing driver."""
     patches.plan(torch.export, "export", _refusing("torch.export.export", _NEEDS_DEVICE))
     # Modules make such functions while they are imported, torch's own helpers of tests too.
     patches.plan(torch.cuda.jiterator._JittedFunction, "__call__", jiterated)
@@ -84,7 +84,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
             f"{FOLLOWED_SINCE}",
         )
         patches.plan(_FLEX, "create_fw_bw_graph", with_gradients)
-    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has rules alone
+    if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):  # 2.6 has only rules
         patches.plan(
             HigherOrderOperator,
             "dispatch",
@@ -96,7 +96,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def _plan_driver_functions(patches: Patches) -> None:
-    """Refuse what is left of ``torch._C``: a build with CUDA would call the driver, and crash."""
+    """Refuse the rest of ``torch._C``: a build with CUDA would call the driver, and crash."""
     replaced = {name for owner, name, _ in patches.planned if owner is torch._C}
     for name in dir(torch._C):
         if (
@@ -128,7 +128,7 @@ def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
 
 
 def _plan_layouts(patches: Patches) -> None:
-    """Layouts that C++ makes on the device out of sight."""
+    """Refuse layouts that C++ makes on the device out of sight."""
     for name in ("csr", "csc", "bsr", "bsc", "compressed"):
         name = f"sparse_{name}_tensor"
         why = "makes indices in C++ that a simulated GPU does not see: use sparse_coo_tensor"

@@ -1,6 +1,6 @@
-"""Tensors that hold others and say themselves where they are: quantised weights, jagged tensors.
+"""Tensors that hold others and report their own device: quantised weights, jagged tensors.
 
-To C++ a wrapper on a simulated GPU is on ``meta`` like what it holds, so that autograd and the
+To C++ a wrapper on a simulated GPU is on ``meta`` like its tensors, so that autograd and the
 engine, which look for a driver of any other device, take both for the same.
 """
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.machine.machine import SimulatedMachine
 
 _PLACE = "_pytest_gpumem_device"
-"""Where a wrapper keeps what it says: weak references would keep it from being swapped."""
+"""Attribute for a wrapper's device: weak references would keep it from being swapped."""
 _NAMES = (
     *("strides", "storage_offset", "memory_format", "dtype", "layout", "device", "pin_memory"),
     *("requires_grad", "dispatch_sizes_strides_policy", "dispatch_device", "dispatch_layout"),
     *("_extra_dispatch_keys", "storage_size"),
 )
-"""What ``_make_wrapper_subclass`` takes after a class and its sizes, in order (2.6 to 2.15).
+"""Parameters of ``_make_wrapper_subclass`` after a class and its sizes, in order (2.6 to 2.15).
 
 Source: torch/csrc/autograd/python_variable.cpp (THPVariable_make_wrapper_subclass).
 """
@@ -34,7 +34,7 @@ _HANDLES_NOTHING = torch._C._disabled_torch_dispatch_impl
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Make wrappers on ``meta``, each with the device that it was told."""
+    """Make wrappers on ``meta``, each with the device that the caller named."""
     base = torch.Tensor
     patches.plan(base, "_make_wrapper_subclass", making(machine, base._make_wrapper_subclass))
     patches.plan(torch._utils, "_get_obj_state", _stateless(torch._utils._get_obj_state))
@@ -46,7 +46,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 def place_of(wrapper: torch.Tensor) -> torch.device | None:
-    """The GPU that a wrapper on ``meta`` says it is on; ``None`` for any other tensor."""
+    """Return the GPU that a wrapper on ``meta`` reports; ``None`` for any other tensor."""
     if wrapper.__class__ in raw.PLAIN:
         return None
     place: torch.device | None = wrapper.__dict__.get(_PLACE)
@@ -56,7 +56,7 @@ def place_of(wrapper: torch.Tensor) -> torch.device | None:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` handles operators itself."""
+    """Return whether ``tensor`` handles operators itself."""
     kind = tensor.__class__
     return kind not in raw.PLAIN and kind.__torch_dispatch__ is not _HANDLES_NOTHING
 
@@ -82,7 +82,7 @@ def making(machine: SimulatedMachine, make: Callable[..., Any]) -> Any:
 
 
 def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Leave out of a pickled wrapper where it was: it may be loaded elsewhere."""
+    """Remove the device from a pickled wrapper: it may be loaded elsewhere."""
 
     def without(state: Any) -> Any:
         if isinstance(state, tuple):
@@ -99,7 +99,7 @@ def _stateless(state_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def faking(make: Callable[..., Any]) -> Any:
-    """``FakeTensor``, which says itself where it is: of a GPU, C++ would ask the driver.
+    """Wrap the making of ``FakeTensor``, which reports its device itself: C++ needs no driver.
 
     Source: torch/_subclasses/fake_tensor.py (FakeTensor.__new__), torch 2.6 to 2.15.
     """
@@ -115,7 +115,7 @@ def faking(make: Callable[..., Any]) -> Any:
 
 
 def _beside_numbers(common: Callable[..., Any]) -> Any:
-    """The device of fake tensors, without the numbers that C++ made of Python's beside them.
+    """Return the device of fake tensors, without the numbers that C++ made of Python's beside them.
 
     It makes them where it takes a GPU's fake tensor to be, which is ``meta`` here
     (TensorCompare.cpp, ``where`` with a scalar).

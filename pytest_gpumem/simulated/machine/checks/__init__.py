@@ -1,6 +1,6 @@
-"""What a GPU refuses: arguments on which CUDA's own kernels raise, and torch's words for it.
+"""Arguments on which CUDA's kernels raise, and torch's words for each error.
 
 A meta kernel looks at shapes, and at types as far as its result depends on them. Everything that
-the CUDA side of an operator checks besides stands here, evaluated where an operator meets
+the CUDA side of an operator checks besides is checked here, when an operator first meets
 arguments of a new kind (see ``simulated/shapes.py``).
 """

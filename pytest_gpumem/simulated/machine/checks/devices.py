@@ -1,14 +1,14 @@
-"""Tensors of several devices in one operator: what torch allows, and how it refuses the rest.
+"""Tensors of several devices in one operator: allowed ones, and torch's errors for the rest.
 
 Operators with a CUDA kernel compare the devices of all their tensors, in the order of their
-arguments, unless native_functions.yaml says ``device_check: NoCheck``
+arguments, unless native_functions.yaml has ``device_check: NoCheck``
 (torchgen/dest/register_dispatch_key.py, gen_device_check; ATen/core/adaption.cpp,
 common_device_check_failure). The others are built on TensorIterator, which lets a number on the
 host stand beside CUDA tensors (ATen/TensorIterator.cpp, compute_types). torch 2.6 to 2.15.
 
 With a tensor on ``meta`` among them torch runs the meta kernel. Most of these compare devices in
 Python (torch/_prims_common/__init__.py, check_same_device); those that do not (``mm``, ``gather``)
-return memory that nobody has written to, which is refused here in the same words.
+return uninitialised memory, which is refused here in the same words.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUMBER = "number"
 """The place of a number that C++ made a tensor of: it may stand anywhere."""
 
 NAMES_ITS_ARGUMENT: Version = (2, 8)
-"""Since when the text begins with the argument (pytorch/pytorch pull request 155085)."""
+"""First release whose text begins with the argument (pytorch/pytorch pull request 155085)."""
 
 INDEXING = frozenset(
     f"aten::{name}"
@@ -133,7 +133,7 @@ def _beside_meta(tensors: Sequence[Placed]) -> str:
 
 
 def two_devices(devices: Sequence[str]) -> str:
-    """TensorIterator's words: the first device that is not the host is the common one."""
+    """Return TensorIterator's error: the first device that is not the host is the common one."""
     common = next(device for device in devices if device != "cpu")
     other = next(device for device in devices if device != common)
     return (
@@ -189,7 +189,7 @@ def _refuse_mask(tensors: Sequence[Placed]) -> None:
         )
 
 
-# What torch says of its operators.
+# torch's declarations of its operators.
 
 
 @functools.cache
@@ -203,7 +203,7 @@ def _native_functions() -> str:
 
 @functools.cache
 def _checked_by(func: Any) -> str | None:
-    """The name under which the CUDA kernel of ``func`` compares devices; ``None`` if it does not.
+    """Return the name under which ``func``'s CUDA kernel compares devices; ``None`` if it does not.
 
     Source: torchgen/dest/register_dispatch_key.py (wrapper_kernel_sig, gen_one) and
     torchgen/api/native.py (name).

@@ -13,7 +13,7 @@ from pytest_gpumem.simulated.machine.checks.requirements import REQUIREMENTS
 
 
 def checks_of(func: Any) -> tuple[Check, ...]:
-    """Return what the operator ``func`` checks of the types of its arguments on CUDA."""
+    """Return the checks of the operator ``func`` on the types of its arguments on CUDA."""
     if not func._schema.name.startswith("aten::"):
         return ()
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
@@ -28,7 +28,7 @@ def refuse_types(
     kwargs: dict[str, Any],
     version: Version,
 ) -> None:
-    """Raise what CUDA raises on arguments of these types."""
+    """Raise CUDA's errors on arguments of these types."""
     given = Given(func, args, kwargs, version)
     for tensor in given.tensors():
         if tensor.layout is not torch.strided or tensor.is_quantized:

@@ -10,7 +10,7 @@ import torch
 from pytest_gpumem.allocator.settings import Version
 
 Check = Callable[["Given"], "Exception | None"]
-"""What torch raises on these arguments, if anything."""
+"""A function that returns the error torch raises on these arguments, or ``None``."""
 
 
 class Given:
@@ -29,22 +29,22 @@ class Given:
 
     @property
     def target(self) -> torch.Tensor | None:
-        """What is written to."""
+        """The tensor that is written to."""
         target = self["self"] if self.name.endswith("_") else self["out"]
         return target if isinstance(target, torch.Tensor) else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors that are arguments of their own, in order; not what is written to."""
+        """Yield the tensors that are arguments of their own, in order; not the one written to."""
         for name, value in self.by_name.items():
             if isinstance(value, torch.Tensor) and name != "out":
                 yield value
 
     def dtype(self) -> torch.dtype:
-        """The type of the first tensor, which most kernels are chosen by."""
+        """Return the type of the first tensor, which most kernels are chosen by."""
         return next(self.tensors()).dtype
 
     def common_dtype(self) -> torch.dtype:
-        """The type to which TensorIterator promotes the operands: the first two or three."""
+        """Return the type to which TensorIterator promotes the operands: the first two or three."""
         operands = [
             value
             for name, value in self.by_name.items()
@@ -57,7 +57,7 @@ class Given:
         return promoted[0] if len(promoted) == 1 else torch.promote_types(*promoted)
 
     def floating_dtype(self) -> torch.dtype:
-        """The same, where integers are promoted to the default floating type."""
+        """Return ``common_dtype()``, with integers promoted to the default floating type."""
         dtype = self.common_dtype()
         is_float = dtype.is_floating_point or dtype.is_complex
         return dtype if is_float else torch.get_default_dtype()

@@ -2,9 +2,9 @@
 
 ``AT_DISPATCH_FLOATING_TYPES_AND2(kHalf, kBFloat16, iter.dtype(), "gelu_cuda", ...)`` raises
 ``"gelu_cuda" not implemented for 'Long'`` for any other type. Each line below is such a dispatch
-in aten/src/ATen/native/cuda of torch 2.6; between 2.6 and 2.13 PyTorch's own record of what its
-operators accept on CUDA (torch/testing/_internal/common_methods_invocations.py) changed for
-``logaddexp`` alone.
+in aten/src/ATen/native/cuda of torch 2.6; between 2.6 and 2.13 PyTorch's own record of the types
+its operators take on CUDA (torch/testing/_internal/common_methods_invocations.py) changed only
+for ``logaddexp``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REAL: _Types = FLOATING | INTEGRAL
 
 
 def _dispatches(accepted: _Types, of: _DtypeOf, rows: str) -> Iterator[tuple[str, Check]]:
-    """``rows`` are of an operator's name and its kernel's, ``{}_cuda`` where there is none."""
+    """Yield a check by operator for each of ``rows``: operator, kernel (default ``{}_cuda``)."""
     for row in rows.split("\n"):
         name, _, kernel = row.strip().partition(" ")
         if name:
@@ -37,7 +37,7 @@ def _dispatches(accepted: _Types, of: _DtypeOf, rows: str) -> Iterator[tuple[str
 
 
 _HALVES_SINCE = (2, 14)
-"""Since this release these kernels take 16 bits (tried on 2.13 and 2.15)."""
+"""First release in which these kernels take 16 bits (tried on 2.13 and 2.15)."""
 
 
 def _before_halves(checks: Iterable[tuple[str, Check]]) -> dict[str, Check]:
@@ -58,7 +58,7 @@ def _dispatch(kernel: str, accepted: _Types, of: _DtypeOf) -> Check:
 
 
 def not_implemented(kernel: str, dtype: torch.dtype) -> NotImplementedError:
-    """What AT_DISPATCH raises (ATen/Dispatch.h, AT_DISPATCH_SWITCH)."""
+    """Return the error of AT_DISPATCH (ATen/Dispatch.h, AT_DISPATCH_SWITCH)."""
     return NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_type(dtype)}'")
 
 
@@ -68,7 +68,7 @@ def _of_target(given: Given) -> torch.dtype:
 
 
 def _made(given: Given) -> torch.dtype:
-    """Of what a factory makes."""
+    """Return the type of the result of a factory."""
     if given["dtype"] is not None:
         return given["dtype"]  # type: ignore[no-any-return]  # a dtype
     numbers = [given[name] for name in ("start", "end", "step") if given[name] is not None]

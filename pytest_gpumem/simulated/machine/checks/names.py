@@ -1,8 +1,8 @@
-"""How torch's errors name types.
+"""Names of types in torch's errors.
 
 Source: c10/core/ScalarType.h (toString), c10/util/typeid.h (the names of C++ types), torch 2.6 to
 2.15; torch/csrc/Exceptions.cpp (processErrorMsg), which turns ``CUDAFloatType`` into
-``torch.cuda.FloatTensor`` and knows no bfloat16, bool or complex numbers.
+``torch.cuda.FloatTensor`` and has no such name for bfloat16, bool or complex numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tensor_type(dtype: torch.dtype, *, on_gpu: bool) -> str:
 
 
 def expected(wanted: torch.dtype, found: torch.dtype) -> RuntimeError:
-    """What ``Tensor::data_ptr<T>`` raises (core/TensorMethods.cpp)."""
+    """Return the error of ``Tensor::data_ptr<T>`` (core/TensorMethods.cpp)."""
     return RuntimeError(
         f"expected scalar type {scalar_type(wanted)} but found {scalar_type(found)}"
     )

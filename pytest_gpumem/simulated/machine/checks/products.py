@@ -1,4 +1,4 @@
-"""What products of matrices require of the types of their arguments.
+"""Requirements of matrix products on the types of their arguments.
 
 Source: aten/src/ATen/native/LinearAlgebra.cpp (ADDMM_META, baddbmm) and cuda/Blas.cpp, torch 2.6 to
 2.15.
@@ -18,7 +18,7 @@ _MATMUL = FLOATING | COMPLEX
 
 
 def product(kernel: str, given: Given) -> Exception | None:
-    """Nothing is computed, and no kernel chosen, where there is nothing to multiply."""
+    """Check the type, unless there is nothing to multiply: then CUDA chooses no kernel."""
     if not all(tensor.numel() for tensor in given.tensors()):
         return None
     dtype = given.dtype()

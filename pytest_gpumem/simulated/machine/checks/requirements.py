@@ -26,7 +26,7 @@ from pytest_gpumem.simulated.machine.checks.names import (
 _INDICES = frozenset({torch.int64, torch.int32, torch.uint8, torch.bool})
 
 SHORT_INDICES: Version = (2, 8)
-"""Since when ``gather`` and ``scatter`` take 32-bit indices (pytorch/pytorch issue 162711)."""
+"""First release with 32-bit indices in ``gather`` and ``scatter`` (pytorch/pytorch#162711)."""
 
 
 def _refusing(is_refused: Callable[[torch.dtype], bool], text: str) -> Check:
@@ -75,7 +75,7 @@ def _group_norm(given: Given) -> Exception | None:
 
 
 def _convolution(given: Given) -> Exception | None:
-    """cuDNN takes no integers: cuda/ConvolutionMM2d.cu and its relatives are asked."""
+    """Refuse integers, as cuDNN takes none and cuda/ConvolutionMM2d.cu and its relatives do."""
     tensor, weight = given["input"], given["weight"]
     if not _is_whole(tensor.dtype) or tensor.dtype is not weight.dtype:
         return None
@@ -194,7 +194,7 @@ def _where(given: Given) -> Exception | None:
 
 
 def _writing(dtype_of: Callable[[Given], torch.dtype]) -> Check:
-    """What is computed must fit what it is written to (ATen/TensorIterator.cpp, compute_types)."""
+    """Require a result that can be cast to its target (ATen/TensorIterator.cpp, compute_types)."""
 
     def check(given: Given) -> Exception | None:
         target = given.target

@@ -1,4 +1,4 @@
 """Kernels on the CPU for operators that it does not have as CUDA has them; they compute values.
 
-They use torch alone.
+They use only torch.
 """

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 def _histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """Of integers, whose bins CUDA finds by a division of integers, and counts in their type."""
+    """Count integers as CUDA does: it finds bins by integer division, and counts in their type."""
     if self.dtype.is_floating_point:
         counted: Tensor = _aten.histc(self, bins, min, max)
         return counted

@@ -17,7 +17,7 @@ _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 @contextmanager
 def with_autograd() -> Iterator[None]:
-    """Differentiate inside an operator, where autograd is done with its part."""
+    """Enable autograd inside an operator, where autograd itself has finished."""
     with (
         torch._C._ForceDispatchKeyGuard(_INCLUDED, _EXCLUDED),
         torch.inference_mode(False),
@@ -27,5 +27,5 @@ def with_autograd() -> Iterator[None]:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` whose gradient can be asked for."""
+    """Return a copy of ``tensor`` that requires a gradient."""
     return tensor.detach().clone().requires_grad_()

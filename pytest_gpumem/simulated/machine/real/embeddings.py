@@ -1,4 +1,4 @@
-"""Bags of embeddings, with what CUDA's kernel says of them and the CPU's leaves out.
+"""Bags of embeddings, with the results of CUDA's kernel that the CPU's leaves out.
 
 Source: aten/src/ATen/native/cuda/EmbeddingBag.cu (EmbeddingBag_updateOutputKernel_sum_mean and
 _max: which bag each index is in, and how many indices of a bag are no padding), torch 2.6 to 2.15.
@@ -36,7 +36,7 @@ def _embedding_bag(
     bags = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     counted = bags[indices != padding_idx]
     sizes = counted.bincount(minlength=offsets.numel())
-    chosen = highest if mode == _MAX else 0  # what is not written is not read either
+    chosen = highest if mode == _MAX else 0  # memory that is not written is not read either
     return output, bags.to(indices.dtype), sizes.to(indices.dtype), chosen
 
 

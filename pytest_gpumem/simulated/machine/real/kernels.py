@@ -31,7 +31,7 @@ _HALVES = frozenset({torch.float16, torch.bfloat16})
 def in_float32(
     compute: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *, writes: bool
 ) -> Any:
-    """Compute in float32 what the CPU has no kernel for in half precision."""
+    """Compute in float32 if the CPU has no half-precision kernel."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def widened(value: Any) -> Any:
@@ -86,7 +86,7 @@ def attention(
 
 
 def seed_for(dropout: float) -> int:
-    """Draw a seed of what is dropped; 0 where nothing is."""
+    """Draw a seed for dropout; 0 without dropout."""
     return int(torch.randint(2**31, (), device="cpu")) if dropout else 0
 
 
@@ -99,7 +99,7 @@ def _forward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, int]:
-    """The output, the logarithm of each row's sum, and the seed of what is dropped."""
+    """Return the output, the logarithm of each row's sum, and the dropout's seed."""
     seed = seed_for(dropout)
     _, dropped, total, values, _ = attention(
         query, key, value, bias, dropout, is_causal, scale, seed
@@ -261,7 +261,7 @@ def rms_norm_backward(
     normalized_shape: list[int],
     eps: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of ``torch.rms_norm`` by input and weight."""
+    """Return the gradients of ``torch.rms_norm`` by input and weight."""
     with with_autograd():
         data = leaf(input)
         scale = None if weight is None else leaf(weight)

@@ -2,7 +2,7 @@
 
 Source: aten/src/ATen/native/transformers/cuda/attention.cu (_flash_attention_forward,
 _efficient_attention_forward) and attention_backward.cu of torch 2.6 to 2.15. Windows, slopes and
-pages of keys are not computed: what they yield is not known.
+pages of keys are not computed: their results are unknown.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pytest_gpumem.simulated.machine.real.kernels import (
 )
 
 _FROM_TOP_LEFT, _FROM_BOTTOM_RIGHT = 1, 2
-"""``custom_mask_type``; flash knows the second alone."""
+"""``custom_mask_type``; flash attention has only the second."""
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Tensor | None, Tensor | None],
     dropout: float, mask: int, scale: float | None, bias: Tensor | None,
 ) -> tuple[Tensor, list[Tensor], int]:  # fmt: skip
-    """The output, the logarithm of each row's sum by sequence, and the seed of what is dropped."""
+    """Return the output, the logarithm of each row's sum by sequence, and the dropout's seed."""
     seed = seed_for(dropout)
     out = torch.zeros_like(query[..., :1]).expand(*query.shape[:-1], value.shape[-1]).clone()
     totals = []
@@ -67,7 +67,7 @@ def _backward(
 def _sequences(
     lengths: tuple[Tensor | None, Tensor | None], *tensors: Tensor
 ) -> Iterator[list[Tensor]]:
-    """Views of each sequence, (batch, heads, positions, head size), of queries and keys alike."""
+    """Yield views of each sequence, (batch, heads, positions, head size), also of keys."""
     by_query, by_key = lengths
     if by_query is None or by_key is None:
         yield [tensor.transpose(1, 2) for tensor in tensors]
@@ -82,7 +82,7 @@ def _sequences(
 
 
 _OF_KEYS = {4: (1, 2), 7: (1, 2, 4, 5)}
-"""Which tensors of a forward or a backward have the keys' lengths."""
+"""Positions of the tensors of a forward or a backward that have the keys' lengths."""
 
 
 def _parts(ends: Tensor) -> list[slice]:
@@ -125,9 +125,9 @@ def _flash(
 
 @cache
 def _pads_sums() -> bool:
-    """Whether the sums of each sequence stand alone, in as many places as the longest has.
+    """Return whether each sequence has a row of sums, padded to the length of the longest.
 
-    In 2.6 they do, in 2.13 one row of them has all sequences; the kernel for ``meta`` says which.
+    In 2.6 it has; in 2.13 one row has those of all sequences. The ``meta`` kernel shows which.
     """
     query = raw.empty((1, 1, 8), dtype=torch.bfloat16, device=raw.META)
     ends = raw.empty(2, dtype=torch.int32, device=raw.META)

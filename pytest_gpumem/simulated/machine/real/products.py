@@ -3,7 +3,7 @@
 The sums run in float32, as those of cuBLAS do for these types. Source: native_functions.yaml and
 aten/src/ATen/native/cuda/Blas.cpp, ScaledBlas.cpp, GroupedBlas.cpp and Dropout.cu of torch 2.6 to
 2.15. Layouts that are CUDA's own (int4 and 2:4 sparse weights, block scales in swizzled order) are
-not computed: what they yield is not known.
+not computed: their results are unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _addmm(
     **out: Tensor,
 ) -> Tensor:  # fmt: skip
     product = alpha * (a.to(out_dtype) @ b.to(out_dtype))
-    # What is multiplied by zero may hold anything.
+    # Elements multiplied by zero may have any value.
     return _written(product if beta == 0 else product + beta * added.to(out_dtype), **out)
 
 
@@ -86,7 +86,7 @@ def _scaled_grouped_mm(
 def _grouped(
     a: Tensor, b: Tensor, offs: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """One product for each group: of rows, of columns, or of what is summed over."""
+    """Return a product for each group: of rows, of columns, or of the summed dimension."""
     if offs is None:
         return a @ b
     ends: list[int] = offs.tolist()

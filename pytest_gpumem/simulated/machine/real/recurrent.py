@@ -116,7 +116,7 @@ def gru_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> Any:
-    """The new state, and what the kernel keeps for its backward."""
+    """Return the new state, and the tensors that the kernel keeps for its backward."""
     given = _sum(input_gates, input_bias).chunk(3, 1)
     held = _sum(hidden_gates, hidden_bias).chunk(3, 1)
     reset, update = (given[0] + held[0]).sigmoid(), (given[1] + held[1]).sigmoid()
@@ -125,7 +125,7 @@ def gru_cell(
 
 
 def gru_cell_backward(gradient: Tensor, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`gru_cell` by both kinds of gates and by the state."""
+    """Return the gradients of :func:`gru_cell` by both kinds of gates and by the state."""
     reset, update, new, hx, held = workspace.chunk(5, 1)
     by_new = gradient * (1 - update) * (1 - new**2)
     by_reset = by_new * held * reset * (1 - reset)

@@ -1,6 +1,6 @@
-"""What is taken for granted of unknown values, each with a note, so that common code goes on.
+"""Assumptions about unknown values, each with a note, so that common code keeps running.
 
-Nothing here is a guess at a number: gradients are finite, and a token that nobody knows is none of
+Nothing here is a guess at a number: gradients are finite, and an unknown token is none of
 the special ones, nor negative.
 """
 
@@ -19,22 +19,22 @@ from pytest_gpumem.simulated.machine.values import finite
 
 
 class Known(finite.Numbers, Protocol):
-    """What assumptions are made of, and who is told."""
+    """The known values that assumptions are made from, and the notes they go to."""
 
     notes: Notes
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+        """Return a CPU view of the values of ``tensor``; ``None`` if they are unknown."""
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Take ``value`` for what every element of ``tensor`` holds."""
+        """Assume ``value`` for every element of ``tensor``."""
 
 
 Assumption = Callable[[Known, tuple[Any, ...], Any], "torch.Tensor | None"]
-"""(values, arguments, result) -> what an in-place operator is taken not to have changed."""
+"""(values, arguments, result) -> the target that an in-place operator is assumed to leave."""
 
 GENERATION = (
     "transformers compared tokens that are not computed with special tokens: none of them was "
@@ -72,7 +72,7 @@ _CONDITIONS: dict[tuple[str, str], tuple[bool, str]] = {
     ("distributions.continuous_bernoulli", "__init__"): (True, _VALID),
     ("distributions.geometric", "__init__"): (True, _VALID),
 }
-"""Conditions in torch's own code: module and function -> how they are answered, and the note.
+"""Conditions in torch's own code: module and function -> the answer, and the note.
 
 Sources: torch/nn/utils/clip_grad.py, nn/functional.py and distributions of torch 2.6 to 2.15;
 torch/nn/init.py since 2.13.
@@ -80,7 +80,7 @@ torch/nn/init.py since 2.13.
 
 
 def taken_for_granted(frame: FrameType) -> tuple[bool, str] | None:
-    """Answer the condition that ``frame`` asks, with a note, where it is such a one of torch's."""
+    """Return the answer to a condition in torch's function ``frame``, and a note, if it has one."""
     module = str(frame.f_globals.get("__name__", ""))
     if not module.startswith("torch."):
         return None
@@ -92,7 +92,7 @@ _SEEDING = frozenset({"torch.utils.data.dataloader", "torch.utils.data.sampler"}
 
 
 def drawn_seed(device: int) -> int | None:
-    """A seed for the module of torch's that reads one; ``None`` for any other reader.
+    """Return a seed for the module of torch's that reads one; ``None`` for any other reader.
 
     With ``cuda`` as the default device seeds are drawn there, which here is the GPU of the index
     ``device``. It comes from the same generator.
@@ -139,7 +139,7 @@ def _has_input(values: Known, args: tuple[Any, ...], result: Any) -> None:
 
 
 def _caller() -> tuple[str, str]:
-    """Module and function of the innermost frame outside this package."""
+    """Return module and function of the innermost frame outside this package."""
     frame = sys._getframe(1)
     own = __name__.partition(".machine.")[0]
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
@@ -156,7 +156,7 @@ def _no_infinity(values: Known, args: tuple[Any, ...], result: Any) -> torch.Ten
 
 
 def _also(func: Any, other: Assumption | None) -> Assumption:
-    """Take unknown numbers for finite where ``func`` asks that, else do what ``other`` does."""
+    """Assume that unknown numbers are finite where ``func`` checks that, else apply ``other``."""
 
     def assume(values: Known, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
         answer = finite.answer(values, func, args)

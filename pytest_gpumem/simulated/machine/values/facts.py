@@ -1,4 +1,4 @@
-"""What is known of tensors beside values: that all elements are equal, or that some are infinite.
+"""Facts about tensors beside values: that all elements are equal, or that some are infinite.
 
 A mask of any size is known where every element of it is the same. Nothing is computed for each
 element, nor kept.
@@ -27,18 +27,18 @@ _ELEMENTWISE = frozenset(
 _SAME = frozenset(
     "clone _to_copy any all amax amin max min mean index_select cat stack flip roll".split()
 )
-"""Operators whose results hold what each element of their first argument holds."""
+"""Operators whose results hold the elements of their first argument."""
 _COUNTING = frozenset({"sum", "count_nonzero"})
 _SOURCES = {"aten::_to_copy": 0, "aten::copy_": 1}
-"""Which argument is copied."""
+"""Position of the argument that is copied."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of a storage."""
+    """A fact about the contents of a storage."""
 
     value: torch.Tensor | None = None
-    """What every element holds, as a tensor of no dimensions on the CPU."""
+    """The value of every element, as a tensor of no dimensions on the CPU."""
     assumed: bool = False
     """Whether that, or the values that are kept of it, go back to an assumption."""
     infinite: Infinity = Infinity.NONE
@@ -53,30 +53,30 @@ class Facts:
         self.by_key = by_key
 
     def of(self, tensor: torch.Tensor) -> Fact | None:
-        """What is known of the storage of ``tensor``."""
+        """Return the fact about the storage of ``tensor``."""
         return self.by_key.get(storage_key(tensor)) if self.by_key else None
 
     def uniform(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What every element of ``tensor`` holds, if it is the same and known."""
+        """Return the value of every element of ``tensor``, if it is the same and known."""
         fact = self.of(tensor)
         if fact is None or fact.value is None or fact.value.dtype != tensor.dtype:
             return None
         return fact.value
 
     def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """What the program has put into ``tensor`` that is not finite."""
+        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
         fact = self.of(tensor)
         return Infinity.NONE if fact is None else fact.infinite
 
     def is_assumed(self, values: Iterable[Any]) -> bool:
-        """Whether what is known of a tensor among ``values`` goes back to an assumption."""
+        """Return whether a fact about a tensor among ``values`` goes back to an assumption."""
         found = (self.of(tensor) for tensor in tensors_in(values))
         return any(fact is not None and fact.assumed for fact in found)
 
     def of_results(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Fact | None:
-        """What the facts of its arguments say of the results of ``operator``."""
+        """Return the fact about the results of ``operator`` that follows from its arguments."""
         given = [*args, *kwargs.values()]
         infinite = self._brought(operator, args, kwargs)
         if not self.by_key:
@@ -91,7 +91,7 @@ class Facts:
     def _brought(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Infinity:
-        """What comes in by a number, or with few numbers from the host."""
+        """Return the kind of infinity that a number, or few numbers from the host, bring in."""
         infinite = Infinity.NONE
         if operator.fills:
             infinite = finite.brought(self._values, operator.name, args, kwargs)
@@ -101,9 +101,9 @@ class Facts:
         return finite.held(args[at])
 
     def counted(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What ``nonzero`` of a mask yields whose elements are all equal: without its values.
+        """Return ``nonzero`` of a mask whose elements are all equal: without its values.
 
-        Where none is set there are none.
+        The result is empty where no element is set.
         """
         value = self.uniform(tensor)
         if value is None:
@@ -123,7 +123,7 @@ class Facts:
         return None
 
     def _of_equal(self, given: Any) -> torch.Tensor | None:
-        """The one value of a tensor, or of all tensors of a list."""
+        """Return the one value of a tensor, or of all tensors of a list."""
         tensors = [given] if isinstance(given, torch.Tensor) else given
         found = [self.uniform(tensor) for tensor in tensors if tensor.numel()]
         first = found[0] if found else None
@@ -144,7 +144,7 @@ class Facts:
         return first
 
     def _choices(self, value: Any) -> list[Any]:
-        """What an element can hold: a condition that is not known either of two things."""
+        """Return the possible values of an element: for an unknown condition, both."""
         if not isinstance(value, torch.Tensor):
             return [value]
         uniform = self.uniform(value)

@@ -1,7 +1,7 @@
 """Whether unknown numbers are finite: which operators ask, and which write an infinity or NaN.
 
-Random numbers, activations, losses and gradients are taken for finite. What the code itself fills
-with an infinity or NaN is not, nor what is computed from it, until an operator bounds it.
+Random numbers, activations, losses and gradients are taken for finite. Tensors that code fills
+with an infinity or NaN are not, nor are results of them, until an operator bounds them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ QUESTIONS = frozenset(
     + [getattr(_aten, name).Tensor for name in _COMPARISONS]
     + [getattr(_aten, name).Scalar for name in _COMPARISONS]
 )
-"""Operators that can ask whether numbers are finite.
+"""Operators that can check whether numbers are finite.
 
-``isfinite`` asks ``x == x`` and ``x.abs() != inf``, ``isreal`` and code of users ``x != x``.
+``isfinite`` runs ``x == x`` and ``x.abs() != inf``, ``isreal`` and code of users ``x != x``.
 Source: aten/src/ATen/native/TensorCompare.cpp (isfinite, isinf, isnan), torch 2.6 to 2.15.
 """
 
@@ -51,20 +51,20 @@ FILLING = frozenset(
 
 
 class Numbers(Protocol):
-    """What is asked of the values that are known."""
+    """The known values, as this module reads them."""
 
     def single(self, tensor: torch.Tensor) -> Any:
         """Return the one number that ``tensor`` holds; ``None`` if that is not known."""
 
     def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return what the program has put into ``tensor`` that is not finite."""
+        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
 
     def is_unknown_on_host(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is a CPU tensor of unknown values."""
 
 
 class Infinity(IntEnum):
-    """What a program has put into a tensor."""
+    """Kinds of infinity or NaN that a program has put into a tensor."""
 
     NONE = 0
     NEGATIVE = 1
@@ -87,24 +87,24 @@ _BOUNDING = _names(
 )
 """Operators whose results are finite although an argument holds an infinity, as masks do.
 
-The mask of fused attention enters by its exponential alone, forward and backward.
+The mask of fused attention enters only by its exponential, forward and backward.
 """
 
 _RAISING = _names("exp exp2 relu amax max clamp_min")
-"""Those of which that is true of minus infinity, where not all that is looked at holds it."""
+"""Operators with finite results for minus infinity, where some elements they reduce are finite."""
 _GREATER = _names("maximum fmax logaddexp")
-"""Those of which it is true beside something finite."""
+"""Operators with finite results for minus infinity beside a finite operand."""
 _KEEPING = _names(
     "fill full new_full full_like masked_fill where index_fill index_put scatter masked_scatter "
     "constant_pad_nd copy _to_copy clone add cat stack index gather triu tril"
 )
-"""Those by which minus infinity becomes no other."""
+"""Operators that pass minus infinity on as it is."""
 _SUBTRACTING = _names("sub")
-"""The same of their first argument."""
+"""Operators that pass minus infinity in their first argument on as it is."""
 
 
 def answer(values: Numbers, func: Any, args: tuple[Any, ...]) -> bool | None:
-    """What ``func`` yields for every element of finite numbers; ``None`` if it does not ask that.
+    """Return the result of ``func`` for all finite numbers; ``None`` if it depends on the number.
 
     ``None``, too, where the program has put an infinity or NaN among them.
     """
@@ -136,7 +136,7 @@ def _is_unknown_number(values: Numbers, tensor: Any) -> bool:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether each element is compared with itself."""
+    """Return whether each element is compared with itself."""
     return one is other or (
         one.shape == other.shape
         and one.stride() == other.stride()
@@ -147,7 +147,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def brought(values: Numbers, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Infinity:
-    """What the numbers among the arguments of a filling operator bring in."""
+    """Return the kind of infinity among the numbers in the arguments of a filling operator."""
     numbers = []
     for value in (*args[1:], *kwargs.values()):
         number = values.single(value) if isinstance(value, torch.Tensor) else value
@@ -164,7 +164,7 @@ def _kind(numbers: Iterable[float], *, keeps_sign: bool) -> Infinity:
 
 
 def passed_on(name: str, given: list[Infinity]) -> Infinity:
-    """What the operator ``name`` leaves of the infinities in its arguments."""
+    """Return the kind of infinity in the results of operator ``name``, given its arguments'."""
     worst = max(given, default=Infinity.NONE)
     if worst is Infinity.NONE or name in _BOUNDING:
         return Infinity.NONE
@@ -177,11 +177,11 @@ def passed_on(name: str, given: list[Infinity]) -> Infinity:
 
 
 MOST_UPLOADED = 4_096
-"""Numbers of a CPU tensor that are looked at when it is copied to the device."""
+"""Most numbers of a CPU tensor that are checked when it is copied to the device."""
 
 
 def held(source: torch.Tensor) -> Infinity:
-    """What a small CPU tensor holds."""
+    """Return the kind of infinity in a small CPU tensor."""
     if raw.is_on_device(source) or not source.dtype.is_floating_point:
         return Infinity.NONE
     if source.layout is not torch.strided or source.numel() > MOST_UPLOADED:

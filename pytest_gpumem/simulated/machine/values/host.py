@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 _GROUPS = (
-    # cgroup v2 and v1: the limit and what is in use, in bytes.
+    # cgroup v2 and v1: the limit and the use, in bytes.
     ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
     (
         "sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -19,9 +19,9 @@ _GROUPS = (
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that new allocations can take: what the system says is free, and the container.
+    """Return the bytes that new allocations can take, by the system and by the container.
 
-    Only Linux has files that tell; elsewhere psutil asks the system.
+    Only Linux has files with these numbers; elsewhere psutil reads them.
     """
     bounds = []
     with suppress(OSError):

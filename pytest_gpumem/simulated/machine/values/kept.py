@@ -18,7 +18,7 @@ from pytest_gpumem.simulated.machine.values.views import covers, elements, view_
 from pytest_gpumem.values.errors import HostMemoryError
 
 MOST_INTEGERS = 65_536
-"""Elements of an integer or boolean tensor whose values are kept."""
+"""Most elements of an integer or boolean tensor whose values are kept."""
 MOST_FLOATS = 4_096
 MOST_REPEATED = 1 << 20
 """Elements of a view that are computed with: ``expand`` makes billions of one, as backward does of
@@ -37,12 +37,12 @@ class Kept:
         self._bases: dict[int, torch.Tensor] = {}
         """By key: all elements of the storage, flat, on the CPU."""
         self._stated: dict[int, Fact] = {}
-        """By key: what else is known of a storage."""
+        """Other facts about a storage, by key."""
         self.ranges = Ranges()
         self._loose: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Storages without a block: their values must not outlive them either."""
+        """Storages without a block, whose values must not outlive them either."""
         self._blank: set[int] = set()
-        """Keys of storages that nobody has written to, where everything is computed."""
+        """Keys of storages that were not written to yet, where everything is computed."""
         self._held = 0
         self._limit = 0
 
@@ -51,7 +51,7 @@ class Kept:
         return self._bases.get(key)
 
     def put(self, key: int, base: torch.Tensor) -> None:
-        """Let ``base``, flat, be what a storage holds that is watched already."""
+        """Set the contents of a storage that is watched already to ``base``, flat."""
         self.forget(key)
         if self.everything:
             self._hold(base.numel() * base.element_size())
@@ -69,14 +69,14 @@ class Kept:
             self._held -= base.numel() * base.element_size()
 
     def keep(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
-        """Know that ``tensor`` holds what ``source``, a CPU tensor of its shape, holds."""
+        """Remember the values of ``source``, a CPU tensor of the same shape, for ``tensor``."""
         if raw.is_on_device(source):
             return
         if source.shape == tensor.shape and source.layout is torch.strided:
             self._keep(tensor, source, shared=True)
 
     def resized(self, tensor: torch.Tensor) -> None:
-        """Follow a storage that was resized in place: what was added is undefined."""
+        """Follow a storage that was resized in place: added elements are undefined."""
         key = storage_key(tensor)
         self.ranges.wrote([tensor])
         base = self._bases.get(key)
@@ -105,7 +105,7 @@ class Kept:
         return second is not True and (first is False or second is False)
 
     def _unknown_among(self, values: Iterable[Any]) -> bool | None:
-        """Whether a tensor among ``values`` is unknown; ``None`` if none has values kept here."""
+        """Return whether a tensor among ``values`` is unknown; ``None`` if none has kept values."""
         bases = self._bases
         is_on_host = self._storages.is_on_host
         answer = None
@@ -125,7 +125,7 @@ class Kept:
         return answer
 
     def _keeps(self, tensor: torch.Tensor) -> bool:
-        """Whether values of a tensor of this size are kept."""
+        """Return whether values of a tensor of this size are kept."""
         if tensor.layout is not torch.strided:
             return False
         if self.everything:
@@ -135,7 +135,7 @@ class Kept:
         return tensor.numel() <= most and self._elements(tensor) <= 2 * most
 
     def _keep_all(self, result: Any, computed: Any, used: set[int], *, parts: bool = False) -> None:
-        """Keep what was ``computed`` of ``result``, whose tensors may be ``parts`` of storages."""
+        """Keep values ``computed`` for ``result``, whose tensors may be ``parts`` of storages."""
         if isinstance(result, (list, tuple)):
             if isinstance(computed, (list, tuple)):
                 for one, other in zip(result, computed, strict=False):
@@ -184,11 +184,11 @@ class Kept:
         self._put(tensor, _empty(self._elements(tensor), dtype=tensor.dtype, device=CPU))
 
     def _elements(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-        """Elements of ``dtype`` in the whole storage."""
+        """Return the number of elements of ``dtype`` in the whole storage."""
         return elements(tensor, dtype)
 
     def _covers(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is all of its storage."""
+        """Return whether ``tensor`` is all of its storage."""
         return covers(tensor)
 
     def _watch(self, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Values beside shapes: what CUDA tensors hold, kept on the CPU for as long as it is known.
+"""Values beside shapes: those of CUDA tensors, kept on the CPU for as long as they are known.
 
 Small tensors made from constants, or copied from the CPU, stay known through deterministic
 operators: each of these is computed on the CPU beside its shapes. With ``everything`` the same is
 done for tensors of any size and for random numbers, so that no value is unknown. Either way the
-simulated device allocates what it would allocate without: nothing here touches its memory.
+simulated device allocates the same as without: this module does not touch its memory.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from pytest_gpumem.simulated.machine.values.views import blank, device_tensors
 
 
 class Left(Protocol):
-    """What keeps the values that a storage leaves behind, as a graph's pool does."""
+    """A keeper of the values that a storage leaves behind, such as a graph's pool."""
 
     def died(self, key: int, base: torch.Tensor | None) -> None:
-        """Take what the storage ``key`` held, where that is known."""
+        """Keep the values of the storage ``key``, where they are known."""
 
 
 class Captured(Protocol):
-    """What takes operators for later, as a capture does."""
+    """A recorder of operators for later, such as a capture."""
 
     def add(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Remember a call, of which nothing is computed now."""
+        """Remember a call, without computing it now."""
 
     def described(self, value: Any) -> Any:
-        """``value`` without hold on its tensors, as an argument of a call to be added."""
+        """Return ``value`` without references to its tensors, for a call to be added."""
 
 
 class Values(Reading):
@@ -58,12 +58,12 @@ class Values(Reading):
         self.pooled: WeakValueDictionary[int, Left] = WeakValueDictionary()
         """By key: where values go when a storage in a graph's pool dies."""
         self.recording: Callable[[], Captured | None] | None = None
-        """Says where operators of a capture go, while there is one."""
+        """Returns the recorder of a capture's operators, while there is a capture."""
 
     def follow(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Do to the values what an operator has just done to the shapes."""
+        """Update the values after an operator has run on the shapes."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):
@@ -86,7 +86,7 @@ class Values(Reading):
     def records(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool:
-        """Let a capture under way, if there is one here, take the call for when its graph runs."""
+        """Add the call to a capture under way on this thread, if any, for when its graph runs."""
         recording = self.capture()
         if recording is None:
             return False
@@ -95,7 +95,7 @@ class Values(Reading):
 
     @contextmanager
     def ignoring(self) -> Iterator[None]:
-        """Follow no operator that runs inside."""
+        """Do not follow operators that run inside."""
         before, self._ignoring = self._ignoring, True
         try:
             yield
@@ -105,7 +105,7 @@ class Values(Reading):
     def replace(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Know of ``result`` and of what was written what ``operator`` as a whole says of it."""
+        """Update the values of ``result`` and of written tensors from ``operator`` as a whole."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):
@@ -135,7 +135,7 @@ class Values(Reading):
             self._state(fact, operator, args, kwargs, made)
 
     def assign(self, result: Any, function: Callable[..., Any], *args: Any) -> None:
-        """Know of ``result`` what ``function`` returns on the CPU, and nothing else.
+        """Set the values of ``result`` to those that ``function`` returns on the CPU.
 
         For composite operators whose parts have the right shapes and not the right values.
         """
@@ -145,13 +145,13 @@ class Values(Reading):
             self.replace(Operator.by(function), args, {}, result)
 
     def capture(self) -> Captured | None:
-        """What takes operators for later, while there is a capture under way here."""
+        """Return the recorder of operators, while a capture is under way on this thread."""
         return None if self.recording is None else self.recording()
 
     def shared(self, given: Iterable[Any]) -> list[Any] | None:
-        """Return ``given`` with CPU tensors that share what its tensors hold.
+        """Return ``given`` with CPU tensors that share the values of its tensors.
 
-        ``None`` if one of them is not known. What nobody has written to yet may be written to.
+        ``None`` if one of them is not known. Memory that was not written to yet may be written to.
         """
         found = []
         for value in given:
@@ -169,9 +169,9 @@ class Values(Reading):
         return found
 
     def know(self, results: Sequence[Any], computed: Sequence[Any], given: Iterable[Any]) -> None:
-        """Know what ``results``, parts of new storages or given ones, hold.
+        """Set the values of ``results``, which are parts of new storages or given ones.
 
-        ``computed`` of ``given``, which :meth:`shared` returned and which was written to.
+        They are ``computed`` from ``given``, which :meth:`shared` returned and which was written.
         """
         used = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
         for result, value in zip(results, computed, strict=True):
@@ -179,7 +179,7 @@ class Values(Reading):
                 self._keep_all(result, value, used, parts=True)
 
     def _shares(self, tensor: torch.Tensor, value: Any) -> bool:
-        """Whether ``value`` is of the very memory that ``tensor`` is known by."""
+        """Return whether ``value`` shares memory with the kept values of ``tensor``."""
         base = self._bases.get(storage_key(tensor))
         if base is None or not isinstance(value, torch.Tensor):
             return False
@@ -188,7 +188,7 @@ class Values(Reading):
     def make(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Know what a factory, or a copy between devices, has just made."""
+        """Set the values of a tensor that a factory, or a copy between devices, has just made."""
         if self._ignoring:
             return
         if self.recording is not None and self.records(operator, args, kwargs, result):
@@ -206,7 +206,7 @@ class Values(Reading):
     def _by_range(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> bool | None:
-        """What a comparison of random integers yields for every element; ``None`` for all else."""
+        """Return the result of a comparison of random integers for every element, else ``None``."""
         if not self.ranges.by_key:
             return None
         if operator.written:
@@ -231,7 +231,7 @@ class Values(Reading):
             self._derive(operator, args, kwargs, result)
 
     def died(self, key: int) -> None:
-        """Drop the values of a storage that has died; a graph's pool keeps what is left there."""
+        """Drop the values of a storage that has died; a graph's pool keeps its contents."""
         contents = self.pooled.pop(key, None) if self.pooled else None
         if contents is not None:
             contents.died(key, self._bases.get(key))
@@ -242,12 +242,12 @@ class Values(Reading):
         return self._storages.by_key.get(key)
 
     def assume(self, tensor: torch.Tensor, value: bool) -> None:
-        """Take ``value`` for what every element of ``tensor`` holds; reading it says so."""
+        """Assume ``value`` for every element of ``tensor``; reading it adds a note."""
         uniform = torch.tensor(value, device=CPU)
         self._set_fact(tensor, Fact(uniform, assumed=True))
 
     def follow_on_host(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Remember of copies in host memory, whose values nobody knows, what is not finite."""
+        """Remember which copies in host memory, of unknown values, hold infinities."""
         if not self.facts.by_key:
             return
         given = list(map(self.facts.infinity, tensors_in(args)))
@@ -274,7 +274,7 @@ class Values(Reading):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        """Let ``fact`` hold of what an operator has just made, or written to."""
+        """Set ``fact`` for the tensors that an operator has just made, or written to."""
         targets = operator.targets(args, kwargs)
         for tensor in targets or device_tensors(result, []):
             stated = of_result(operator, fact, args[0], tensor)
@@ -317,7 +317,7 @@ class Values(Reading):
         kwargs: dict[str, Any],
         targets: list[torch.Tensor],
     ) -> bool:
-        """Whether what is written, and all around it, is known; else nothing is any more."""
+        """Return whether a write leaves all of its target known; else forget its values."""
         names = {name for _, name in operator.written}
         places = {at for at, _ in operator.written}
         read = [value for at, value in enumerate(args) if at not in places]

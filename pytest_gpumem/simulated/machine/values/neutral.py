@@ -1,4 +1,4 @@
-"""What reading an unknown number yields: fit for logging and printing, and for nothing else."""
+"""Results of reading unknown numbers: fit for logging and printing, and for nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pytest_gpumem.values.errors import UnknownValueError
 
 VALUE = 0.0
-"""Zero lets loss scaling and logging go on: no infinity was found, the loss is finite."""
+"""The neutral value, with which loss scaling and logging continue: the loss is finite."""
 
 _HARMLESS = frozenset({"json.encoder", "torch.optim._adafactor", "yaml.representer"})
 """Modules whose comparisons of numbers decide about no memory: encoders ask for NaN and infinities
@@ -21,11 +21,11 @@ _DECODERS = (
     "transformers.tokenization_utils_tokenizers",
     "transformers.tokenization_mistral_common",
 )
-"""Modules that hand tokens to compiled code that makes text of them."""
+"""Modules that pass tokens to compiled code that makes text of them."""
 
 
 class _AsFloat(type):
-    """Tables by type, such as ``torch.testing`` has, find what they say of ``float``."""
+    """A metaclass by which tables by type, such as ``torch.testing`` has, find ``float``."""
 
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is float
@@ -35,9 +35,9 @@ class _AsFloat(type):
 
 
 class NeutralFloat(float, metaclass=_AsFloat):
-    """0.0 in place of a number that nobody computed.
+    """0.0 in place of a number that was not computed.
 
-    It can be printed, stored and computed with, and what is computed from it is neutral too. To
+    It can be printed, stored and computed with, and results computed from it are neutral, too. To
     compare it, or to ask whether it is true, raises :class:`UnknownValueError`: control flow and
     assertions would otherwise go by a number that is made up.
     """
@@ -47,11 +47,11 @@ class NeutralFloat(float, metaclass=_AsFloat):
 
 
 class NeutralInt:
-    """0 in place of an integer that nobody computed.
+    """0 in place of an integer that was not computed.
 
     Like :class:`NeutralFloat`; nor can anything be looked up by it, made of that size or repeated
-    so often. It is none of Python's integers, whose value compiled code reads unasked: it has an
-    index for the decoders of texts alone.
+    so often. It is no ``int``, whose value compiled code reads directly; only decoders of text
+    may call its ``__index__``.
     """
 
     __slots__ = ()
@@ -72,7 +72,7 @@ class NeutralInt:
 
 
 def _refusal(shown: str, read: str) -> UnknownValueError:
-    # Not before: the plugin knows these types, and starts without torch.
+    # Imported late: the plugin uses these types, and starts without torch.
     from pytest_gpumem.simulated.common.callsite import user_line
 
     return UnknownValueError(
@@ -142,7 +142,7 @@ for _name, _shown in _CONDITIONS.items():
     setattr(NeutralFloat, _name, _refusing(_name, _shown))
     setattr(NeutralInt, _name, _refusing_integer(_name, _shown))
 for _name in ("__int__", "__trunc__", "__floor__", "__ceil__"):
-    # Python's integers cannot say that they are made up.
+    # Python's integers cannot show that they are made up.
     setattr(NeutralFloat, _name, _refusing(_name, f"{_name.strip('_')}()"))
 for _name, _shown in {"__hash__": "hash()", "__int__": "int()", "__float__": "float()"}.items():
     setattr(NeutralInt, _name, _refusing_integer(_name, _shown))

@@ -1,4 +1,4 @@
-"""What has to be known of an operator to follow its values."""
+"""Properties of an operator that following its values needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WRITES_UNDECLARED: dict[str, tuple[int, ...]] = {
     "aten::batch_norm_update_stats": (1, 2),
     "aten::rrelu_with_noise": (1,),
 }
-"""Arguments that an operator writes to although its schema does not say so (2.6 to 2.15): running
+"""Arguments that an operator writes to although its schema omits it (2.6 to 2.15): running
 statistics in native_functions.yaml; the noise of ``rrelu_with_noise`` up to 2.6."""
 
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -41,27 +41,27 @@ OVERWRITES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """What has to be known of an operator to follow its values."""
+    """The properties of an operator that following its values needs."""
 
     func: Any
     name: str
-    """With its namespace, without its overload."""
+    """The name with its namespace, without its overload."""
     written: tuple[tuple[int, str], ...]
     """Position and name of each argument that it writes to."""
     overwrites: bool
-    """Whether what it writes to does not depend on what was there."""
+    """Whether the values it writes do not depend on the target's old ones."""
     moves_views: bool
     """Whether it changes only sizes and strides: ``t_``, ``squeeze_``, ``set_``."""
     undefined: bool
     """Whether its results are random, or those of a stranger's kernel."""
     blank: bool
-    """Whether its results are memory that nobody has written to."""
+    """Whether its results are uninitialised memory."""
     random: bool
     shaped_like: bool
     """Whether it looks at the shapes of its tensors only: ``zeros_like``, ``new_full``."""
     compute: Callable[..., Any]
     assumption: Assumption | None
-    """What is taken for granted where an argument is not known."""
+    """The assumption that applies where an argument is unknown."""
     fills: bool
     """Whether programs write infinities and NaN by it."""
 
@@ -94,7 +94,7 @@ class Operator:
 
     @classmethod
     def by(cls, compute: Callable[..., Any], written: tuple[tuple[int, str], ...] = ()) -> Operator:
-        """Describe what ``compute``, no operator of torch's, does with tensors on the CPU."""
+        """Describe the effect of ``compute``, no operator of torch's, on tensors of the CPU."""
         name = getattr(compute, "__name__", str(compute))
         return cls(
             func=compute,
@@ -112,7 +112,7 @@ class Operator:
         )
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
+        """Return the tensors of a GPU among ``args`` and ``kwargs`` that it writes to."""
         found: list[torch.Tensor] = []
         for at, name in self.written:
             device_tensors(args[at] if at < len(args) else kwargs.get(name), found)

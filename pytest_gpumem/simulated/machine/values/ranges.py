@@ -1,6 +1,6 @@
-"""What random integers can be: ``(labels != -100).sum()`` is known of labels that nobody has drawn.
+"""Ranges of random integers: ``(labels != -100).sum()`` is known of labels that were not drawn.
 
-``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does what is
+``torch.randint(low, high, ...)`` holds integers from ``low`` to ``high - 1``, and so does a tensor
 copied, cut or put together from such tensors; anything written to them ends that.
 """
 
@@ -23,7 +23,7 @@ _DRAWN = "aten::randint"
 _COPYING = frozenset(
     f"aten::{name}" for name in "clone _to_copy index_select cat stack flip roll repeat".split()
 )
-"""Operators whose results hold elements of their first argument alone."""
+"""Operators whose results hold only elements of their first argument."""
 _ORDER: dict[str, Callable[[int, Any], bool]] = {
     "aten::lt": comparing.lt,
     "aten::le": comparing.le,
@@ -39,7 +39,7 @@ class Ranges:
         self.by_key: dict[int, tuple[torch.dtype, Range]] = {}
 
     def made(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Remember what the operator ``name`` has drawn, or copied."""
+        """Remember the numbers that the operator ``name`` has drawn, or copied."""
         found = _drawn(args) if name == _DRAWN else self._copied(name, args)
         if found is None or not isinstance(result, torch.Tensor) or not is_on_device(result):
             return
@@ -47,16 +47,16 @@ class Ranges:
             self.remember(result, found)
 
     def remember(self, tensor: torch.Tensor, found: Range) -> None:
-        """Know the range of ``tensor``."""
+        """Set the range of ``tensor``."""
         self.by_key[storage_key(tensor)] = tensor.dtype, found
 
     def wrote(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Know nothing more of ``tensors``."""
+        """Forget the ranges of ``tensors``."""
         for tensor in tensors:
             self.by_key.pop(storage_key(tensor), None)
 
     def compared(self, name: str, args: tuple[Any, ...]) -> bool | None:
-        """What the comparison ``name`` yields for every element; ``None`` if that is not known."""
+        """Return the result of comparison ``name`` for every element; ``None`` if it is unknown."""
         found = self._of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
         if found is None or len(args) < 2 or not isinstance(args[1], (int, float)):
             return None
@@ -89,7 +89,7 @@ def _fits(found: Range, dtype: torch.dtype) -> bool:
 
 
 def _drawn(args: tuple[Any, ...]) -> Range | None:
-    """The range of ``randint(high, size)`` or ``randint(low, high, size)``."""
+    """Return the range of ``randint(high, size)`` or ``randint(low, high, size)``."""
     numbers = [value for value in args[:2] if isinstance(value, int)]
     low, high = (0, *numbers)[-2:] if numbers else (0, 0)
     return (low, high - 1) if high > low else None

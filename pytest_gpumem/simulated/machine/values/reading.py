@@ -1,4 +1,4 @@
-"""What is known of tensors when somebody reads them, and what operators yield of it on the CPU."""
+"""Known values of tensors for their readers, and results that operators compute from them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _as_strided = torch.as_strided
 
 
 class Reading(Kept):
-    """The same for whoever reads: by tensor, and by what an operator makes of tensors."""
+    """Known values for readers: by tensor, and by an operator that is applied to tensors."""
 
     def __init__(
         self, storages: Storages, notes: Notes, here: ThreadState, *, everything: bool
     ) -> None:
         super().__init__(storages, everything=everything)
         self.notes = notes
-        """Told what is taken for granted."""
+        """The notes that assumptions go to."""
         self._here = here
         self.facts = Facts(self, self._stated)
         self.work = Work()
@@ -43,14 +43,14 @@ class Reading(Kept):
         self.begin()
 
     def begin(self) -> None:
-        """See what the host has room for, and what the CPU can compute."""
+        """Look up how much memory the host has; reset failures to compute on the CPU."""
         self.uncomputed = None
         self.work.begin()
         if self.everything:
             self._limit = self._held + available_memory() // 2
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU view of what ``tensor`` holds; ``None`` if that is not known."""
+        """Return a CPU view of the values of ``tensor``; ``None`` if they are unknown."""
         if not self._bases and not self.facts.by_key:
             return None
         base = self._bases.get(storage_key(tensor))
@@ -69,7 +69,7 @@ class Reading(Kept):
             return None if real is None else _as_strided(real, (), ()).item()
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return a CPU copy of what ``tensor`` holds; ``None`` if that is not known."""
+        """Return a CPU copy of the values of ``tensor``; ``None`` if they are unknown."""
         if not self._bases and not self.facts.by_key:
             return None
         with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -80,12 +80,12 @@ class Reading(Kept):
         return known
 
     def of_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
-        """Return what a storage holds, on the CPU; ``None`` if that is not known."""
+        """Return the contents of a storage, on the CPU; ``None`` if they are unknown."""
         base = self._bases.get(storage._cdata)
         return None if base is None else base.untyped_storage()
 
     def computed(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``operator`` yields on the CPU; ``None`` if an argument is not known."""
+        """Return the result of ``operator`` on the CPU; ``None`` if an argument is unknown."""
         computed = self._by_fact(operator, args, kwargs) if self.facts.by_key else None
         if computed is None and self._known(args, kwargs):
             computed = self._compute(operator, args, kwargs, [])
@@ -94,7 +94,7 @@ class Reading(Kept):
         return computed
 
     def on_host(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``operator`` makes in host memory; ``None`` if nobody knows its values."""
+        """Return the result of ``operator`` in host memory; ``None`` if its values are unknown."""
         if operator.shaped_like and self._keeps(args[0]):
             return operator.func(blank(args[0]), *args[1:], **kwargs)
         return self.computed(operator, args, kwargs)
@@ -103,12 +103,12 @@ class Reading(Kept):
     def assumes(self) -> bool:
         """Whether unknown numbers are taken for finite.
 
-        Where everything is computed that begins with what the CPU cannot compute.
+        Where everything is computed, that begins with the first operator the CPU cannot compute.
         """
         return not self.everything or self.uncomputed is not None
 
     def refusal(self, read: str) -> str:
-        """Say that ``read``, such as ``bool() at test.py:3 reads``, is of an unknown value."""
+        """Return the error text for ``read``, such as ``bool() at test.py:3 reads``."""
         if self.uncomputed is not None:
             return (
                 f"{read} a value of a CUDA tensor that is not known, because {self.uncomputed} "
@@ -124,7 +124,7 @@ class Reading(Kept):
     def _by_fact(
         self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """What ``operator`` yields of a tensor whose elements are all equal, where it is read."""
+        """Return the result of ``operator`` that reads a tensor of equal elements."""
         if operator.name == "aten::nonzero":
             return self.facts.counted(args[0])
         uniform = self.facts.uniform(args[0]) if operator.name == "aten::_to_copy" else None
@@ -153,7 +153,7 @@ class Reading(Kept):
         return self.run(operator, on_cpu, named)
 
     def run(self, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what ``operator`` yields of CPU tensors; ``None`` if the CPU cannot compute it."""
+        """Return the result of ``operator`` on CPU tensors; ``None`` if the CPU has no kernel."""
         generator = kwargs.get("generator")
         if generator is not None:
             kwargs = {**kwargs, "generator": self.source_of(generator)}
@@ -198,7 +198,7 @@ class Reading(Kept):
         return CPU if isinstance(value, torch.device) else value
 
     def infinity(self, tensor: torch.Tensor) -> Infinity:
-        """Return what the program has put into ``tensor`` that is not finite."""
+        """Return the kind of infinity or NaN that the program has put into ``tensor``."""
         return self.facts.infinity(tensor)
 
 
@@ -208,7 +208,7 @@ def _lacks_half(error: Exception) -> bool:
 
 @contextmanager
 def _drawing(source: torch.Generator) -> Iterator[None]:
-    """Draw the CPU's random numbers from ``source``: most operators take no other way."""
+    """Draw the CPU's random numbers from ``source``, for most operators the only way."""
     default = torch.default_generator
     before = default.get_state()
     default.set_state(source.get_state())

@@ -1,4 +1,4 @@
-"""What tensors are of their storages, and tensors on the CPU like them."""
+"""Tensors as views of their storages, and tensors on the CPU like them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _as_strided = torch.as_strided
 
 
 def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Return of ``base``, all elements of a storage, what ``tensor`` is of that storage."""
+    """Return the view of ``base``, all elements of a storage, that ``tensor`` is of it."""
     offset = tensor.storage_offset()
     if base.dtype == tensor.dtype:
-        # A lazy module's buffer refuses to say its shape otherwise.
+        # A lazy module's buffer has no shape otherwise.
         shape = tensor.size() if is_lazy(tensor) else tensor.shape
         view = _as_strided(base, shape, tensor.stride(), offset)
     else:
@@ -31,19 +31,19 @@ def view_of(base: torch.Tensor, tensor: Any) -> torch.Tensor:
 
 
 def elements(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    """Elements of ``dtype`` in the whole storage."""
+    """Return the number of elements of ``dtype`` in the whole storage."""
     size: int = (dtype or tensor.dtype).itemsize
     nbytes: int = tensor.untyped_storage().nbytes()
     return nbytes // size
 
 
 def covers(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is all of its storage."""
+    """Return whether ``tensor`` is all of its storage."""
     return tensor.is_contiguous() and tensor.numel() == elements(tensor)
 
 
 def blank(value: Any) -> Any:
-    """A CPU tensor of the shape of ``value`` whose values do not matter; others as they are."""
+    """Return a CPU tensor of the shape of ``value`` with arbitrary values; others as they are."""
     if not isinstance(value, torch.Tensor):
         return value
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CPU)

@@ -1,8 +1,8 @@
-"""How much computing a run asks for: estimated of one on shapes, bounded of one with values.
+"""Computing that a run needs: estimated for a run on shapes, limited for a run with values.
 
-Products, convolutions and attention are counted, by torch's own formulas; they are most of what a
-network computes. So an estimate is low where a run is made of something else: what then takes too
-long is stopped while it runs.
+Products, convolutions and attention are counted, by torch's own formulas; they are most of a
+network's computing. So an estimate is low where a run is made of something else: a run that then
+takes too long is stopped.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _WITH_FORMULA = frozenset(
     ).split()
 )
 """Operators that torch has a formula for (torch/utils/flop_counter.py, 2.6 to 2.15), but for those
-whose formulas read the values of their arguments. Which have one in the present release is asked
-late: torch imports Triton along with them, where it is installed."""
+whose formulas read the values of their arguments. Which of them have one in the present release is
+looked up late: torch imports Triton along with them, where it is installed."""
 
 _PROBES = {torch.float32: 512, torch.float64: 512, torch.float16: 256, torch.bfloat16: 256}
 """Rows of the product that measures the host's speed: halves may have no fast kernel."""
@@ -51,7 +51,7 @@ _FINE = 1e-4
 
 
 def _own_clock() -> Callable[[], float]:
-    """The time that this thread has computed, which other processes do not change."""
+    """Return the time that this thread has computed, which other processes do not change."""
     fine = hasattr(time, "thread_time") and time.get_clock_info("thread_time").resolution <= _FINE
     return time.thread_time if fine else time.perf_counter
 
@@ -60,7 +60,7 @@ _now = _own_clock()
 
 
 class Work:
-    """What a run has asked for, in operations of floating point, and what it may ask for."""
+    """Floating-point operations that a run has needed, and their limit."""
 
     def __init__(self) -> None:
         self._calls: dict[Any, _Calls] = {}
@@ -71,25 +71,25 @@ class Work:
         self._show: Callable[[float], None] | None = None
 
     def begin(self) -> None:
-        """Begin anew, without a limit."""
+        """Reset the counts, without a limit."""
         self._calls.clear()
         self._limit = self._show = None
 
     def bound(self, seconds: float, show: Callable[[float], None] | None = None) -> None:
-        """Let values be computed for so many seconds; ``show`` is told of the time spent."""
+        """Limit the computing of values to ``seconds``; ``show`` is called with the time spent."""
         self._limit, self._show = seconds, show
         self._spent = self._shown = 0.0
 
     @property
     def seconds(self) -> float:
-        """How long the CPU of this machine takes for what was counted, at the least."""
+        """The least time that this machine's CPU takes for the counted operations."""
         counted: defaultdict[torch.dtype, int] = defaultdict(int)
         for calls in self._calls.values():
             counted[calls.dtype] += calls.times * calls.operations
         return sum(count / speed(dtype) for dtype, count in counted.items())
 
     def counting(self, func: Any, handler: Handler) -> Handler:
-        """Let ``handler``, which runs ``func``, count; as it is for operators without a formula."""
+        """Wrap ``handler`` of ``func`` to count it, where torch has a formula for ``func``."""
         if not _has_formula(func):
             return handler
         known = self._calls
@@ -107,7 +107,7 @@ class Work:
         return handle
 
     def expect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Stop before the values of ``result``, of ``func``, where they take more than is left."""
+        """Raise before computing ``result`` of ``func``, if that exceeds the remaining time."""
         if self._limit is None:
             return
         if _has_formula(func):
@@ -133,7 +133,7 @@ class Work:
             self._show(self._spent)
 
     def _stop(self) -> None:
-        limit, self._limit = self._limit, None  # what tears the test down runs to its end
+        limit, self._limit = self._limit, None  # the teardown of the test runs to its end
         raise WorkLimitError(
             f"computing values on the CPU takes longer than {limit:g} s, at {user_line()}"
         )
@@ -152,12 +152,12 @@ class _Calls:
 
     @cached_property
     def operations(self) -> int:
-        """Operations of floating point of one call."""
+        """The floating-point operations of one call."""
         return _operations(self.func, self.args, self.kwargs, self.result)
 
 
 def _has_formula(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)  # a function of Python stands for what has parts
+    schema = getattr(func, "_schema", None)  # a Python function stands for an operator of parts
     return schema is not None and schema.name in _WITH_FORMULA and "out" not in schema.overload_name
 
 
@@ -186,7 +186,7 @@ def _shape(value: Any) -> Any:
 
 
 def _shapes(value: Any) -> Any:
-    """``value`` with the shapes of its tensors in their places."""
+    """Return ``value`` with the shapes of its tensors in their places."""
     if isinstance(value, torch.Tensor):
         return value.shape
     if isinstance(value, dict):
@@ -198,7 +198,7 @@ def _shapes(value: Any) -> Any:
 
 @cache
 def speed(dtype: torch.dtype) -> float:
-    """Operations of floating point that the CPU does in a second, in products of ``dtype``.
+    """Return the CPU's floating-point operations per second, in products of ``dtype``.
 
     Measured once in a process, in some milliseconds: on one thread, in its own time, and taken for
     as many threads as torch has. Whatever else runs on the machine changes nothing.
@@ -221,7 +221,7 @@ def speed(dtype: torch.dtype) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[int]:
-    """Compute on one thread inside; yields how many there are otherwise."""
+    """Compute on one thread inside; yield the usual number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""flash-attn 2.8.3: the modules that code imports, and what is in them."""
+"""flash-attn 2.8.3: the modules that code imports, and their contents."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ EVERYTHING: Window = (-1, -1)
 
 
 class _Options(NamedTuple):
-    """What all functions take."""
+    """Options that all functions take."""
 
     dropout_p: float
     softmax_scale: float | None
@@ -31,7 +31,7 @@ class _Options(NamedTuple):
 
 
 class _Lengths(NamedTuple):
-    """Where sequences begin that lie one behind the other."""
+    """Positions and lengths of sequences that lie one behind the other."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -303,7 +303,7 @@ def flash_attn_with_kvcache(
 
 
 def fwd_kvcache(*args: Any) -> Any:
-    """``flash_attn_2_cuda.fwd_kvcache``: what it writes to is not known afterwards."""
+    """``flash_attn_2_cuda.fwd_kvcache``: its targets have unknown values afterwards."""
     raise RuntimeError("flash_attn_with_kvcache: q must be on CUDA")
 
 

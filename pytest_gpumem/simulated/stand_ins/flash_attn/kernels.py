@@ -1,4 +1,4 @@
-"""What the kernels of flash-attn 2 allocate.
+"""Allocations of the kernels of flash-attn 2.
 
 Source: csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3 (mha_fwd, mha_varlen_fwd, mha_bwd,
 mha_varlen_bwd, mha_fwd_kvcache, set_params_splitkv), and the operators that
@@ -24,7 +24,7 @@ LARGEST_HEAD = 256
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
+    """Return ``tensor`` with its heads a multiple of 8 long: a copy, unless they are."""
     excess = tensor.shape[-1] % 8
     return pad(tensor, [0, 8 - excess]) if excess else tensor
 
@@ -186,7 +186,7 @@ def varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in what is accumulated."""
+    """mha_varlen_bwd: softmax_d. Sequences lie 128 rows apart in the accumulator."""
     dout, q, k, v, out = _contiguous(dout, q, k, v, out)
     _check(q, k, v, dropout_p, softcap)
     _check_lengths(cu_seqlens_q, cu_seqlens_k)
@@ -261,7 +261,7 @@ def with_cache(
     return out, lse
 
 
-# What they have in common.
+# Common parts.
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:
@@ -347,7 +347,7 @@ def _require(condition: bool, message: str) -> None:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, softcap: float, *, any_size: bool = False
 ) -> None:
-    """The conditions that users meet, in the library's own words."""
+    """Check the conditions that users meet, in the library's own words."""
     used()
     newest = torch.cuda.get_device_capability(q.device)[0] >= 8
     _require(newest, "FlashAttention only supports Ampere GPUs or newer.")
@@ -401,7 +401,7 @@ class _Described(NamedTuple):
     schema: str
     description: Any
     values: Any
-    """The same on the CPU, in numbers."""
+    """The same kernel on the CPU, in numbers."""
     mutates: tuple[str, ...] = ()
 
 

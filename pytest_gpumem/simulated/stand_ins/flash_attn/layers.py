@@ -19,7 +19,7 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 
 def launch(*tensors: Tensor | None) -> None:
-    """Stand for a kernel that writes to its arguments and allocates nothing."""
+    """Replace a kernel that writes to its arguments and allocates nothing."""
     raise RuntimeError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
 
@@ -61,7 +61,7 @@ def apply_rotary(
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """Rotate, and rotate gradients back; nothing of the size of the input is kept."""
+    """Rotates, and rotates gradients back; keeps nothing of the size of the input."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Rotate."""
+        """Rotate the input."""
         ctx.mode = interleaved, inplace
         ctx.max_seqlen = max_seqlen
         ctx.offset = None if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
@@ -88,7 +88,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Rotate back."""
+        """Rotate the gradient back."""
         cos, sin, cu_seqlens, *offsets = ctx.saved_tensors
         interleaved, inplace = ctx.mode
         offset = offsets[0] if offsets else ctx.offset
@@ -149,7 +149,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Make gradients of the logits, in their place if asked for."""
+        """Make gradients of the logits, in their place if requested."""
         logits, _, _ = ctx.saved_tensors
         made = logits if ctx.inplace_backward else torch.empty_like(logits)
         launch(made)
@@ -170,7 +170,7 @@ def cross_entropy_loss(
     inplace_backward: bool = False,
     process_group: Any = None,
 ) -> Any:
-    """Losses and z-losses, one of each row."""
+    """Return losses and z-losses, one of each row."""
     if process_group is not None:
         raise UnsupportedOperatorError(
             "flash_attn.ops.triton.cross_entropy.cross_entropy_loss(process_group=...) spreads "
@@ -207,7 +207,7 @@ class CrossEntropyLoss(nn.Module):
         self.return_z_loss = return_z_loss
 
     def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None) -> Any:
-        """Losses of (rows, classes), reduced."""
+        """Return the reduced losses of (rows, classes)."""
         is_cuda = input.is_cuda and target.is_cuda
         assert is_cuda, "Only support CUDA tensors"
         losses, z_losses = cross_entropy_loss(

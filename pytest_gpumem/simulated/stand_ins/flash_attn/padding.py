@@ -15,7 +15,7 @@ class IndexFirstAxis(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, indices: Tensor) -> Tensor:
-        """Gather them."""
+        """Gather the rows."""
         ctx.save_for_backward(indices)
         ctx.rows, rest = values.shape[0], values.shape[1:]
         wide = indices[:, None].expand(-1, rest.numel())
@@ -23,7 +23,7 @@ class IndexFirstAxis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Scatter them into zeros."""
+        """Scatter the rows' gradients into zeros."""
         (indices,) = ctx.saved_tensors
         (grad,) = grads
         rest = grad.shape[1:]
@@ -34,11 +34,11 @@ class IndexFirstAxis(torch.autograd.Function):
 
 
 class IndexPutFirstAxis(torch.autograd.Function):
-    """Zeros, and rows of a tensor in the places ``indices``."""
+    """A tensor of zeros, with rows at ``indices``."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, indices: Tensor, rows: int) -> Tensor:
-        """Put them there."""
+        """Write the rows."""
         ctx.save_for_backward(indices)
         made = torch.zeros(rows, *values.shape[1:], device=values.device, dtype=values.dtype)
         made[indices] = values
@@ -46,7 +46,7 @@ class IndexPutFirstAxis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Take them out again."""
+        """Return the gradient of the rows at ``indices``."""
         (indices,) = ctx.saved_tensors
         return grads[0][indices], None, None
 
@@ -58,7 +58,7 @@ index_put_first_axis: Callable[..., Tensor] = IndexPutFirstAxis.apply
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Rows of valid tokens, their indices, where sequences begin, the longest, and lengths used."""
+    """Return valid rows, their indices, starts of sequences, the longest, and used lengths."""
     masks = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = masks.sum(dim=-1, dtype=torch.int32)
     used_lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -70,6 +70,6 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...): the rows in their places, and zeros."""
+    """Return (batch, seqlen, ...): the rows in their places, and zeros elsewhere."""
     made = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return made.reshape(batch, seqlen, *made.shape[1:])

@@ -17,7 +17,7 @@ _Offsets = int | Tensor
 
 
 class _InPlace(torch.autograd.Function):
-    """Rotates parts of a packed tensor, and those of its gradient back; keeps the tables alone."""
+    """Rotates parts of a packed tensor, and those of its gradient back; keeps only the tables."""
 
     @staticmethod
     def forward(
@@ -27,7 +27,7 @@ class _InPlace(torch.autograd.Function):
         offsets: _Offsets,
         *tables: Tensor | None,
     ) -> Tensor:
-        """Rotate."""
+        """Rotate the parts."""
         turn(packed, *tables, offsets=offsets, conjugate=False)
         kept = (offsets,) if isinstance(offsets, Tensor) else ()
         ctx.save_for_backward(*tables, *kept)
@@ -38,7 +38,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Rotate back."""
+        """Rotate the gradient's parts back."""
         saved = ctx.saved_tensors
         tables = saved[: ctx.tables]
         offsets = saved[-1] if ctx.offsets is None else ctx.offsets

@@ -1,7 +1,7 @@
-"""What the kernels of flash-attn 2 compute, on the CPU and in float32: for tests that read values.
+"""Results of the kernels of flash-attn 2, on the CPU and in float32: for tests that read values.
 
 Masks, softcap and ALiBi are those that flash_attn/flash_attn_interface.py of 2.8.3 documents:
-aligned to the last query and the last key. Which elements are dropped out only a GPU knows.
+aligned to the last query and the last key. Only a GPU determines which elements are dropped out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Call(NamedTuple):
-    """What all four operators take, in their order; torch leaves out what is at its default."""
+    """Arguments of all four operators, in their order; torch leaves out those at their default."""
 
     dropout_p: float
     scale: float
@@ -26,7 +26,7 @@ class _Call(NamedTuple):
     alibi_slopes: Tensor | None = None
 
     def of(self, sequence: int) -> _Call:
-        """The call for one sequence: slopes may be each sequence's own."""
+        """Return the call for one sequence: slopes may be each sequence's own."""
         slopes = self.alibi_slopes
         if slopes is None or slopes.dim() == 1:
             return self
@@ -138,7 +138,7 @@ def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[sli
 
 
 def _scores(call: _Call, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (heads, queries, keys), and what softcap multiplies their gradients by."""
+    """Return scores (heads, queries, keys), and the factor of their gradients by softcap."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * call.scale
     slope = torch.ones(())
     if call.softcap > 0:
@@ -163,7 +163,7 @@ def _as_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Of one sequence: output (queries, heads, size) and logsumexp (heads, queries)."""
+    """Return one sequence's output (queries, heads, size) and logsumexp (heads, queries)."""
     heads = q.shape[1]
     scores, _ = _scores(call, q.float(), _as_heads(k, heads))
     lse = torch.logsumexp(scores, -1)
@@ -175,7 +175,7 @@ def _attend(call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def _differentiate(
     call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of one sequence: gradients of q, k and v, and the sums of dout times out."""
+    """Return one sequence's gradients of q, k and v, and the sums of dout times out."""
     heads, wide = q.shape[1], dout.float()
     keys, values = _as_heads(k, heads), _as_heads(v, heads)
     scores, slope = _scores(call, q.float(), keys)

@@ -1,4 +1,4 @@
-"""What stands for a compiled kernel: its launch writes, and that is all."""
+"""The stand-in for a compiled kernel: its launch writes, and that is all."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from pytest_gpumem.simulated.surface.triton.stores import Stores
 
 _MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-"""Of a grid, by dimension (CUDA C++ Programming Guide, "Technical Specifications per Compute
+"""Largest grid, by dimension (CUDA C++ Programming Guide, "Technical Specifications per Compute
 Capability", the same from 3.0 to 12.0)."""
 
 _MADE_BY_COMPILER = frozenset({"asm", "hash", "kernel", "metadata", "name", "src"})
-"""What a ``CompiledKernel`` has before it is loaded to a device (triton/compiler/compiler.py)."""
+"""Attributes of a ``CompiledKernel`` before it is loaded (triton/compiler/compiler.py)."""
 
 
 class Compiled:
     """A ``CompiledKernel`` of Triton's for a GPU that runs no code.
 
-    What the compiler alone knows of it, like the shared memory in its ``metadata``, is asked of
-    Triton's compiler, which needs no GPU; registers are known where code is loaded.
+    Properties that only the compiler knows, like the shared memory in its ``metadata``, come from
+    Triton's compiler, which needs no GPU; registers are known only where code is loaded.
     """
 
     function = None
@@ -50,7 +50,7 @@ class Compiled:
         self._real: Any = None
 
     def launch_metadata(self, grid: Any, stream: int, *args: Any) -> None:
-        """What hooks of a launch are told: none of them is called."""
+        """Return nothing for the hooks of a launch: none of them is called."""
 
     def run(self, x: int, y: int, z: int, stream: int, *rest: Any) -> None:
         """Launch the kernel with the last of ``rest``, its arguments: function, metadata and hooks
@@ -61,7 +61,7 @@ class Compiled:
         return lambda *args, stream=None: self.launch(grid, args)
 
     def launch(self, grid: Sequence[int], args: Sequence[Any]) -> None:
-        """Do to the values of the arguments what the kernel may do to them.
+        """Update the values of the arguments for a run of the kernel.
 
         Raises ``ValueError`` for a tensor that is not on a GPU, ``RuntimeError`` for a grid that is
         too large, in the words of Triton's launcher.
@@ -110,11 +110,11 @@ class Compiled:
         )
 
     def _init_handles(self) -> None:
-        """Load the code to the device: there is nothing to load."""
+        """Do nothing: there is no code to load."""
 
 
 def _memory_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors of an argument: itself, or what a tensor descriptor or reinterpretation holds."""
+    """Yield the tensors of an argument: itself, or those in a descriptor or reinterpretation."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _memory_of(item)

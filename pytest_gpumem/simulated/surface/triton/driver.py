@@ -1,4 +1,4 @@
-"""The driver that Triton asks for the device: a simulated GPU's.
+"""Triton's driver of the device: a simulated GPU's.
 
 Source: triton/backends/nvidia/driver.py and triton/runtime/driver.py, releases 3.2 to 3.9.
 """
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let Triton find the simulated GPU; only to be called where Triton is imported."""
+    """Make Triton find the simulated GPU; only to be called where Triton is imported."""
     backends = importlib.import_module("triton.backends").backends
     driver = importlib.import_module("triton.runtime.driver").driver
-    # Up to 3.4 an attribute, since then a property that creates what is missing.
+    # Up to 3.4 an attribute, since then a property that creates a missing driver.
     name = "active" if "active" in vars(driver) else "_active"
     patches.plan(driver, name, _driver(backends["nvidia"].driver, machine))
 
 
 def answers_for_gpu(owner: Any, name: str, value: Any) -> bool:
-    """Whether a replacement is the driver: Inductor reads kernels for the GPU that it names."""
+    """Return whether a replacement is the driver, by which Inductor finds the GPU of kernels."""
     return isinstance(value, _Simulated)
 
 
 class _Simulated:
-    """What tells the driver of a simulated GPU from Triton's own."""
+    """A marker of simulated drivers, to tell them from Triton's own."""
 
 
 def _driver(kind: type, machine: SimulatedMachine) -> Any:
-    """Triton's own driver for CUDA, but for what it asks the device."""
+    """Return Triton's own driver for CUDA, but for its queries to the device."""
 
     def __init__(self: Any) -> None:  # noqa: N807  # of the class below
         self.utils = _Utils(machine)
-        # Asked for where they are called: a simulation replaces them when it begins.
+        # Looked up when they are called: a simulation replaces them when it begins.
         self.get_device_capability = lambda *of: torch.cuda.get_device_capability(*of)
         self.get_current_stream = lambda index=None: torch.cuda.current_stream(index).cuda_stream
         self.get_current_device = lambda: torch.cuda.current_device()
@@ -62,7 +62,7 @@ def _no_launcher(*_: Any, **__: Any) -> NoReturn:
 
 
 class _Properties(dict[str, int]):
-    """What the driver says of a device, but for its clocks."""
+    """The driver's properties of a device, but for its clocks."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise UnsupportedOperatorError(
@@ -71,13 +71,13 @@ class _Properties(dict[str, int]):
 
 
 class _Utils:
-    """What Triton compiles against the driver: ``triton.runtime.driver.active.utils``."""
+    """The driver functions that Triton compiles: ``triton.runtime.driver.active.utils``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
 
     def get_device_properties(self, index: int) -> dict[str, int]:
-        """Shared memory (bytes), registers, multiprocessors and threads of a warp."""
+        """Return shared memory (bytes), registers, multiprocessors and threads of a warp."""
         properties = DeviceProperties.of(self._machine.device(index))
         return _Properties(
             max_shared_mem=properties.shared_memory_per_block_optin,

@@ -1,7 +1,7 @@
 """Launches of Triton's kernels: signature, binding, tuning and hooks are Triton's own.
 
-A kernel is launched through a twin, which has the same attributes, and caches of its own: what is
-compiled and tuned here is nothing that a real GPU should meet later in the process.
+A kernel is launched through a twin, which has the same attributes, and caches of its own: a real
+GPU must not use code compiled and tuned here later in the process.
 Source: triton/runtime/jit.py and autotuner.py, releases 3.2 to 3.9.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Run = Callable[..., Any]
 
 ARE_IN = "triton.runtime.jit"
-"""The module that is there once Triton is: not all that is called ``triton`` is Triton itself."""
+"""A module of Triton itself, once that is imported: others may be called ``triton``, too."""
 
 CLEARED_CACHE = 256 * 1024 * 1024
 """Bytes that ``triton.testing.do_bench`` clears before each run, so that the L2 cache holds nothing
@@ -40,7 +40,7 @@ CLEARED_CACHE = 256 * 1024 * 1024
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Stand in the way of Triton's launches, and of its driver, once Triton is imported."""
+    """Replace Triton's launches, and its driver, once Triton is imported."""
     launches = _Launches(machine)
     for module, kind, method, launch in (
         (ARE_IN, "JITFunction", "run", launches.of_kernel),
@@ -57,7 +57,7 @@ def plan(machine: SimulatedMachine, patches: Patches) -> None:
 
 
 class _Launches:
-    """What a launch comes to, by the kind of object that is launched."""
+    """Effects of a launch, by the kind of object that is launched."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine
@@ -65,7 +65,7 @@ class _Launches:
         self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def described(self, launch: Run) -> Run:
-        """``launch``, but for kernels that somebody has described."""
+        """Wrap ``launch`` to run a kernel's description, where it has one."""
 
         def run(kernel: Any, *args: Any, **options: Any) -> Any:
             description = DESCRIPTIONS.kernels.get(base_function(kernel))
@@ -81,11 +81,11 @@ class _Launches:
         return run
 
     def of_kernel(self, real: Run) -> Run:
-        """``JITFunction.run``: what it compiles is a stand-in, whose launch writes."""
+        """Wrap ``JITFunction.run``: it compiles a stand-in, whose launch writes."""
         return lambda kernel, *args, **options: real(self._kernel(kernel), *args, **options)
 
     def of_heuristics(self, real: Run) -> Run:
-        """``Heuristics.run``, which asks functions for arguments, and launches."""
+        """Return ``Heuristics.run``, which calls functions for arguments, and launches."""
         return real
 
     def of_tuner(self, real: Run) -> Run:
@@ -157,7 +157,7 @@ def _twin(of: Any, kind: type[Any]) -> Any:
 
 @cache
 def _with_compiler(kind: type) -> type:
-    """A kind of kernel that compiles nothing; Triton sets its compiler where it needs it first."""
+    """Return a kernel class that compiles nothing; Triton sets its compiler at first use."""
 
     def made(kernel: Any) -> Run:
         def compile(source: Any, target: Any = None, options: Any = None, **others: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Which of its arguments a Triton kernel may write to, read from its source.
+"""Arguments that a Triton kernel may write to, read from its source.
 
 A kernel writes by ``tl.store``, ``tl.atomic_*``, ``tl.inline_asm_elementwise`` and the methods of
 tensor descriptors (triton/language/core.py, releases 3.2 to 3.9); each is followed back to the
 parameters that its pointer is computed from. Where the source leaves that open, as with a function
-that is a parameter itself, what is passed on counts as written.
+that is a parameter itself, its arguments count as written.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _NONE: Names = frozenset()
 _LANGUAGE = "triton.language"
 _WRITES_TO_ANY = frozenset({"inline_asm_elementwise"})
 _TARGETS = frozenset({"pointer", "desc"})
-"""How functions that write call their first argument."""
+"""Names of the first argument in functions that write."""
 _POINTERS_OF_NUMBERS = "pointer_type"
-"""Where a kernel casts numbers to pointers, nobody knows where they lead."""
+"""A cast of numbers to pointers in a kernel: the memory they point to is unknown."""
 
 
 @dataclass(frozen=True)
 class Effects:
-    """What a function of Triton's language does with its parameters."""
+    """Effects of a function of Triton's language on its parameters."""
 
     written: Names
-    """Those that it may write to."""
+    """Parameters that it may write to."""
     returned: Names
-    """Those that its result may point into."""
+    """Parameters that its result may point into."""
 
 
 class Stores:
@@ -49,16 +49,16 @@ class Stores:
         self._known: WeakKeyDictionary[FunctionType, Effects] = WeakKeyDictionary()
 
     def of(self, kernel: Any) -> Names:
-        """The parameters that ``kernel``, a function of Triton's, may write to."""
+        """Return the parameters that ``kernel``, a function of Triton's, may write to."""
         return self.effects(base_function(kernel)).written
 
     def effects(self, function: Any) -> Effects:
-        """What ``function`` does; anything at all, if its source cannot be read."""
+        """Return the effects of ``function``: all possible ones, if its source cannot be read."""
         if not isinstance(function, FunctionType):
             return Effects(_NONE, _NONE)
         found = self._known.get(function)
         if found is None:
-            # What it calls may call it again.
+            # The functions that it calls may call it again.
             self._known[function] = _anything(function)
             found = self._known[function] = self._read(function)
         return found
@@ -82,7 +82,7 @@ def _anything(function: FunctionType) -> Effects:
 
 @dataclass
 class _Reader:
-    """Reads one function: ``points`` says from which parameters each variable is computed."""
+    """Reads one function: ``points`` maps each variable to the parameters it is computed from."""
 
     stores: Stores
     space: Mapping[str, Any]
@@ -91,7 +91,7 @@ class _Reader:
     returned: Names = _NONE
 
     def read(self, function: ast.FunctionDef) -> Effects:
-        """Follow all assignments until nothing more is learnt: loops carry variables around."""
+        """Follow all assignments until nothing changes: loops carry variables around."""
         given = function.args
         for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs):
             self.points[argument.arg] = frozenset({argument.arg})
@@ -131,7 +131,7 @@ class _Reader:
             self.points[target.id] = self.points.get(target.id, _NONE) | self._of(value)
 
     def _of(self, node: ast.AST | None) -> Names:
-        """The parameters that an expression may point into."""
+        """Return the parameters that an expression may point into."""
         if isinstance(node, ast.Name):
             return self.points.get(node.id, _NONE)
         if isinstance(node, ast.Call):
@@ -163,7 +163,7 @@ class _Reader:
             self.written |= given if target is None else self._of(target)
         elif name in _WRITES_TO_ANY:
             self.written |= given
-        # What is read from memory points nowhere: casts to pointers are not followed.
+        # Values loaded from memory point nowhere: casts to pointers are not followed.
         return _NONE if "load" in name or "gather" in name else given
 
     def _of_function(self, call: ast.Call, function: FunctionType) -> Names:
@@ -179,7 +179,7 @@ class _Reader:
         return _NONE.union(*(passed.get(name, _NONE) for name in effects.returned))
 
     def _unknown(self, call: ast.Call, given: Names) -> Names:
-        """A method of a value, or a function that is a value."""
+        """Return parameters the result of a method, or of a function value, may point into."""
         if not isinstance(call.func, ast.Attribute):
             self.written |= given
             return given
@@ -193,7 +193,7 @@ class _Reader:
         return owner | given
 
     def _resolved(self, node: ast.expr) -> tuple[bool, Any]:
-        """What a name, with or without dots, stands for outside the function."""
+        """Return whether a (dotted) name is defined outside the function, and its value."""
         if isinstance(node, ast.Name) and node.id not in self.points:
             if node.id in self.space:
                 return True, self.space[node.id]
@@ -206,7 +206,7 @@ class _Reader:
 
 
 def _is_of_language(called: Any) -> bool:
-    """Whether Triton's language has it, whose functions are known by their names."""
+    """Return whether it is of Triton's language, whose functions are known by name."""
     if isinstance(called, ModuleType):
         return False
     module = getattr(called, "__module__", None) or getattr(type(called), "__module__", "")
@@ -214,6 +214,6 @@ def _is_of_language(called: Any) -> bool:
 
 
 def _has_method(name: str) -> bool:
-    """Whether tensors of Triton's language have it: none writes but by the names above."""
+    """Return whether it is a method of Triton's tensors: only those named above write."""
     language = sys.modules.get(_LANGUAGE)
     return hasattr(getattr(language, "tensor", None), name)
