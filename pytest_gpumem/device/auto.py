@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.device.host_gpus import DRIVERS
-from pytest_gpumem.dry.build import has_compiler
-from pytest_gpumem.dry.torch_build import cuda_of
 
 if TYPE_CHECKING:
     from pytest_gpumem.option_values import DeviceChoice
@@ -29,6 +27,9 @@ def settled(choice: DeviceChoice) -> DeviceChoice:
 
 def why_not() -> str | None:
     """Return why ``auto`` does not select the dry device, ``None`` if it does."""
+    from pytest_gpumem.dry.build import has_compiler
+    from pytest_gpumem.dry.torch_build import cuda_of
+
     if any(map(os.path.exists, DRIVERS)):
         return "NVIDIA's driver is installed"
     if sys.platform != "linux":

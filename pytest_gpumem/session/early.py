@@ -15,7 +15,6 @@ import pytest
 from pytest_gpumem.device.computed import Computed
 from pytest_gpumem.device.select import SELECTOR, DeviceSelector
 from pytest_gpumem.options import settings_from
-from pytest_gpumem.sharing.database import default_folder
 
 if TYPE_CHECKING:
     import argparse
@@ -61,6 +60,7 @@ def begin_early(config: pytest.Config) -> None:
         return
     if settings.device.kind == "dry":
         from pytest_gpumem.dry.start import begin_process
+        from pytest_gpumem.sharing.database import default_folder
 
         begin_process(
             config,

@@ -64,6 +64,9 @@ NOT_RUN = {
     "gpumem run --gpu T4 --gpu A100-40GB -m mypackage.train config.yaml --lr 1e-4": "has tests of "
     "its own",
     "gpumem gpus --watch": "does not end by itself",
+    "gpumem predict train.py:step --device dry --gpu T4 --gpu H100": "needs a CUDA build of torch; "
+    "has tests of its own",
+    "gpumem predict train.py:step --by line --device dry": "the same",
     "gpumem plan --runner T4:0.35 --runner L4:0.80 --runner H100:4.10 --minutes 10 "
     "--output shards.json": "has tests of its own: it needs durations of many tests",
     "gpumem plan --runner T4:0.35 --runner L4:0.80 --runner H100:4.10 --minutes 10 "

@@ -292,10 +292,10 @@ def pytest_unconfigure(config):
     result = project.run_anew("-s", device="--gpumem-device=auto")
 
     rooms = (
-        "device device.host_gpus device.select hookspecs ini_names option_values options paths"
-        " plugin report report.header session session.early session.expected session.host"
-        " session.parts session.reported session.results session.session session.stopwatch"
-        " session.used_fixtures"
+        "device device.auto device.computed device.host_gpus device.select hookspecs ini_names"
+        " option_values options paths plugin report report.header report.pytest_reports session"
+        " session.early session.expected session.host session.parts session.results"
+        " session.session session.stopwatch session.used_fixtures"
     )
     names = " ".join(f"pytest_gpumem.{name}" for name in rooms.split())
     result.stdout.fnmatch_lines([f"*imported: {names}"])

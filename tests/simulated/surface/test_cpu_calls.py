@@ -594,6 +594,11 @@ FUNCTIONS: dict[str, list[Call]] = {
         lambda: untyped.nested.as_nested_tensor([untyped.ones(2)]).unbind(),
         lambda: untyped.nested.as_nested_tensor(ts=[torch.ones(2)], layout=torch.jagged).unbind(),
     ],
+    "_engine_run_backward": [
+        lambda: untyped.autograd.grad(_doubled().sum(), [_LEAF], create_graph=True)[0].shape,
+        lambda: untyped.autograd.grad(_doubled().sum(), []),
+        lambda: _doubled().sum().backward(),
+    ],
     "from_dlpack": [
         lambda: untyped.from_dlpack(untyped.ones(2)),
         lambda: untyped.from_dlpack(ext_tensor=untyped.ones(2)),
@@ -687,6 +692,13 @@ def _encoded() -> Any:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     with torch.no_grad():
         return layer(torch.ones(1, 3, 8))
+
+
+_LEAF = torch.ones(3, requires_grad=True)
+
+
+def _doubled() -> Any:
+    return _LEAF * 2
 
 
 def twice_a_fake() -> Any:

@@ -24,7 +24,6 @@ from pytest_gpumem.values.errors import UnsupportedOperatorError
 
 MIB = 1024 * 1024
 cuda: Any = torch.cuda
-SQUARE = "template <typename T> T square(T x) { return x * x; }"
 
 
 @pytest.fixture
@@ -458,10 +457,6 @@ def test_flex_attention_without_gradients_materialises_its_scores() -> None:
         (
             lambda: torch.multiprocessing.spawn(print, nprocs=1),  # type: ignore[attr-defined,no-untyped-call]  # not in the stubs
             r"torch.multiprocessing.spawn at .* starts processes",
-        ),
-        (
-            lambda: cuda.jiterator._create_jit_fn(SQUARE)(torch.ones(3, device="cuda")),
-            r"torch.cuda.jiterator at .* compiles a kernel",
         ),
         (lambda: torch.export.export(nn.Linear(1, 1), ()), r"torch.export.export at "),
     ],
