@@ -1,4 +1,4 @@
-"""Several workers on one GPU: which test may run now, how much each may take, who ran out and why.
+"""Several workers on one GPU: which test may run now, how much it may take, why memory ran out.
 
 ``admission`` holds the rules, without clock or device; ``ledger`` keeps what all runs of
 a user on this host hold and wait for; ``host`` reads what a device really holds. Nothing here

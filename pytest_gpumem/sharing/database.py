@@ -19,8 +19,7 @@ class SharingError(Exception):
 
 
 def default_folder() -> Path:
-    """Return the folder shared by all runs of this user on this host: ``GPUMEM_SHARE_DIR`` or a
-    default.
+    """Return the folder shared by this user's runs on this host: ``GPUMEM_SHARE_DIR`` or a default.
 
     Not in the home directory, which several hosts may share.
     """

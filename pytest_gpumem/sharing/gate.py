@@ -204,7 +204,7 @@ class Gate:
         }
 
     def _taken(self, device: HostDevice) -> Mapping[int, int]:
-        """Return the bytes of ``device`` by process, less unattributed bytes that workers may
+        """Return the bytes of ``device`` by process, without unassigned ones that workers may
         hold."""
         taken = device.taken()
         if not taken.get(NOBODY):

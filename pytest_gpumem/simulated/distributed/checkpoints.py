@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let every rank be the coordinator of the checkpoints that it has a part of."""
+    """Make every rank the coordinator of the checkpoints that it has a part of."""
     init = _DistWrapper.__init__
 
     def initialize(wrapper: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What NCCL takes outside of PyTorch's allocator: an estimate, which is in no total.
+"""An estimate of NCCL's memory outside of PyTorch's allocator, which is in no total.
 
 For each channel and each peer that it is connected with in its machine, a rank has a buffer to
 receive by each protocol and a flag to be sent by, each in whole blocks of 2 MiB: 10 MiB and 2 MiB.
@@ -43,13 +43,13 @@ class Communicator(NamedTuple):
     """One communicator of a rank."""
 
     size: int
-    """How many ranks it connects."""
+    """The number of ranks that it connects."""
     to_each: bool = False
     """Whether the rank sends to each of them, as in an all-to-all."""
 
 
 def connection() -> int:
-    """Bytes of one channel to and from one peer of the same machine."""
+    """Return the bytes of one channel to and from one peer of the same machine."""
     received = -(-(_SIMPLE + _LL + _LL128) // _BLOCK) * _BLOCK
     return received + _BLOCK
 
@@ -60,7 +60,7 @@ def estimate(communicators: Iterable[Communicator]) -> int:
 
 
 def sentence(communicators: Iterable[Communicator]) -> str:
-    """Return what a reader of a rank's numbers has to know of NCCL's; empty without any."""
+    """Return the remark on NCCL's memory for a rank's numbers; empty without communicators."""
     known = [one for one in communicators if one.size > 1]
     if not known:
         return ""

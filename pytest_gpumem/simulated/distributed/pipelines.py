@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def plan(machine: SimulatedMachine, patches: Patches) -> None:
-    """Let a stage be alone in its vote."""
+    """Replace a pipeline stage's votes and metadata exchanges with other ranks."""
     if hasattr(stages.PipelineStage, "_warmup_forward_vote"):
         patches.plan(stages.PipelineStage, "_warmup_forward_vote", _vote)
         patches.plan(stages.PipelineStage, "_warmup_backward_result", _result)
@@ -46,7 +46,7 @@ def _result(stage: Any, received_result: Any = None) -> Any:
 
 
 class _Shapes:
-    """What the stages of one rank have sent, and would receive."""
+    """The shapes that the stages of one rank have sent, and would receive."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine = machine

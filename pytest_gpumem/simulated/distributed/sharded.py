@@ -43,14 +43,14 @@ _KERNELS: dict[str, str] = {
 
 
 def bind(execution: ShapeExecution) -> None:
-    """Let ``execution`` run the kernels for CUDA, and each operator in them for itself."""
+    """Make ``execution`` run the kernels for CUDA, and each operator in them separately."""
     for operator, name in _KERNELS.items():
         kernel = getattr(collectives, name)
         execution.bind(getattr(torch.ops.fsdp, operator).default, _in_view(execution, kernel))
 
 
 def plan(patches: Patches) -> None:
-    """Let these modules compare where memory of the host lies, whose values nobody knows."""
+    """Give these modules comparable host addresses, where values of the memory are unknown."""
     for owner in (torch.UntypedStorage, torch.Tensor):
         planned = [
             value for each, name, value in patches.planned if each is owner and name == "data_ptr"
