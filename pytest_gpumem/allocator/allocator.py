@@ -152,7 +152,7 @@ class Allocator(Readings, PoolScopes):
         return address
 
     def free(self, address: int, context: Any = None) -> None:
-        """Give a block back; address 0 is ignored, as torch does.
+        """Free a block; address 0 is ignored, as in torch.
 
         Raises:
             AllocatorError: no live block starts at ``address``.
@@ -250,10 +250,11 @@ class Allocator(Readings, PoolScopes):
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
-        """Another stream uses a live block: once freed, it stays active until that is over.
+        """Record that another stream uses a live block: once freed, it stays active until that is
+        over.
 
         ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
-        needs no care and is ignored, as in torch.
+        has no effect, as in torch.
 
         Raises:
             AllocatorError: no live block starts at ``address``.
@@ -292,7 +293,7 @@ class Allocator(Readings, PoolScopes):
         complete_free(block, self._memory, context)
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``torch.cuda.memory._snapshot()`` returns in this torch version."""
+        """Return the dict of ``torch.cuda.memory._snapshot()`` in this torch version."""
         return snapshots.snapshot([self])
 
     def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
@@ -318,7 +319,7 @@ class Allocator(Readings, PoolScopes):
         self.reset_accumulated_stats()
 
     def pool_state(self, pool: PoolId) -> PoolState:
-        """How the segments of a private pool are divided now (``getCheckpointState``).
+        """Return how the segments of a private pool are divided now (``getCheckpointState``).
 
         Raises:
             AllocatorError: there is no such pool.
@@ -355,7 +356,7 @@ class Allocator(Readings, PoolScopes):
         return freed, live
 
     def _choose(self, size: int, stream: int) -> tuple[int, FreeList]:
-        """The rounded size of a request, and the free list that serves it."""
+        """Return the rounded size of a request, and the free list that serves it."""
         if size < 0:
             raise AllocatorError(f"Cannot allocate {size} bytes: a size is 0 or more.")
         if size >= TOO_LARGE:
@@ -377,7 +378,7 @@ class Allocator(Readings, PoolScopes):
         return address
 
     def _free_uncommon(self, address: int, context: Any) -> None:
-        """Free what is no ordinary live block."""
+        """Free an address that is not an ordinary live block."""
         if address in self._memory.uncached:
             self._memory.free_uncached(address)
         elif address in self._uses.live:

@@ -192,20 +192,21 @@ class ExpandableSegments:
         self._unmap_pages(free_list, first, last - first)
 
     def _base_and_page(self, address: int) -> tuple[int, int]:
-        """Where the segment begins that ``address`` lies in, and the bytes of its pages."""
+        """Return the base of the segment that contains ``address``, and the bytes of its pages."""
         base = self._bases[bisect_right(self._bases, address) - 1]
         return base, self._pages[base]
 
 
 def _expandable_size(block: Block) -> int:
-    """What the block can grow to: its size, and that of unmapped addresses right behind it."""
+    """Return the size a block can grow to: its own, and that of unmapped addresses right behind
+    it."""
     following = block.next
     grows = following is not None and not following.is_mapped
     return block.size + (following.size if following is not None and grows else 0)
 
 
 def _unused_from(block: Block | None, enough: int) -> int:
-    """Bytes in a row that are free or unmapped; counted until there are ``enough``."""
+    """Return the bytes in a row that are free or unmapped; counted until there are ``enough``."""
     found = 0
     while block is not None and found < enough and (block.key or not block.is_mapped):
         found += block.size

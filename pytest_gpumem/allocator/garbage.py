@@ -29,7 +29,7 @@ class AgedBlocks(Blocks):
         super().__setitem__(key, block)
 
     def age(self, key: int) -> int:
-        """How often the pool was searched since the block came in (``gc_count``)."""
+        """Return the number of searches of the pool since the block was inserted (``gc_count``)."""
         return self._pool.clock - self._born[key]
 
 

@@ -23,7 +23,8 @@ PAGE = SMALL_SEGMENT
 
 
 class Owner(NamedTuple):
-    """What an expandable segment belongs to; there is one at a time, with room for everything."""
+    """The owner of an expandable segment: a stream, a segment type and a pool have one at a
+    time."""
 
     stream: int
     segment_type: str
@@ -111,7 +112,7 @@ def _changes(
 
 
 def _owner(event: Json, kind: str, last: Owner | None) -> Owner:
-    """The owner by an event; before 2.12 only the segments at the end say the pool."""
+    """Return the owner by an event; before 2.12 only the segments at the end contain the pool."""
     pool = SHARED_POOL if last is None else last.pool
     return Owner(event["stream"], kind, _pair(event.get("pool_id", pool)))
 
@@ -134,7 +135,7 @@ def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, in
 
 
 def _runs(held: dict[int, Owner]) -> Iterator[tuple[Owner, int, int]]:
-    """Owner, first page and number of pages of every stretch without a gap."""
+    """Return owner, first page and number of pages of every stretch without a gap."""
     numbered = enumerate(sorted(held))
     for (owner, _), stretch in groupby(numbered, lambda pair: (held[pair[1]], pair[1] - pair[0])):
         pages = [page for _, page in stretch]

@@ -14,11 +14,11 @@ class AllocatorError(ValueError):
 
 @dataclass(frozen=True)
 class OutOfMemoryFields:
-    """What an out-of-memory message says; all in bytes except ``device``."""
+    """The numbers of an out-of-memory message; all in bytes except ``device``."""
 
     device: int
     segment: int
-    """What was asked from the driver: the segment, not the request."""
+    """Bytes requested from the driver: the segment, not the request."""
     requested: int
     """The request after rounding."""
     total: int
@@ -33,9 +33,9 @@ class OutOfMemoryFields:
     private_free: int = 0
     """Free cached blocks of private pools."""
     address_space: int | None = None
-    """What an expandable segment reserves, where they are on."""
+    """Addresses that an expandable segment reserves, where these are on."""
     others: Mapping[int, int] = field(default_factory=dict)
-    """What other processes hold of the device, by the process's number."""
+    """Bytes that other processes hold of the device, by PID."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError does
@@ -113,7 +113,7 @@ _ADDRESS_SPACE_HINT = (
 
 
 def _reserve_hint(fields: OutOfMemoryFields) -> str:
-    """Said instead where a segment reserves less than was asked for."""
+    """Format the note for a segment that reserves less than was requested."""
     space = fields.address_space
     if space is None or fields.segment > fields.total or space >= fields.segment:
         return ""

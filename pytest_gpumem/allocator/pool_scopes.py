@@ -47,7 +47,7 @@ class PoolScopes(AllocatorState):
         self._route()
 
     def release_pool(self, pool: PoolId) -> None:
-        """Something that referred to a private pool is gone (``releasePool``).
+        """Remove one use of a private pool (``releasePool``).
 
         Raises:
             AllocatorError: there is no such pool.
@@ -55,7 +55,7 @@ class PoolScopes(AllocatorState):
         self._pools.release(pool)
 
     def pool_uses(self, pool: PoolId) -> int:
-        """How many graphs, scopes and pool objects refer to a private pool.
+        """Return the number of graphs, scopes and pool objects that refer to a private pool.
 
         Raises:
             AllocatorError: there is no such pool.
@@ -63,7 +63,7 @@ class PoolScopes(AllocatorState):
         return self._pools.get(pool).uses
 
     def pool_addresses(self, pool: PoolId) -> set[int]:
-        """The addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
+        """Return the addresses of the live blocks of a private pool (``checkPoolLiveAllocations``).
 
         Raises:
             AllocatorError: there is no such pool.
@@ -77,11 +77,11 @@ class PoolScopes(AllocatorState):
         }
 
     def mark_capture_begin(self) -> None:
-        """A stream capture begins on this device."""
+        """Note that a stream capture begins on this device."""
         self._captures += 1
         self._route()
 
     def mark_capture_end(self) -> None:
-        """A stream capture has ended."""
+        """Note that a stream capture has ended."""
         self._captures -= 1
         self._route()

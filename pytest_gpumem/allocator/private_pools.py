@@ -24,7 +24,7 @@ Filter = Callable[[int], bool]
 
 @dataclass(eq=False)
 class PrivatePool:
-    """One private pool of one device."""
+    """A private pool of one device."""
 
     identity: PoolId
     small: Pool
@@ -64,7 +64,7 @@ class Pools:
         """Pools that nothing refers to any more."""
         self.scopes: list[tuple[PoolId, Filter]] = []
         self.reserved: dict[PoolId, dict[str, Stat]] = {}
-        """Reserved bytes of every pool that ever had any: they outlive the pool."""
+        """Reserved bytes of every pool that ever had any; they outlive the pool."""
         self._split_freely = False
 
     def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
@@ -133,7 +133,7 @@ class Pools:
         raise AllocatorError("endAllocatePool: not currently recording to mempool_id")
 
     def release(self, identity: PoolId) -> None:
-        """One use less (``releasePool``); what nothing uses can be returned to the device."""
+        """Remove one use (``releasePool``); a pool without uses can be returned to the device."""
         pool = self.get(identity)
         pool.uses -= 1
         if pool.uses == 0:
@@ -141,7 +141,7 @@ class Pools:
             pool.no_split = False
 
     def forget(self, pool: PrivatePool) -> None:
-        """Drop a pool that has no memory left."""
+        """Remove a pool that has no memory left."""
         del self.by_id[pool.identity], self.freeable[pool.identity]
 
     def route(self, stream: int, *, small: bool) -> Pool:
@@ -195,7 +195,7 @@ class Pools:
             self.reserved[pool.identity] = private.reserved
 
     def private_stats(self) -> Iterator[Stat]:
-        """What is counted of each private pool that ever had memory."""
+        """Yield the counters of each private pool that ever had memory."""
         for scopes in self.reserved.values():
             yield from scopes.values()
 

@@ -1,4 +1,4 @@
-"""What can be read of an allocator: statistics, and what is live."""
+"""Readings of an allocator: statistics and live blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pytest_gpumem.allocator.statistics import memory_stats
 
 
 class Readings(AllocatorState):
-    """The side of an allocator that is read. All sizes are bytes."""
+    """The part of an allocator that returns readings. All sizes are bytes."""
 
     __slots__ = ()
 
     def stats(self) -> dict[str, Any]:
-        """What ``torch._C._cuda_memoryStats(device)`` returns in this torch version."""
+        """Return the dict of ``torch._C._cuda_memoryStats(device)`` in this torch version."""
         return memory_stats(
             self._every,
             self._pools.small.tally,
@@ -37,7 +37,7 @@ class Readings(AllocatorState):
             stat.peak = stat.current
 
     def reset_accumulated_stats(self) -> None:
-        """Set what only counts up back to 0 (``reset_accumulated_memory_stats``)."""
+        """Set counters that only grow to 0 (``reset_accumulated_memory_stats``)."""
         pools = self._pools
         for tally in (pools.small.tally, pools.large.tally, self._counters):
             tally.reset_totals()
@@ -66,7 +66,7 @@ class Readings(AllocatorState):
 
     @property
     def requested(self) -> int:
-        """Bytes that the active blocks were asked for."""
+        """Bytes requested for the active blocks."""
         return self._every.requested
 
     @property
@@ -81,12 +81,12 @@ class Readings(AllocatorState):
 
     @property
     def free_memory(self) -> int:
-        """Bytes free on the device, as ``mem_get_info`` says."""
+        """Bytes free on the device, as in ``mem_get_info``."""
         return self._memory.free
 
     @property
     def device_frees(self) -> int:
-        """How often memory was returned to the device."""
+        """The number of times that memory was returned to the device."""
         return self._counters.num_device_free
 
     def block(self, address: int) -> int:

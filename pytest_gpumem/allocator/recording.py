@@ -45,7 +45,7 @@ _LARGEST_SIZE = 1 << 44
 """More memory than any device has."""
 
 _RELEASES: tuple[tuple[str, Version], ...] = (
-    # What the events of a snapshot began to have, and a release that has it.
+    # Fields added to the events of a snapshot, and a release that has them.
     ("pool_id", (2, 13)),
     ("user_metadata", (2, 11)),
     ("compile_context", (2, 9)),

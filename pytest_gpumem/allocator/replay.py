@@ -1,4 +1,4 @@
-"""Feed a recorded memory snapshot through the simulated allocator, as it was and as it might be.
+"""Replay a recorded memory snapshot in the simulated allocator, with its own or other settings.
 
 A snapshot of ``torch.cuda.memory._snapshot()`` holds the events of each device and the segments at
 its end. What the program did, its allocations and frees, is repeated; what the allocator did must
@@ -41,17 +41,18 @@ from pytest_gpumem.allocator.settings import AllocatorSettings, Version
 from pytest_gpumem.allocator.start import PENDING, starting_segments
 
 _UNBOUNDED = 1 << 48
-"""Device memory of a replay: what did not fit then is on record as events."""
+"""Device memory of a replay: allocations that did not fit are on record as events."""
 _ELSEWHERE = 1 << 50
-"""Where segments land that the recording does not have."""
+"""Addresses for segments that are not in the recording."""
 
 
 Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
-"""Of a device's run, whether it is the what-if; with its events and the segments at its start."""
+"""Factory of observers: the device, whether the run is the what-if, its events and first
+segments."""
 
 
 class Capacity(Protocol):
-    """A GPU, as far as a replay asks: what it is called, and its memory in bytes."""
+    """A GPU as a replay needs it: its name, and its memory in bytes."""
 
     @property
     def name(self) -> str:
@@ -79,12 +80,11 @@ def replay(
 
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
-        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
-        gpu: a model whose memory must suffice.
-        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not say which one
-            made it, so by default one that writes such snapshots.
-        used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
-        observed: asked for somebody who follows each run, event by event.
+        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF. gpu: a model whose
+        memory must suffice. version: the torch release whose rules hold, ``(2, 6)``; a snapshot
+        does not contain it, so by default one that writes such snapshots. used_elsewhere: bytes of
+        ``gpu`` outside the allocator: the CUDA context, other processes. observed: called for an
+        observer of each run, which gets every event.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
@@ -237,10 +237,10 @@ def _what_if(
 
 
 class _Run:
-    """One allocator that follows one trace.
+    """An allocator that replays one trace.
 
-    ``capacity`` is the device's memory in bytes. Without one everything fits that did so in the
-    recording, and what did not is left out.
+    ``capacity`` is the device's memory in bytes. Without one every allocation fits that did so in
+    the recording; the others are skipped.
     """
 
     def __init__(
@@ -267,7 +267,8 @@ class _Run:
         )
         self.total = self.exact = 0
         self.capacity: int | None = None
-        """What the allocator could have had of the device, where the recording ran out of it."""
+        """Bytes of the device that the allocator could have had, where the recording ran out of
+        it."""
         self.shortage: Shortage | None = None
         self._addresses: dict[int, int] = {}
         self._recorded: list[tuple[int, int]] = []
@@ -277,7 +278,7 @@ class _Run:
         self._fullest_event = START
 
     def feed(self, until: int | None = None) -> None:
-        """Repeat what the program did, up to and with the event ``until``, while memory lasts."""
+        """Repeat the program's events, up to and with the event ``until``, while memory lasts."""
         index = START
         try:
             self._begin()
@@ -306,7 +307,7 @@ class _Run:
             raise SnapshotError(f"{what}: {error}") from error
 
     def usage(self) -> Usage:
-        """What the run took; a second run finds the state at the peak."""
+        """Return the memory of the run; a second run finds the state at the peak."""
         reserved, allocated = self._fullest
         capacity, used_elsewhere = self._bounds
         again = _Run(
@@ -404,13 +405,13 @@ class _Run:
             self._fullest_event = index
 
     def _run_out(self, index: int, event: Json) -> None:
-        """The recorded program found no memory here: would it now?"""
+        """Repeat an out-of-memory event of the recording and check whether memory suffices now."""
         if self._bounds[0] is None:
             if self.capacity is None:
                 self.capacity = self.allocator.reserved + event["device_free"]
                 self.shortage = Shortage(index, event["size"], event["device_free"], line_of(event))
             return
-        # What it would have done with the memory is not on record.
+        # The program's use of the memory is not on record.
         address = self.allocator.malloc(event["size"], event["stream"])
         self._note_peak(index)
         self.allocator.free(address)

@@ -21,7 +21,7 @@ Version = tuple[int, int]
 
 OLDEST: Version = (2, 6)
 NEWEST: Version = (2, 15)
-"""Torch releases whose rules are known here."""
+"""Torch releases whose rules are implemented."""
 
 GENERIC_CONFIG: Version = (2, 10)
 """From this release on, the device-independent configuration class reads the string."""
@@ -34,7 +34,7 @@ class SettingsError(AllocatorError):
         super().__init__(printable(message, MOST))
 
     settings: AllocatorSettings | None = None
-    """What had been read when the error was found: torch keeps that much."""
+    """The settings read before the error: torch keeps them."""
 
 
 class Reserve(NamedTuple):
@@ -56,12 +56,13 @@ def full_reserve(total_memory: int) -> int:
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What an allocator configuration string says; sizes in bytes. The defaults are torch's."""
+    """The settings in an allocator configuration string; sizes in bytes. The defaults are
+    torch's."""
 
     conf: str = ""
     version: Version = (2, 13)
     max_split_size: int | None = None
-    """None for unlimited."""
+    """``None`` for unlimited."""
     max_non_split_rounding: int = LARGE_SEGMENT
     garbage_collection_threshold: float = 0.0
     """0 turns it off."""
@@ -128,7 +129,7 @@ class _Parser:
         )
 
     def _again(self, previous: AllocatorSettings, conf: str) -> AllocatorSettings:
-        """What parseArgs resets before it reads; up to 2.9 the rounding is not among it."""
+        """Return the settings after parseArgs's reset, which up to 2.9 leaves the rounding."""
         rounding = previous.large_segment_size if self.generic else previous.max_non_split_rounding
         return replace(
             previous,
@@ -206,14 +207,14 @@ class _Parser:
         return SettingsError(f"Unrecognized CachingAllocator option: {key}")
 
     def _integer(self) -> int:
-        """As std::stoull: what follows the digits is ignored."""
+        """Read an integer like std::stoull: text after the digits is ignored."""
         digits = re.match(r"[+-]?[0-9]{1,20}(?![0-9])", self._next())
         if digits is None:  # or, as for std::out_of_range, too many of them
             raise SettingsError("stoull" if self.generic else "stoi")
         return int(digits.group())
 
     def _number(self) -> float:
-        """As std::stod: what follows the number is ignored."""
+        """Read a number like std::stod: text after the number is ignored."""
         pattern = r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?(inf|nan)"
         number = re.match(pattern, self._next(), re.IGNORECASE)
         if number is None:
@@ -235,11 +236,11 @@ class _Parser:
         self._set(**{key: self._flag(key)})
 
     def check_flag(self, key: str) -> None:
-        """A flag of the host allocator: checked, and without effect on the device."""
+        """Check a flag of the host allocator; it has no effect on the device."""
         self._flag(key)
 
     def check_reserve(self, key: str) -> None:
-        """A size of the host allocator: checked, and without effect on the device."""
+        """Check a size of the host allocator; it has no effect on the device."""
         if self._integer() <= 0:
             raise SettingsError("Pinned reserve segment size has to be greater than 0")
 

@@ -31,7 +31,7 @@ def frames_of(context: Any, trace: Trace) -> list[Any]:
 def snapshot(
     allocators: Sequence[Readings], pool: PoolId = SHARED_POOL, *, traces: bool = True
 ) -> Json:
-    """One snapshot of the allocators of all devices; the settings are those of the first.
+    """Return a snapshot of the allocators of all devices; the settings are those of the first.
 
     With the id of a private ``pool``, the segments are only those of that pool.
     """
@@ -118,7 +118,7 @@ def _state(allocator: Readings, block: Block) -> str:
 
 
 def trace_dicts(trace: Trace, version: Version) -> list[Json]:
-    """What is shown of a trace, as torch shows it; ``time_us`` counts events, alike in every run.
+    """Return a trace in torch's format; ``time_us`` counts events, so that it is reproducible.
 
     ``compile_context`` came with 2.8, ``user_metadata`` with 2.10 and ``pool_id`` with 2.12.
     """

@@ -1,4 +1,4 @@
-"""Where a recording began: undo its events from the state in which it ended."""
+"""The state before a recording: its events are undone from the state in which it ended."""
 
 from __future__ import annotations
 

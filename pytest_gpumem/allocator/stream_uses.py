@@ -32,7 +32,7 @@ class _Use:
     block: Block
     streams: set[StreamKey] = field(default_factory=set)
     in_capture: set[StreamKey] = field(default_factory=set)
-    """Those that were noted during a capture: done when the capture is."""
+    """Streams noted during a capture: their uses end with it."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class StreamUses:
         return bool(self._events or self._deferred)
 
     def blocks(self) -> Iterator[Block]:
-        """Every block that is here."""
+        """Return every block in this collection."""
         yield from self.live.values()
         yield from self._outstanding
         yield from self._deferred
@@ -104,7 +104,7 @@ class StreamUses:
             use.in_capture.add(stream)
 
     def take(self, address: int) -> Block | None:
-        """A live block that leaves here, whoever used it."""
+        """Remove and return a live block, whichever streams used it."""
         block = self.live.pop(address, None)
         if block is not None:
             del self._used[block]
@@ -115,11 +115,11 @@ class StreamUses:
         self._held[block.address] = block
 
     def release_held(self, address: int) -> Block | None:
-        """The block that was kept, if there is one."""
+        """Return the block that was kept, if there is one."""
         return self._held.pop(address, None)
 
     def free(self, block: Block) -> None:
-        """The program gave back a block: it waits for the streams that use it."""
+        """Hold back a block freed by the program until the streams that use it are done."""
         del self.live[block.address]
         if self._in_capture():
             self._deferred[block] = self._free_marks(block)
@@ -152,7 +152,7 @@ class StreamUses:
             self._keep(stream, kept)
 
     def end_capture(self, pool: PoolId) -> None:
-        """A capture into ``pool`` has ended: what it used is over."""
+        """End the uses of a finished capture into ``pool``."""
         for block in list(self._deferred):
             if block.free_list.pool.identity == pool:
                 del self._deferred[block]

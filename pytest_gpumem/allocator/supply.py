@@ -1,7 +1,7 @@
-"""Where a block comes from when the first one that fits its free list will not do.
+"""The sources of a block when the first one that fits its free list is not suitable.
 
-A search under special settings, a new segment, what the cache gives up when the device is full, and
-the error when that was not enough: ``DeviceCachingAllocator::malloc`` of
+A search under special settings, a new segment, cached memory released when the device is full, and
+the error when that does not suffice: ``DeviceCachingAllocator::malloc`` of
 c10/cuda/CUDACachingAllocator.cpp behind ``get_free_block``.
 """
 
@@ -36,7 +36,7 @@ from pytest_gpumem.allocator.stream_uses import StreamUses
 
 
 class Supply:
-    """What stands behind the free lists of one device.
+    """The memory behind the free lists of one device.
 
     Args:
         device: index of the device.
@@ -76,7 +76,7 @@ class Supply:
         return self._max_split == UNLIMITED and self.expandable is None and not self._collects
 
     def configure(self, settings: AllocatorSettings) -> None:
-        """Take over what the settings say."""
+        """Apply the settings."""
         self._settings = settings
         self._max_split = settings.max_split_size or UNLIMITED
         self._memory.oversize = self._max_split
@@ -140,7 +140,7 @@ class Supply:
                 pools.forget(private)
 
     def memory_fields(self, rounded: int, segment: int) -> OutOfMemoryFields:
-        """What an error says of the memory, for a request and the segment that it needs."""
+        """Return the numbers of an error, for a request and the segment that it needs."""
         settings, memory = self._settings, self._memory
         return OutOfMemoryFields(
             device=self.device,
@@ -175,9 +175,9 @@ class Supply:
     def _obtain_after_release(
         self, free_list: FreeList, rounded: int, size: int, context: Any
     ) -> Block | None:
-        """What torch tries when the device has no room, in its order.
+        """Find a block by the steps that torch takes, in order, when the device has no room.
 
-        Pools that lend their free blocks are asked first since 2.11, and last in 2.8 to 2.10.
+        Pools that lend their free blocks come first since 2.11, and last in 2.8 to 2.10.
         """
         memory = self._memory
         block = self._find_lent(free_list, rounded) if self.version >= (2, 11) else None

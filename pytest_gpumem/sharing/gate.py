@@ -204,8 +204,7 @@ class Gate:
         }
 
     def _taken(self, device: HostDevice) -> Mapping[int, int]:
-        """Return the bytes of ``device`` by process, without unassigned ones that workers may
-        hold."""
+        """Return the bytes of ``device`` by process, less unassigned ones that workers may hold."""
         taken = device.taken()
         if not taken.get(NOBODY):
             return taken

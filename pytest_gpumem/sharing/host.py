@@ -55,8 +55,7 @@ class NvmlDevice:
         return round(self.total * (1 - MARGIN))
 
     def taken(self) -> Mapping[int, int]:
-        """Return the bytes that each process holds; those of :data:`NOBODY` are of unknown
-        processes.
+        """Return the bytes that each process holds; :data:`NOBODY` stands for unknown ones.
 
         These are bytes that NVML assigns to no process. All bytes are, where NVML's PIDs are those
         of another PID namespace (host or container): it lists PIDs that do not exist in this one,

@@ -246,7 +246,7 @@ class Ledger:
             return self._state(devices)
 
     def suspect(self, run: str, nodeid: str) -> None:
-        """Record a test of ``run`` that ran on a device when it failed: it or another is the
+        """Record a test of ``run`` that was on a device when it failed: it or another is the
         cause."""
         with self._database.transaction():
             self._database.execute(

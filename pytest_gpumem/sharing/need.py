@@ -29,7 +29,7 @@ class Need:
         return capacity if self.exclusive or self.bytes is None else self.bytes
 
     def alone(self, least: int, calm: float) -> Need:
-        """Return a copy with the device to itself, and ``least`` bytes of it for ``calm``
+        """Return a copy with an exclusive device, and ``least`` bytes of it free for ``calm``
         seconds."""
         return replace(self, bytes=max(self.bytes or 0, least), exclusive=True, calm=calm)
 

@@ -57,7 +57,7 @@ def _told(value: Any) -> Any:
 
 
 class _OptimizerStates:
-    """Parameters of which other ranks have a part have a state there like those here."""
+    """The optimizer states: a parameter with a part on other ranks has a state like one here."""
 
     def __init__(self) -> None:
         self._map = _optim_utils._map_param_key_to_optim_keys

@@ -88,7 +88,8 @@ _INIT = 'torch.distributed.init_process_group("nccl")'
 
 
 def _grouping(alone: Alone, make: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes each group, with all that has been found out of it: NCCL would end the process."""
+    """Wrap the function that makes each group and has its final arguments; NCCL would end the
+    process."""
 
     @wraps(make)
     def call(
