@@ -250,8 +250,7 @@ class Allocator(Readings, PoolScopes):
         self._route()
 
     def record_stream(self, address: int, stream: int, device: int | None = None) -> None:
-        """Record that another stream uses a live block: once freed, it stays active until that is
-        over.
+        """Record another stream's use of a live block: once freed, it stays active until then.
 
         ``stream`` is one of ``device``, by default of this one. A use on the block's own stream
         has no effect, as in torch.
@@ -297,7 +296,7 @@ class Allocator(Readings, PoolScopes):
         return snapshots.snapshot([self])
 
     def segments(self, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[dict[str, Any]]:
-        """The segments and their blocks, by address: ``snapshot()["segments"]``.
+        """Return the segments and their blocks, by address: ``snapshot()["segments"]``.
 
         With the id of a private ``pool`` only its own. Looking up the lines of ``frames`` takes
         most of the time.

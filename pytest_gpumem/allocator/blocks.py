@@ -75,7 +75,7 @@ class Block:
 
 
 def new_block(free_list: FreeList, address: int, size: int, shift: int) -> Block:
-    """A block without neighbours that is in no list."""
+    """Return a block without neighbours that is in no list."""
     block = Block()
     block.address = address
     block.size = size
@@ -92,7 +92,7 @@ class PoolStream(int):
     pool_id: PoolId
 
     def __new__(cls, stream: int, pool_id: PoolId) -> PoolStream:
-        """The handle ``stream``, with the pool."""
+        """Return the handle ``stream``, with the pool."""
         handle = super().__new__(cls, stream)
         handle.pool_id = pool_id
         return handle
@@ -160,8 +160,7 @@ class FreeList:
         block.key = 0
 
     def note_split(self, size: int) -> None:
-        """Count a split of a whole segment: its free part of ``size`` bytes becomes inactive
-        split."""
+        """Count the split of a whole segment: its free ``size`` bytes become inactive split."""
         for tally in (self.tally, self.every):
             tally.splits += 1
             tally.splits_peak = max(tally.splits_peak, tally.splits)
@@ -240,7 +239,7 @@ class Pool:
 
 
 def split_threshold(*, small: bool, split_freely: bool) -> int:
-    """Bytes that may remain of a block without it being split (``should_split``).
+    """Return the bytes that may remain of a block without it being split (``should_split``).
 
     The small pool, and every pool while expandable segments are on, splits off any remainder.
     """

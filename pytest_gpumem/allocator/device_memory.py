@@ -124,8 +124,7 @@ class DeviceMemory:
             self._releaser = None
 
     def allocate_uncached(self, size: int) -> int | None:
-        """Return an address for ``size`` bytes that are not cached; None if the device has no
-        room."""
+        """Return an address for ``size`` uncached bytes; None if the device has no room."""
         if not self._take(size):
             return None
         address = self._place_segment(-(-size // MIN_BLOCK) * MIN_BLOCK)
@@ -137,7 +136,7 @@ class DeviceMemory:
         self._give(self.uncached.pop(address))
 
     def place(self, size: int) -> tuple[int, int]:
-        """Address and shift of a new segment: since 2.13 older ones are used first.
+        """Return the address and shift of a new segment: since 2.13 older ones are used first.
 
         BlockComparatorSizeCounterAddress; before, it was the address that decided.
         """

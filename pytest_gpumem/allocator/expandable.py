@@ -48,7 +48,7 @@ class ExpandableSegments:
         """Bytes of a page, by the segment's base."""
 
     def best_fit(self, free_list: FreeList, rounded: int) -> Block | None:
-        """The cached block for a request; it stays in its list.
+        """Return the cached block for a request; it stays in its list.
 
         A block followed by unmapped addresses counts with these: another one that fits and can grow
         less is preferred.
@@ -119,7 +119,7 @@ class ExpandableSegments:
                 del self._pages[block.address]
 
     def _find(self, free_list: FreeList, rounded: int) -> Block | None:
-        """The lowest block, free or unmapped, from which on ``rounded`` bytes are not in use."""
+        """Return the lowest block, free or unmapped, that begins ``rounded`` bytes not in use."""
         for _, block in sorted(free_list.unmapped.items()):
             start = block.previous if block.previous is not None and block.previous.key else block
             if _unused_from(start, rounded) >= rounded:
@@ -198,8 +198,7 @@ class ExpandableSegments:
 
 
 def _expandable_size(block: Block) -> int:
-    """Return the size a block can grow to: its own, and that of unmapped addresses right behind
-    it."""
+    """Return a block's size with that of unmapped addresses right behind it, which it can take."""
     following = block.next
     grows = following is not None and not following.is_mapped
     return block.size + (following.size if following is not None and grows else 0)

@@ -23,8 +23,7 @@ PAGE = SMALL_SEGMENT
 
 
 class Owner(NamedTuple):
-    """The owner of an expandable segment: a stream, a segment type and a pool have one at a
-    time."""
+    """The owner of an expandable segment; each has at most one at a time, with enough addresses."""
 
     stream: int
     segment_type: str
@@ -34,7 +33,7 @@ class Owner(NamedTuple):
 def mapped_at_start(
     segments: Iterable[Json], trace: Sequence[Json], settings: AllocatorSettings
 ) -> list[dict[str, Any]]:
-    """The mapped ranges of expandable segments before ``trace``, which ends with ``segments``.
+    """Return expandable segments' mapped ranges before ``trace``, which ends with ``segments``.
 
     Each is a segment as a snapshot has it, without blocks, and with ``reserved_from``: where the
     addresses of its expandable segment begin, as far as the trace knows.
@@ -78,7 +77,7 @@ _Change = tuple[bool, Owner, range]
 def _changes(
     trace: Sequence[Json], held: dict[int, Owner], settings: AllocatorSettings
 ) -> list[_Change]:
-    """The maps and unmaps of a trace; ``held`` has the pages at its end.
+    """Return the maps and unmaps of a trace; ``held`` has the pages at its end.
 
     Events do not say for which side of a pool they map. The allocation that needed the pages
     follows, or its failure. What is unmapped held blocks before; where the trace has none of them,
@@ -118,7 +117,7 @@ def _owner(event: Json, kind: str, last: Owner | None) -> Owner:
 
 
 def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, int]:
-    """The lowest page that each segment held at the start has, then or later.
+    """Return the lowest page that each segment held at the start has, then or later.
 
     A segment of which nothing is mapped any more is given up: what comes after is another one.
     """

@@ -53,7 +53,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError
 
 
 def format_size(size: int) -> str:
-    """A size as torch prints it in messages (``format_size`` in c10/core/AllocatorConfig)."""
+    """Return a size in torch's format (``format_size`` in c10/core/AllocatorConfig)."""
     if size <= KIB:
         return f"{size} bytes"
     if size <= MIB:
@@ -127,7 +127,7 @@ def _reserve_hint(fields: OutOfMemoryFields) -> str:
 
 
 def _hint(fields: OutOfMemoryFields, version: tuple[int, int], *, expandable: bool) -> str:
-    """The advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
+    """Return the advice at the end: 2.10 and 2.11 changed its words, 2.14 when it is given."""
     if expandable and version >= (2, 14):
         return (_reserve_hint(fields) or _ADDRESS_SPACE_HINT) if version >= (2, 15) else ""
     variable = "PYTORCH_ALLOC_CONF" if version == (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"

@@ -79,7 +79,7 @@ class Pools:
         self._set_split(private.small, private.large, never=private.no_split)
 
     def refer(self, identity: PoolId) -> PrivatePool:
-        """The pool, new or with one more use (``createOrIncrefPool``).
+        """Return the pool, new or with one more use (``createOrIncrefPool``).
 
         Raises:
             AllocatorError: the pool is given up and waits for its memory to be released.
@@ -97,7 +97,7 @@ class Pools:
         return pool
 
     def get(self, identity: PoolId) -> PrivatePool:
-        """The pool of that id.
+        """Return the pool of that id.
 
         Raises:
             AllocatorError: there is none.
@@ -145,7 +145,7 @@ class Pools:
         del self.by_id[pool.identity], self.freeable[pool.identity]
 
     def route(self, stream: int, *, small: bool) -> Pool:
-        """The pool that an allocation on ``stream`` goes to."""
+        """Return the pool that an allocation on ``stream`` goes to."""
         latest_first = self.version >= LAST_SCOPE_FIRST
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):
@@ -154,7 +154,7 @@ class Pools:
         return self.small if small else self.large
 
     def named(self, identity: PoolId, *, small: bool) -> Pool:
-        """The pool of that id, made if there is none."""
+        """Return the pool of that id, made if there is none."""
         if identity == SHARED_POOL:
             return self.small if small else self.large
         if identity not in self.by_id:
@@ -169,13 +169,13 @@ class Pools:
                 yield private.small if small else private.large
 
     def private(self) -> Iterator[Pool]:
-        """Both sides of every private pool."""
+        """Yield both sides of every private pool."""
         for private in self.by_id.values():
             yield private.small
             yield private.large
 
     def every(self) -> Iterator[Pool]:
-        """Every pool, the shared ones first."""
+        """Yield every pool, the shared ones first."""
         yield self.small
         yield self.large
         yield from self.private()

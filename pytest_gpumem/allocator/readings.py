@@ -90,7 +90,7 @@ class Readings(AllocatorState):
         return self._counters.num_device_free
 
     def block(self, address: int) -> int:
-        """Size of the live block at ``address``, in bytes.
+        """Return the size of the live block at ``address``, in bytes.
 
         Raises:
             AllocatorError: no live block starts there.
@@ -103,17 +103,17 @@ class Readings(AllocatorState):
         raise self._not_live(address)
 
     def pool_of(self, address: int) -> PoolId:
-        """The pool of the live block at ``address``; the shared one where there is no block."""
+        """Return the pool of the live block at ``address``; the shared one where there is none."""
         found = self._live.get(address) or self._uses.live.get(address)
         return SHARED_POOL if found is None else found.free_list.pool.identity
 
     def live_blocks(self) -> dict[int, int]:
-        """Address and size of every live block."""
+        """Return the address and size of every live block."""
         live = {address: block.size for address, block in self._live.items()}
         return live | {address: block.size for address, block in self._uses.live.items()}
 
     def live_contexts(self) -> dict[int, Any]:
-        """Address of every live block and the context that ``malloc`` was given for it."""
+        """Return the contexts that ``malloc`` was given for live blocks, by address."""
         return {address: block.context for address, block in self._live.items()}
 
     def every_block(self) -> Iterator[Block]:
@@ -125,11 +125,11 @@ class Readings(AllocatorState):
                 yield from free_list.blocks.values()
 
     def is_pending(self, block: Block) -> bool:
-        """Whether the block was freed and another stream may still use it."""
+        """Return whether the block was freed and another stream may still use it."""
         return self._uses.is_pending(block)
 
     def segment_context(self, address: int) -> Any:
-        """The context of the allocation that needed the segment at ``address``, or None."""
+        """Return the context of the allocation that needed the segment at ``address``, or None."""
         return self._memory.contexts.get(address)
 
     def _not_live(self, address: int) -> AllocatorError:

@@ -138,7 +138,7 @@ def _check_once(values: Sequence[object], what: str) -> None:
 
 
 def _is_event(event: Any) -> bool:
-    """Whether an event has what most have: all of it in one go, as there are millions."""
+    """Return whether an event has what most have: all of it in one go, as there are millions."""
     if type(event) is not dict:
         return False
     get = event.get
@@ -178,7 +178,7 @@ def _check_segment(segment: Any, index: int) -> None:
 
 
 def recorded_conf(snapshot: Json) -> str:
-    """The allocator settings that a snapshot was recorded with.
+    """Return the allocator settings that a snapshot was recorded with.
 
     Old snapshots have none: that expandable segments were on is then told by the segments.
     """
@@ -197,7 +197,7 @@ def _has_expandable(snapshot: Json) -> bool:
 
 
 def release_of(snapshot: Json) -> Version:
-    """A torch release whose rules a snapshot follows, by what its events have.
+    """Return a torch release whose rules a snapshot follows, by what its events have.
 
     No snapshot says which release made it. ``compile_context`` came with 2.8, ``user_metadata``
     with 2.10 and ``pool_id`` with 2.12 (torch/csrc/cuda/Module.cpp).
@@ -221,7 +221,7 @@ def line_of(event: Json) -> str:
 
 
 def default_segment_type(size: int) -> str:
-    """The pool of a segment that was returned before the snapshot was taken."""
+    """Return the pool of a segment that was returned before the snapshot was taken."""
     return "small" if size == SMALL_SEGMENT else "large"
 
 

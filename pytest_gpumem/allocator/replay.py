@@ -47,8 +47,7 @@ _ELSEWHERE = 1 << 50
 
 
 Observed = Callable[[int, bool, Sequence[Json], Sequence[Json]], Observer]
-"""Factory of observers: the device, whether the run is the what-if, its events and first
-segments."""
+"""Factory of observers: device, whether the run is the what-if, its events and first segments."""
 
 
 class Capacity(Protocol):
@@ -166,7 +165,7 @@ class _Tape:
         )
 
     def pool_of(self, event: Json) -> PoolId:
-        """The pool of an allocation; before 2.12 only the segments at the end say it."""
+        """Return the pool of an allocation; before 2.12 only the segments at the end say it."""
         if "pool_id" in event:
             first, second = event["pool_id"]
             return first, second
@@ -267,8 +266,7 @@ class _Run:
         )
         self.total = self.exact = 0
         self.capacity: int | None = None
-        """Bytes of the device that the allocator could have had, where the recording ran out of
-        it."""
+        """Bytes that the allocator could have had, where the recording ran out of memory."""
         self.shortage: Shortage | None = None
         self._addresses: dict[int, int] = {}
         self._recorded: list[tuple[int, int]] = []

@@ -17,8 +17,7 @@ class Observer(Protocol):
     """An observer of one run of a replay."""
 
     def after(self, index: int, allocator: Readings) -> None:
-        """Receive the event ``index``, just repeated; :data:`START` is the moment before the
-        first."""
+        """Receive the repeated event ``index``; :data:`START` is the moment before the first."""
 
     def ended(
         self,
@@ -77,7 +76,7 @@ class Usage:
     segments: int
     """Segments held from the driver, at that moment."""
     retries: int
-    """Times that the device was full, so that the cache had to be emptied; 0 for a recording, which
+    """Times that the cache had to be emptied because the device was full; 0 for a recording, which
     does not contain it."""
     out_of_memory: Shortage | None = None
     """The first allocation that found no memory."""

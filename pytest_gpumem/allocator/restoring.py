@@ -53,7 +53,7 @@ def restore(
 
 
 def _blocks(segment: Mapping[str, Any], free_list: FreeList, live: dict[int, Block]) -> list[Block]:
-    """The blocks of a segment, without neighbours."""
+    """Return the blocks of a segment, without neighbours."""
     blocks = []
     address = segment["address"]
     for each in segment["blocks"]:

@@ -44,20 +44,19 @@ class Reserve(NamedTuple):
     is_fraction: bool
 
     def bytes_of(self, total_memory: int) -> int:
-        """Bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
+        """Return the bytes on a device of ``total_memory``, at most the default of 9/8 of it."""
         exact = self.value * (total_memory if self.is_fraction else GIB)
         return int(min(exact, float(full_reserve(total_memory))))
 
 
 def full_reserve(total_memory: int) -> int:
-    """Bytes of addresses that an expandable segment reserves by default."""
+    """Return the bytes of addresses that an expandable segment reserves by default."""
     return total_memory + total_memory // 8
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The settings in an allocator configuration string; sizes in bytes. The defaults are
-    torch's."""
+    """The settings in a configuration string; sizes in bytes. The defaults are torch's."""
 
     conf: str = ""
     version: Version = (2, 13)
@@ -109,7 +108,7 @@ class AllocatorSettings:
         return None
 
     def address_space(self, total_memory: int) -> int:
-        """Bytes of addresses that a new expandable segment reserves."""
+        """Return the bytes of addresses that a new expandable segment reserves."""
         reserve = self.expandable_segments_reserve
         return full_reserve(total_memory) if reserve is None else reserve.bytes_of(total_memory)
 

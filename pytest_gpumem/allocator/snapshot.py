@@ -50,7 +50,8 @@ def snapshot(
 
 
 def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = True) -> list[Json]:
-    """The segments of one allocator by address, each with its blocks; looking frames up is slow."""
+    """Return one allocator's segments by address, each with its blocks; looking frames up is
+    slow."""
     heads = sorted(
         (
             block
@@ -63,7 +64,7 @@ def segments(allocator: Readings, pool: PoolId = SHARED_POOL, *, frames: bool = 
 
 
 def _is_head(block: Block) -> bool:
-    """Whether a range of memory begins: an expandable segment has one after each gap."""
+    """Return whether a range of memory begins: an expandable segment has one after each gap."""
     return block.previous is None or not block.previous.is_mapped
 
 
@@ -135,7 +136,7 @@ def trace_dicts(trace: Trace, version: Version) -> list[Json]:
 
 
 def _frames_of_event(trace: Trace, index: int, entry: TraceEntry) -> list[Any] | None:
-    """The frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
+    """Return the frames of an event; ``None`` where torch shows no stack (``record_trace``)."""
     recording = trace.recorded(index)
     if entry.context is None or (recording and recording.contexts < Contexts.ALLOC):
         return None

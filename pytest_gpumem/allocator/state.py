@@ -113,8 +113,7 @@ class AllocatorState:
             device, version, self._pools, self._memory, self._uses, self._in_capture
         )
         self.caching = True
-        """Whether caching is on; otherwise every allocation uses the device directly and is not
-        counted."""
+        """Whether memory is cached; if not, every block is the device's own and is not counted."""
         # torch reads it when the process first uses the device, and not again.
         self._shown_max_split = self.settings.max_split_size or -1
         self._configure()
@@ -197,8 +196,7 @@ class AllocatorState:
         self._route()
 
     def _route(self) -> None:
-        """Set whether requests take the short way through ``malloc``, where no special case
-        applies.
+        """Set whether requests take the short way through ``malloc``, if no special case applies.
 
         Requests below ``_plain_below`` are rounded to 512 bytes and go to the shared pools, and
         no freed block waits for a stream.
@@ -212,7 +210,7 @@ class AllocatorState:
         self._plain_below = TOO_LARGE if plain else 0
 
     def _in_capture(self) -> bool:
-        """Whether allocation must do without events (``is_capture_context``).
+        """Return whether allocation must do without events (``is_capture_context``).
 
         Up to 2.12 any open scope counts, from 2.13 on only the capture of the current stream.
         """

@@ -162,7 +162,7 @@ class PoolTally(DeviceTally):
             setattr(self, f"{field}_out", getattr(self, f"{field}_out") - amount)
 
     def allocated_and_freed(self) -> list[tuple[int, int]]:
-        """All that was added to, and taken from, each quantity since the last reset of the totals.
+        """Return each quantity's sums of additions and removals since the last reset of the totals.
 
         In the order of :meth:`currents_and_peaks`.
         """
@@ -297,7 +297,7 @@ def memory_stats(
     private: Mapping[tuple[int, int], Mapping[str, Stat]],
     version: tuple[int, int],
 ) -> dict[str, Any]:
-    """The nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
+    """Return the nested dict of ``torch._C._cuda_memoryStats`` of that torch version.
 
     ``num_oom_rejections`` exists since 2.12 and ``reserved_bytes_by_private_pools`` since 2.13.
     ``max_split_size`` is -1 where it is not set; ``private`` are the reserved bytes of each private

@@ -87,7 +87,7 @@ class StreamUses:
         yield from self._held.values()
 
     def is_pending(self, block: Block) -> bool:
-        """Whether the block was freed and is still active."""
+        """Return whether the block was freed and is still active."""
         return (
             block in self._outstanding
             or block in self._deferred

@@ -99,7 +99,7 @@ class Supply:
     def find_or_obtain(
         self, free_list: FreeList, rounded: int, requested: int, context: Any
     ) -> Block:
-        """A free block of at least ``rounded`` bytes, out of its list: cached or new.
+        """Return a free block of at least ``rounded`` bytes, out of its list: cached or new.
 
         Raises:
             OutOfMemory: neither the cache nor the device has room.
@@ -214,7 +214,7 @@ class Supply:
         return memory.new_segment(free_list, size, context)
 
     def _find_lent(self, free_list: FreeList, rounded: int) -> Block | None:
-        """A free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
+        """Return a free block of a pool that lends (``try_mempool_fallback``): plain ones only."""
         if free_list.pool.identity != SHARED_POOL:
             return None
         for pool in self._pools.overflow(small=rounded <= SMALL_SIZE):
@@ -238,7 +238,7 @@ class Supply:
         return self._take_fitting(free_list, block, rounded)
 
     def _take_fitting(self, free_list: FreeList, block: Block | None, rounded: int) -> Block | None:
-        """The block, out of its list, unless it is too large for the request."""
+        """Return the block, out of its list, unless it is too large for the request."""
         limit = self._max_split
         if block is None or rounded < limit <= block.size:
             return None
@@ -294,7 +294,7 @@ class Supply:
 
 
 def _smallest_plain(free_list: FreeList, rounded: int) -> Block | None:
-    """The smallest block that fits, of no expandable segment."""
+    """Return the smallest block that fits, of no expandable segment."""
     keys = free_list.keys
     for index in range(bisect_left(keys, rounded << SIZE_SHIFT), len(keys)):
         block = free_list.blocks[keys[index]]

@@ -25,7 +25,7 @@ class Timeline:
         self._done: Marks = {}
 
     def mark(self, *streams: StreamKey) -> Marks:
-        """The work of ``streams`` so far, and all that it waited for (``cudaEventRecord``)."""
+        """Return the work of ``streams`` so far, and what it waited for (``cudaEventRecord``)."""
         self._now += 1
         marks: Marks = {}
         for stream in streams:
@@ -46,17 +46,16 @@ class Timeline:
         self.finish(self.mark(stream))
 
     def finish_device(self, device: int) -> None:
-        """Note that the host has waited for every stream of a device
-        (``cudaDeviceSynchronize``)."""
+        """Note that the host has waited for all streams of a device (``cudaDeviceSynchronize``)."""
         known = {*self._after, *self._done}
         self.finish(self.mark(*(stream for stream in known if stream[0] == device)))
 
     def is_finished(self, stream: StreamKey, time: int) -> bool:
-        """Whether the host knows that ``stream`` is past ``time``."""
+        """Return whether the host knows that ``stream`` is past ``time``."""
         return self._done.get(stream, 0) >= time
 
     def is_after(self, stream: StreamKey, marks: Marks) -> bool:
-        """Whether the next work of ``stream`` runs after all of ``marks``."""
+        """Return whether the next work of ``stream`` runs after all of ``marks``."""
         after = self._after.get(stream, {})
         return all(other == stream or after.get(other, 0) >= time for other, time in marks.items())
 

@@ -55,7 +55,7 @@ class Site:
     """Bytes of one block, where all of them are of one size."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         data = {**vars(self), "shape": None if self.shape is None else list(self.shape)}
         for name in ("held_by", "each"):
             if data[name] is None:

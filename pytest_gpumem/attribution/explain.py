@@ -31,7 +31,8 @@ class Change:
     """As it is now; of more blocks of the same size, only as many as there are more."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; ``each`` is known where the change is one of whole blocks of one size."""
+        """Return the JSON form; ``each`` is present where only whole blocks of one size were added
+        or removed."""
         size = block_size(self.site)
         whole = size is not None and size * self.site.count == abs(self.bytes)
         return {

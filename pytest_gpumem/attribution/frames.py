@@ -100,7 +100,7 @@ def category(of: Told, *, kept: bool) -> str:
 
 
 def is_torchs(filename: str) -> bool:
-    """Whether a file is torch's own; recordings may name it from there on."""
+    """Return whether a file is torch's own; recordings may name it from there on."""
     return filename.startswith(("torch/", "<")) or "/torch/" in filename
 
 

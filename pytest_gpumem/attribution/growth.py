@@ -60,7 +60,7 @@ class Growth:
         )
 
     def is_most(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` account for most of the difference."""
+        """Return whether ``nbytes`` account for most of the difference."""
         return nbytes > 0 and nbytes >= MOST * self.bytes
 
     @property

@@ -65,7 +65,7 @@ class OutOfMemory:
         return max(self.total - self.free - self.reserved, 0)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             **vars(self),
             "fragmentation": self.fragmentation,

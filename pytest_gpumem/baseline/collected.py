@@ -58,7 +58,7 @@ class Gone:
     ran: frozenset[tuple[str, str]]
 
     def may_tell(self, module: str) -> bool:
-        """Whether a test of ``module`` can be called gone, whichever are stored."""
+        """Return whether a test of ``module`` can be called gone, whichever are stored."""
         return not _doubt(module, self.collected)
 
     def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
@@ -89,7 +89,7 @@ def _function(test_id: str) -> str:
 
 
 def _defines(path: Path, name: str) -> bool:
-    """Whether the module at ``path`` has a function ``name``, ``TestX::test_y``, in its text."""
+    """Return whether the module at ``path`` has a function ``name``, as ``TestX::test_y``."""
     return name in _definitions(path)
 
 

@@ -82,7 +82,7 @@ class Entries(MutableMapping[str, BaselineEntry]):
         return copy
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of all of them."""
+        """Return the JSON form of all of them."""
         return self._data
 
 

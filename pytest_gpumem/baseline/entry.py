@@ -24,7 +24,7 @@ class StoredPeak:
     sites: tuple[Site, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; what is unknown of a site is left out."""
+        """Return the JSON form; what is unknown of a site is left out."""
         return {
             "composition": dict(self.composition),
             "sites": [
@@ -121,7 +121,7 @@ class BaselineEntry:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of schema.json; composition and sites only where they were recorded."""
+        """Return the form of schema.json; composition and sites only where they were recorded."""
         return {
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,

@@ -165,7 +165,8 @@ class Locks:
 
 
 def _can_flock(path: Path) -> bool:
-    """Whether the file system of ``path`` knows locks; raises ``OSError`` for a file not there."""
+    """Return whether the file system of ``path`` has locks; raises ``OSError`` for a missing
+    file."""
     try:
         import fcntl
     except ImportError:  # Windows, whose locks are others

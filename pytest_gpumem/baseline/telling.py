@@ -42,7 +42,7 @@ def chief(broken: Sequence[Verdict]) -> Verdict:
 
 
 def _is_comparison(verdict: Verdict) -> bool:
-    """Whether it says by how much a number differs from what is stored or predicted."""
+    """Return whether it says by how much a number differs from what is stored or predicted."""
     known = verdict.reference is not None and verdict.limit is not None
     return known and not verdict.did_not_run
 

@@ -109,7 +109,7 @@ class Verdict:
         return [f"{'record it' if self._no_baseline else 'accept it'}: {update}"]
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return {
             **vars(self),
             "explanation": [dict(line) for line in self.explanation],
@@ -211,7 +211,7 @@ class Improvement:
         return f"{self.short}\nlock it in: {update_command(nodeid, command)}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return asdict(self)
 
     @classmethod

@@ -26,7 +26,7 @@ class Argument:
         return written.replace("-", "_")
 
     def was_given(self, arguments: argparse.Namespace) -> bool:
-        """Whether the command line says anything else than its default."""
+        """Return whether the command line says anything else than its default."""
         return getattr(arguments, self.attribute) not in (self.options.get("default"), None, False)
 
 

@@ -72,7 +72,7 @@ def _write_page(
 
 
 def to_dict(result: ReplayResult, path: Path) -> dict[str, Any]:
-    """The JSON form: the fields of :class:`ReplayResult`, sizes in bytes."""
+    """Return the JSON form: the fields of :class:`ReplayResult`, sizes in bytes."""
     devices = []
     for device in result.devices:
         entry = asdict(device)

@@ -24,12 +24,12 @@ Shape = Sequence[int]
 
 
 def block_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes that a tensor of ``shape`` takes on the device; an empty one takes none."""
+    """Return the bytes that a tensor of ``shape`` takes on the device; an empty one takes none."""
     return -(-prod(shape) * dtype.itemsize // BLOCK) * BLOCK
 
 
 def parameter_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the parameters, each counted once; as if they were of ``dtype`` where one is given.
+    """Return the bytes of the parameters, each counted once; in ``dtype`` where it is given.
 
     Buffers are not parameters: see :func:`buffer_bytes`.
     """
@@ -37,17 +37,17 @@ def parameter_bytes(model: nn.Module, dtype: torch.dtype | None = None) -> int:
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Bytes of the buffers: the running statistics of batch norm, for example."""
+    """Return the bytes of the buffers: the running statistics of batch norm, for example."""
     return sum(block_bytes(b.shape, b.dtype) for b in model.buffers())
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of the gradients after backward: one tensor like each parameter that requires one."""
+    """Return the bytes of the gradients after backward: one for each parameter that requires it."""
     return sum(block_bytes(p.shape, p.dtype) for p in model.parameters() if p.requires_grad)
 
 
 def autocast_cache_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the copies that autocast keeps of float32 parameters until its context ends.
+    """Return the bytes of autocast's copies of float32 parameters, kept until its context ends.
 
     Of every parameter that such an operator casts and that requires grad: all weights of linear and
     convolution layers. Source: aten/src/ATen/autocast_mode.cpp, ``cached_cast``.
@@ -71,7 +71,7 @@ State = Callable[[torch.Tensor, Group], Iterable[tuple[Shape, torch.dtype]]]
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's state on the device once it has stepped, by its options.
+    """Return the bytes of the optimizer's state on the device once it has stepped, by its options.
 
     Source: ``_init_group`` of each module in torch/optim. Raises ``ValueError`` for an optimizer
     that has no closed form here: of a library, or one whose state depends on the run (LBFGS).
@@ -185,7 +185,8 @@ def activation_bytes(
     *,
     requires_grad: bool = False,
 ) -> int:
-    """Bytes that a chain of layers keeps for backward, its output included and its input not.
+    """Return the bytes that a chain of layers keeps for backward, with its output, without its
+    input.
 
     ``shape`` and ``dtype`` are those of the input; ``requires_grad`` says whether that needs a
     gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises
@@ -236,7 +237,7 @@ def _flattened(layers: Iterable[nn.Module]) -> Iterable[nn.Module]:
 
 
 def _makes_new(layer: nn.Module) -> bool:
-    """Whether the output is a tensor of its own: not for views and in-place layers."""
+    """Return whether the output is a tensor of its own: not for views and in-place layers."""
     if isinstance(layer, (nn.Identity, nn.Flatten)):
         return False
     if isinstance(layer, nn.Dropout) and (not layer.training or layer.p == 0):
@@ -355,7 +356,7 @@ _LAYERS: Mapping[type[nn.Module], Layer] = {
 def attention_bytes(
     batch: int, heads: int, queries: int, keys: int, head_size: int, dtype: torch.dtype, kind: str
 ) -> int:
-    """Bytes that ``scaled_dot_product_attention`` keeps beside query, key and value.
+    """Return the bytes that ``scaled_dot_product_attention`` keeps beside query, key and value.
 
     ``kind`` is the kernel: ``flash`` and ``efficient`` keep the output and the logarithm of the
     normaliser in float32, one number per query (for ``efficient`` rows are padded to 32 queries);

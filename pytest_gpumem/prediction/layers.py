@@ -58,7 +58,7 @@ class Layer:
     inference: Run = field(default_factory=Run)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {
             "path": self.path,
             "kind": self.kind,

@@ -48,7 +48,7 @@ class Group:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         return {**vars(self), "shape": None if self.shape is None else list(self.shape)}
 
 
@@ -75,7 +75,7 @@ class Line:
     removed: tuple[Group, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         groups = {
             name: [group.to_dict() for group in getattr(self, name)]
             for name in ("added", "removed")

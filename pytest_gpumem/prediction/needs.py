@@ -254,7 +254,7 @@ def _is_simulated(key: str) -> bool:
 
 
 def _names(key: str, runner: Runner) -> bool:
-    """Whether the environment ``key`` is one of the runner's GPU."""
+    """Return whether the environment ``key`` is one of the runner's GPU."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", runner.model.full_name)
     return key.startswith(f"cuda-{name}-torch")
 

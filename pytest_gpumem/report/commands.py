@@ -107,7 +107,7 @@ class Command:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that travels to a worker of pytest-xdist: builtin types only."""
+        """Return the form that travels to a worker of pytest-xdist: builtin types only."""
         return {
             key: list(value) if isinstance(value, tuple) else value
             for key, value in vars(self).items()

@@ -92,7 +92,7 @@ def bounded(parts: Iterable[str]) -> str:
 
 
 def is_failure(record: TestRecord) -> bool:
-    """Whether a test failed by its memory, be it that there was too little."""
+    """Return whether a test failed by its memory, be it that there was too little."""
     out_of_memory = record.out_of_memory is not None and record.outcome in ("failed", "error")
     return record.failed or out_of_memory
 

@@ -76,7 +76,7 @@ class TestRecord:
         return (() if self.measurement is None else (self.measurement,)) + self.other_devices
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: builtin types only, so that it travels between pytest-xdist processes."""
+        """Return the JSON form: builtin types only, to be sent between pytest-xdist processes."""
         return {
             "nodeid": self.nodeid,
             "outcome": self.outcome,

@@ -162,7 +162,7 @@ def _phase_rows(
 
 
 def _tells_more(verdict: Verdict, judged: _Judged) -> bool:
-    """Whether a phase's verdict says what that of the whole test does not."""
+    """Return whether a phase's verdict says what that of the whole test does not."""
     if verdict.kind == "limit" or verdict.passed:
         return verdict.kind == "limit"
     whole = [one for one in judged.of_phase(None) if not one.passed and one.kind == verdict.kind]

@@ -126,7 +126,7 @@ def _lines(rows: Mapping[str, Sequence[Row]], verbose: bool, width: int) -> list
 
 
 def _stacked(row: Row, width: int) -> Iterator[Line]:
-    """Every number under its row's name, for a terminal too narrow for the whole table."""
+    """Yield every number under its row's name, for a terminal too narrow for the whole table."""
     name = shorten(row.indented, width - len(GAP) - cells(row.status))
     mark = Span(row.status, STATUS_STYLE.get(row.status, ""))
     yield _trimmed([Span(name), Span(GAP), mark])

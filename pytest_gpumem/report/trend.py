@@ -90,11 +90,11 @@ class Trend:
         return self.last - self.crept
 
     def creeps(self, most: Tolerance) -> bool:
-        """Whether two or more small steps come to more than ``most`` of the level."""
+        """Return whether two or more small steps come to more than ``most`` of the level."""
         return len(self.creeping) > 1 and self.crept > most.allowance(max(self.level, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form; sizes in bytes."""
+        """Return the JSON form; sizes in bytes."""
         return {
             "environment": self.environment,
             "nodeid": self.nodeid,

@@ -174,7 +174,7 @@ def _fits(request: Request, running: Iterable[Request], devices: Devices) -> boo
 
 
 def _can_fit(request: Request, running: Sequence[Request], devices: Devices) -> bool:
-    """Whether there is room once all but its worker and those of ``running`` have tidied."""
+    """Return whether there is room once all but its worker and those of ``running`` have tidied."""
     kept = {request.owner, *(one.owner for one in running)}
     gone = {owner for one in devices.values() for owner in one.fixtures} - kept
     return _fits(request, running, _tidied(devices, gone))
@@ -187,7 +187,7 @@ def _tidied(devices: Devices, workers: Container[int]) -> Devices:
 def _may_pass(
     request: Request, other: Request, running: Sequence[Request], devices: Devices, now: float
 ) -> bool:
-    """Whether ``request`` may run before ``other``, which waits, without delaying it."""
+    """Return whether ``request`` may run before ``other``, which waits, without delaying it."""
     if not _shares(request, [other]):
         return True
     start, left = _start_of(other, running, devices, now)

@@ -119,7 +119,7 @@ class Execution:
         return handle
 
     def _is_followed(self, result: Any, args: Any) -> bool:
-        """Whether something of a GPU, and of no other kind of tensor, is made or written to."""
+        """Return whether tensors of a GPU, and of no other kind, are made or written to."""
         for tensor in tensors_in((result, args)):
             if tensor.is_cuda:
                 return tensor.__class__ in raw.PLAIN
@@ -314,7 +314,7 @@ class _Parts:
 
 
 def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The backend that runs an operator of other libraries."""
+    """Return the backend that runs an operator of other libraries."""
     on_gpu = any(tensor.is_cuda for tensor in tensors_in((args, kwargs)))
     device = kwargs.get("device")
     on_gpu = on_gpu or (isinstance(device, torch.device) and device.type == "cuda")

@@ -182,7 +182,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 def _is_nearly(size: int, block: int) -> bool:
-    """Whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
+    """Return whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
 
     By 512 B, and where it does not cut off what is left of a larger one, by up to 1 MiB
     (``should_split`` of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15).

@@ -238,7 +238,7 @@ class Reads:
         return self._none("numpy()") if self._is_lost(tensor) else _array(tensor, *args, **kwargs)
 
     def _is_lost(self, tensor: torch.Tensor) -> _Truth:
-        """Whether ``tensor`` is a CPU tensor of unknown values."""
+        """Return whether ``tensor`` is a CPU tensor of unknown values."""
         return self._storages.is_on_host(tensor)
 
     def _has_integers(self, tensor: torch.Tensor) -> _Truth:
@@ -268,7 +268,7 @@ class Reads:
 
 
 def _where() -> str:
-    """The user's line, which autograd's threads do not have."""
+    """Return the user's line, which autograd's threads do not have."""
     line = user_line()
     return "a line of a backward pass" if line.rpartition(":")[0].endswith(_OWN) else line
 

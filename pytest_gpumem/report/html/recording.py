@@ -105,7 +105,7 @@ class _Places:
         return self.kinds.setdefault((block.bytes, place), len(self.kinds))
 
     def to_list(self) -> list[dict[str, Any]]:
-        """The JSON form, in the order of their numbers."""
+        """Return the JSON form, in the order of their numbers."""
         names = ("category", "site", "function", "operator")
         return [
             {**dict(zip(names, key, strict=True)), "stack": list(stack)}
@@ -297,5 +297,6 @@ def _root(files: Iterable[str]) -> str:
 
 
 def _is_installed(path: PurePath) -> bool:
-    """Whether a file is no part of the program; a simulated GPU's stacks have the plugin's own."""
+    """Return whether a file is not the program's: on a simulated GPU, stacks have the plugin's
+    own."""
     return not {"site-packages", "dist-packages", "lib", "pytest_gpumem"}.isdisjoint(path.parts)

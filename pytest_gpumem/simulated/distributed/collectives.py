@@ -192,7 +192,7 @@ class _Work(Work):
         return list(self._result)
 
     def is_completed(self) -> bool:
-        """Whether it is done: always."""
+        """Return whether it is done: always."""
         return True
 
     is_success = is_completed
@@ -271,7 +271,8 @@ class Collectives:
     def _functional(
         self, func: Any, kernel: Callable[..., Any], first: tuple[Any, ...] = ()
     ) -> Handler:
-        """``func`` as its kernel in C++ runs it: the one for ``meta`` only makes a result."""
+        """Return a handler that runs ``func``'s C++ kernel: the one for ``meta`` only makes a
+        result."""
         names = [argument.name for argument in func._schema.arguments]
 
         def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -414,7 +415,7 @@ _FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py")
 
 
 def _is_users_own() -> bool:
-    """Whether code outside torch called the function of a collective, and no part of torch."""
+    """Return whether code outside torch, not torch itself, called a collective's function."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

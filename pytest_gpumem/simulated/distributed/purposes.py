@@ -29,7 +29,7 @@ def _named(name: str, kind: str) -> _Named:
 
 
 def _of_module(name: str) -> _Named:
-    """A purpose that includes the module's path from the root."""
+    """Return a purpose that includes the module's path from the root."""
     return lambda group: Purpose(f"{name} of {group._module_fqn or 'the root'}", _BUFFER)
 
 

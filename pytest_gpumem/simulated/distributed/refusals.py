@@ -88,8 +88,7 @@ _INIT = 'torch.distributed.init_process_group("nccl")'
 
 
 def _grouping(alone: Alone, make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function that makes each group and has its final arguments; NCCL would end the
-    process."""
+    """Wrap the function that makes a group from final arguments; NCCL would end the process."""
 
     @wraps(make)
     def call(
