@@ -1,4 +1,4 @@
-"""Memory as an affine function of the batch: the model, and so much for each sample."""
+"""Memory as an affine function of the batch: a constant, and an amount for each sample."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pytest_gpumem.prediction.unfilled import unfilled
 from pytest_gpumem.sizes import format_size
 
 OFF_THE_LINE = 0.1
-"""Part of its peak by which the largest batch may miss the line before that is said."""
+"""Part of its peak by which the largest batch may miss the line without a remark."""
 
 
 @dataclass(frozen=True)
 class BatchFit:
-    """``peak = model_bytes + batch * bytes_per_sample``, as far as it goes; sizes in bytes."""
+    """A fit ``peak = model_bytes + batch * bytes_per_sample``, within its range; sizes in bytes."""
 
     model_bytes: int
-    """What does not depend on the batch: parameters, gradients, optimizer state, workspaces."""
+    """Bytes independent of the batch: parameters, gradients, optimizer state, workspaces."""
     bytes_per_sample: float
     residual: int
-    """The most that the peak of a given size is off the line."""
+    """The largest deviation of a given size's peak from the line."""
     peaks: Mapping[int, int]
     """Peak allocated by batch size: of the given sizes that ran, or of smaller ones."""
     total_memory: int
-    """That may be allocated: the device's, or the part of it that the process is allowed."""
+    """Bytes that may be allocated: the device's, or the part of it that the process is allowed."""
     largest: int | None
     """The largest batch that ran; one sample more ran out of memory.
 

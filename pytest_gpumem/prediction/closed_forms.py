@@ -97,7 +97,8 @@ _SCALAR: Shape = ()
 
 
 def _like(count: int, *, scalars: int = 1) -> State:
-    """``count`` tensors like the parameter, and scalars that are on the device if asked for."""
+    """Return ``count`` tensors like the parameter, and scalars that are on the device if asked
+    for."""
 
     def state(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
         yield from [(parameter.shape, parameter.dtype)] * count
@@ -162,14 +163,14 @@ _STATES: Mapping[str, State] = {
 
 @dataclass(frozen=True)
 class Kept:
-    """What a layer keeps for backward.
+    """The tensors that a layer keeps for backward.
 
     Its ``input`` and ``output`` are tensors that a neighbour may keep too, so that they count once;
     ``extra`` are bytes of its own.
     """
 
     shape: tuple[int, ...]
-    """Of the output."""
+    """Shape of the output."""
     input: bool = False
     output: bool = False
     extra: int = 0

@@ -1,4 +1,4 @@
-"""What watched modules and optimizers hold by closed forms, beside what was measured."""
+"""The bytes of watched modules and optimizers by closed forms, beside the measured ones."""
 
 from __future__ import annotations
 

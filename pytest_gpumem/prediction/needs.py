@@ -1,4 +1,4 @@
-"""What the tests of a suite need on each runner: by reports, baselines or a simulated run."""
+"""The needs of a suite's tests on each runner: from reports, baselines or a simulated run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.environment import Environment
 
 CACHE = Path(".pytest_cache", "d", "gpumem")
-"""Where pytest's cache lies by default, below the folder of the ini file."""
+"""pytest's cache by default, below the folder of the ini file."""
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""By GPU, as an environment names it, and node id."""
+"""Seconds by GPU, as in an environment, and node id."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The tests, and where their numbers come from."""
+    """The tests, and the origin of their numbers."""
 
     tests: tuple[PlannedTest, ...]
     sources: tuple[str, ...]
@@ -36,12 +36,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class _Measured:
-    """One test in one environment."""
+    """A test in one environment."""
 
     nodeid: str
     environment: Environment
     bytes: int | None
-    """``None``: it did not run to its end."""
+    """Peak reserved bytes; ``None`` if it did not run to its end."""
     seconds: float | None = None
     min_memory: int | None = None
     problem: str = ""
@@ -89,7 +89,7 @@ def _of_report(path: Path) -> Iterator[_Measured]:
             record.nodeid,
             record.environment,
             max(found.peak_reserved, found.peak_allocated, 0) if found and ran else None,
-            # Beside others a test takes as long as they let it.
+            # Beside others a test's duration depends on them.
             None if record.beside else record.duration,
             record.expectation.get("min_memory"),
             "" if found and ran else f"it {record.outcome} where it was measured",
@@ -146,7 +146,7 @@ def _run(
 ) -> tuple[list[PlannedTest], str]:
     from importlib.metadata import version
 
-    if find_spec("torch") is None:  # said before another process is started for nothing
+    if find_spec("torch") is None:  # reported before another process is started in vain
         raise ModuleNotFoundError("torch is not installed", name="torch")
 
     from pytest_gpumem.prediction.process import PredictionError, run_tests

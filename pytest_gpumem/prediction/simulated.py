@@ -1,4 +1,4 @@
-"""What a program would need on a GPU that is not there: it runs on the simulated one."""
+"""The memory of a program on a GPU that is not present: it runs on the simulated one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pytest_gpumem.values.world import World, world_of
 def predict(
     call: Callable[[], Any], gpu: str, *, ranks: int | None = None, mode: Mode | None = None
 ) -> Prediction:
-    """Run ``call`` on a simulated ``gpu`` and say what it took.
+    """Run ``call`` on a simulated ``gpu`` and return its memory.
 
     A ``mode`` is told with it, and what was live at the peaks.
     With a number of ``ranks`` it is run as those of them that may differ, and the one that takes

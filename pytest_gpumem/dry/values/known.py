@@ -81,7 +81,7 @@ class DryValues(Values):
                 self.forget(key)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Whether ``tensor``, to which a copy has written, is now known with all of its storage.
+        """Return whether all of the storage of ``tensor``, a copy's target, is known now.
 
         ``infinite`` is what the copy has brought.
         """
