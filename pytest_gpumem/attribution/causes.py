@@ -1,4 +1,4 @@
-"""Why a number grew: from what two runs held and did to the sentence that a maintainer would write.
+"""The cause of a growth: one sentence from what two runs held and did.
 
 Each detector reads one kind of evidence and says its sentence only where that evidence accounts for
 most of the difference; the first that does is the cause, the most specific being asked first. Where
@@ -31,7 +31,7 @@ __all__ = ["Growth", "Side", "absolute_cause", "cause_of", "leak_cause"]
 Detector = Callable[[Growth], str | None]
 
 GRAPH_OF = "the graph of "
-"""Begins the name of a holder that keeps memory by what it computed."""
+"""Prefix of the name of a holder that keeps memory by its autograd graph."""
 
 
 def cause_of(growth: Growth) -> str:
@@ -166,4 +166,4 @@ def _plain(growth: Growth) -> str | None:
 
 
 DETECTORS: tuple[Detector, ...] = (*DEEDS, _inputs, _dtype, _plain)
-"""In order: what the program did differently comes before what its tensors look like."""
+"""The detectors in order: differences in the program's calls come before those in its tensors."""

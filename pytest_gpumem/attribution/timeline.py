@@ -1,4 +1,4 @@
-"""What a test held over time, by category: short enough for a report, its peaks exact."""
+"""Bytes over time by category: short enough for a report, with exact peaks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pytest_gpumem.attribution.composition import category_of, shown_path
 from pytest_gpumem.attribution.history import CATEGORIES, History, Life
 
 BUCKETS = 200
-"""Stretches of a time line; each is kept by the samples where it is lowest and highest, and
-where most is reserved, and most of that lies in free parts of segments."""
+"""Parts of a time line; of each, the samples are kept where it is lowest and highest, where most is
+reserved, and where most of that lies in free parts of segments."""
 
 MOST_SPANS = 200
 """Windows of phases that are kept, the longest; a phase may be entered at every step."""
@@ -21,7 +21,7 @@ MOST_SPANS = 200
 
 @dataclass(frozen=True)
 class _Event:
-    """What one event did: the block that it allocated or freed."""
+    """An event with the block that it allocated or freed."""
 
     life: Life
     is_alloc: bool

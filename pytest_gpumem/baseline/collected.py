@@ -1,4 +1,4 @@
-"""What a session collected, and which stored tests it proves gone."""
+"""The tests that a session collected, and the stored tests that it proves gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.baseline.store import split_nodeid
 
 @dataclass(frozen=True)
 class Collected:
-    """What this session collected: the proof that a test no longer exists.
+    """The tests that this session collected: the proof that a test no longer exists.
 
     ``ids`` holds the test ids of each module that was collected, deselected tests included. A
     module counts as collected completely unless ``incomplete`` gives a reason: a node id was given
@@ -26,7 +26,7 @@ class Collected:
     """Pytest's rootdir, to which module paths are relative."""
     ids: Mapping[str, frozenset[str]]
     incomplete: Mapping[str, str] = field(default_factory=dict)
-    """Reason by module why its ids may be only some of it."""
+    """Reason by module why its ids may be incomplete."""
     partial: str = ""
     """Reason why modules may exist that were not collected: ``paths were given``; empty if none."""
     narrowed: str = ""
@@ -52,7 +52,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class Gone:
-    """Tells which stored tests no longer exist; ``ran`` are module and id of those that ran."""
+    """A filter of stored tests that no longer exist; ``ran`` are modules and ids that ran."""
 
     collected: Collected
     ran: frozenset[tuple[str, str]]

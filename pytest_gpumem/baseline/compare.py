@@ -1,4 +1,4 @@
-"""What a test was expected to need against what it needed: verdicts, and nothing but verdicts."""
+"""The comparison of a test's expected numbers with its measured ones: verdicts only."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything that is to be said of one test on one device."""
+    """All verdicts on one test on one device."""
 
     verdicts: tuple[Verdict, ...] = ()
     improvements: tuple[Improvement, ...] = ()
@@ -116,7 +116,7 @@ def judge(
       text gives the command that records one.
     - not stated: compared where one is stored. Where none is, the test passes and is listed as
       without baseline, so that a project with limits alone, or one checked out on a machine whose
-      environment nobody has recorded yet, is not red; unless ``require_baseline``, which stands for
+      environment is not recorded yet, is not red; unless ``require_baseline``, which stands for
       ``--gpumem-require-baselines`` given by the user. Where CI turned that option on by itself it
       is for tests that say ``baseline=True``, which fail in any case: the caller passes ``False``.
     - ``False``: never compared, never missed.
@@ -164,7 +164,7 @@ def judge_prediction(
 
 
 class _Judged:
-    """One measurement, and the verdicts that can be passed on it."""
+    """A measurement, and the verdicts on it."""
 
     def __init__(self, measurement: Measurement, gpu: str) -> None:
         self._measurement = measurement
@@ -347,7 +347,7 @@ class _Judged:
         tolerance: Tolerance | None = None,
     ) -> Verdict:
         notes = (_ran(phase, self._peaks),)
-        # A negative limit would make the 0 that stands for "not run" read as too much.
+        # With a negative limit, the 0 that stands for "not run" would be too much.
         highest = max(limit, 0)
         return self._verdict(
             kind, "peak_allocated", phase, highest, 0, False, reference, tolerance, notes

@@ -1,4 +1,4 @@
-"""What a test fails with: the cause, the verdicts, what explains them, and the remedy."""
+"""A test's failure text: the cause, the verdicts, their explanation, and the remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which of a test's failed verdicts stands for it, and which say the same: one choice for all
-reports."""
+"""The choice of a test's representative failed verdict, and of those that repeat it."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ from dataclasses import dataclass
 from pytest_gpumem.baseline.verdict import Verdict
 
 _RANKS = {"nothing_measured": 0, "ran_eagerly": 1, "baseline": 2, "prediction": 2, "leak": 2}
-"""Of kinds of verdicts: what makes the numbers mean nothing comes first, a plain limit last."""
+"""Ranks of kinds of verdicts: those that invalidate the numbers come first, a plain limit last."""
 _LIMIT, _MISSING = 3, 4
 
 
 @dataclass(frozen=True)
 class Told:
-    """One statement of a failure: its verdict, and those of phases that belong to it."""
+    """A statement of a failure: its verdict, and those of phases that belong to it."""
 
     verdict: Verdict
     others: tuple[Verdict, ...] = ()
@@ -42,7 +41,7 @@ def chief(broken: Sequence[Verdict]) -> Verdict:
 
 
 def _is_comparison(verdict: Verdict) -> bool:
-    """Return whether it says by how much a number differs from what is stored or predicted."""
+    """Return whether it compares a number with a stored or predicted one."""
     known = verdict.reference is not None and verdict.limit is not None
     return known and not verdict.did_not_run
 

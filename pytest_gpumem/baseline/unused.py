@@ -1,4 +1,4 @@
-"""Stored baselines that no test uses any more, and which test has probably taken its place."""
+"""Stored baselines without a test, and the tests that have probably taken their place."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.values.environment import Environment
 
 LEAST_ALIKE = 0.8
-"""Part of two names that is the same from which on they are alike, where their numbers are not."""
+"""Ratio from which on two names are similar, where their numbers differ."""
 TELLING = MIB
-"""Bytes from which on numbers that nobody else has tell a test by themselves."""
+"""Bytes from which on unique numbers identify a test."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Unused:
     successor: str | None = None
     """The node id of the test that has probably taken its place."""
     same: bool = False
-    """Whether that measures what is stored."""
+    """Whether it measures what is stored."""
 
 
 def unused_baselines(
@@ -100,7 +100,7 @@ def _with_successors(
 
 
 class _Numbers(NamedTuple):
-    """What is compared of an entry."""
+    """The compared numbers of an entry."""
 
     peak_allocated: int
     peak_reserved: int
