@@ -1,4 +1,4 @@
-"""Which failures have one cause, and how that reads: one answer for every report."""
+"""Groups of failures with one cause, and their texts, the same for every report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.sizes import format_size
 
 CHIEFLY = 0.8
-"""The part of a change that tells its cause, where no sentence does."""
+"""The part of a change that identifies its cause, where no sentence does."""
 
 UNEXPLAINED = {
     "limit": "over a limit",
@@ -29,19 +29,18 @@ OTHER = "failed for another reason than memory"
 _AMOUNTS = re.compile(
     r"\d[\d.,]* (?:[KMGT]iB|B)\b|\d+ × |\(\d[\d, ]*,?\)|\b\d+(?= (?:more|forward))"
 )
-"""What differs between tests of one cause: sizes, counts and shapes."""
+"""The parts of a sentence that differ between tests of one cause: sizes, counts and shapes."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What several failures share."""
+    """The common cause of several failures."""
 
     words: tuple[str, ...]
-    """A sentence, or what changed and where."""
+    """A sentence, or the change and its place."""
     records: tuple[TestRecord, ...]
     excesses: tuple[int, ...] = ()
-    """By how much each of them is over, in bytes; below 0 where it is under. Empty where no number
-    says that."""
+    """Bytes by which each of them is over; below 0 where it is under. Empty where no number is."""
 
     @property
     def size(self) -> str:
@@ -51,7 +50,7 @@ class Cause:
 
     @property
     def largest(self) -> int:
-        """Bytes of the one that is over by most."""
+        """The bytes of the largest excess."""
         return max(map(abs, self.excesses), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What changed between two runs, as a part of a pull request's comment."""
+"""The changes between two runs, as a part of a pull request's comment."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Difference:
-    """One test that differs; ``None`` on the side where it was not measured."""
+    """A test that differs; ``None`` on the side where it was not measured."""
 
     nodeid: str
     before: Measurement | None
     now: Measurement | None
     failed: bool = False
-    """Whether it ran now, and its body failed."""
+    """Whether it ran in the new run, and its body failed."""
     was: str = ""
-    """What it was called before, where that was something else."""
+    """Its former node id, where that was another."""
 
     @property
     def bytes(self) -> int:
-        """By how much its peak grew."""
+        """The growth of its peak in bytes."""
         before, now = (m.peak_allocated if m else 0 for m in (self.before, self.now))
         return now - before
 
@@ -57,7 +57,7 @@ class Difference:
 
 
 KINDS = ("grew", "fell", "new", "gone", "failed")
-"""In the order in which they are told; a test that failed has no peak to compare."""
+"""Kinds in the order of output; a test that failed has no peak to compare."""
 
 
 def differences(

@@ -1,4 +1,4 @@
-"""The line in the header of a run, which every project with the plugin installed sees."""
+"""The line in the header of a run, visible in every project with the plugin installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Markdown for a pull request: what grew, by which line, and the command that accepts it.
+"""Markdown for a pull request: grown peaks, their lines, and the command that accepts them.
 
 It is GitHub's dialect, which GitLab and others read as well. Whatever comes from a test stands in a
 code span or a fence, where a reader sees it as it is and nothing of it is obeyed.
@@ -20,12 +20,12 @@ from pytest_gpumem.sizes import format_size
 from pytest_gpumem.values.environment import Environment
 
 MARKER = "pytest-gpumem"
-"""Hidden in the first line, so that a comment can be found and updated."""
+"""A marker in the first line, by which a comment can be found and updated."""
 
 MOST_ROWS = 20
 """Tests of one kind that are listed."""
 MOST_EXPLAINED = 5
-"""Failures of which the source lines are told."""
+"""Failures whose source lines are listed."""
 MOST_ALIKE = 5
 """Tests of one cause that are named beside the first."""
 MOST_LINES = 6
@@ -53,7 +53,7 @@ def document(
     """
     failed = [record for record in records if is_failure(record)]
     improved = [record for record in records if record.improvements and record not in failed]
-    # A test that kept its limits is in order without a baseline.
+    # A test within its limits passes without a baseline.
     new = [record for record in records if record.missing_baseline and not record.verdicts]
     parts = [
         f"{marker(name)}\n### GPU memory: {_headline(records, failed, improved)}",

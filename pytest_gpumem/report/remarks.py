@@ -1,4 +1,4 @@
-"""What a run was not asked about and a reader should know: leaks, baselines without a test."""
+"""Unrequested remarks on a run: leaks, baselines without a test."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Missing:
 
     unused: Sequence[Unused] = ()
     elsewhere: Mapping[str, int] = field(default_factory=dict)
-    """By environment: how many tests have a baseline there, and none where they ran."""
+    """Number of tests without a baseline where they ran, by environment that has one."""
     folder: str = "baselines"
-    """Of the baselines, seen from where pytest was started."""
+    """Folder of the baselines, relative to the folder in which pytest was started."""
 
     @property
     def moved(self) -> int:
-        """How many tests were compared with nothing because their baselines have other names.
+        """The number of tests compared with nothing because their baselines have other names.
 
-        Only those that measure what is stored: a new test may well be called nearly as an old one.
+        Only those that measure what is stored: a new test may have a name similar to an old one's.
         """
         return sum(one.same for one in self.unused)
 

@@ -1,4 +1,4 @@
-"""Which tests the table shows, and in which order."""
+"""The selection of tests for the table, and their order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pytest_gpumem.report.record import TestRecord
 from pytest_gpumem.report.rows import rows_of, test_status
 
 ROWS = 24
-"""Up to so many rows, every phase is shown; beyond so many tests, only those with something to say
-and the largest."""
+"""Up to so many rows, every phase is shown; beyond so many tests, only those with remarks and the
+largest."""
 
 
 def shown_tests(
@@ -90,7 +90,7 @@ def _over(record: TestRecord) -> int:
 _MOST_BYTES = 1 << 60
 
 OF_A_CAUSE = 8
-"""Where failures are many, those of one cause that have a row: FAILURES names the others."""
+"""Rows for failures of one cause, where failures are many: FAILURES names the others."""
 
 Sort = Literal["peak", "leaked", "over", "name"]
 

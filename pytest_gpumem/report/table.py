@@ -1,4 +1,4 @@
-"""The table of tests and phases: which rows, which columns, and how they fit the terminal."""
+"""The table of tests and phases: its rows, its columns, and their fit to the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_gpumem.report.selection import ROWS, Sort, hidden_text, shown_tests
 from pytest_gpumem.text import Line, Span, cells, pack, pad, shorten
 
 LEAST_WEIGHT = 5
-"""Of the columns that no table goes without as long as anything fits."""
+"""Weight of the columns that are kept as long as anything fits."""
 
 LEAST_NAME = 26
 """Columns of the terminal below which a name is not shortened to make room for numbers."""

@@ -41,11 +41,11 @@ STATUS_WORDS = {
 
 
 OWN_CODE = ": torch's own CUDA code over a runtime without kernels"
-"""What is said of the release on a dry device."""
+"""A note on the release on a dry device."""
 
 
 def describe(environment: Environment) -> str:
-    """Return what an environment is, real or not: ``simulated A100-40GB (torch 2.13)``."""
+    """Return a description of an environment, real or not: ``simulated A100-40GB (torch 2.13)``."""
     facts = [f"torch {environment.torch}{OWN_CODE if environment.dry else ''}"]
     if not environment.is_exact:
         facts += [f"CUDA {environment.cuda}"] if environment.cuda else []
@@ -108,8 +108,8 @@ def section(
         blocks += _snippets(snippets, most, width)
         blocks.append(list(_devices(records, verbosity, width)))
     else:
-        # What went wrong with files decides the exit status: it is said however quiet pytest is.
-        # So it is where a number is not that of the code that was to run.
+        # Errors with files decide the exit status and are printed however quiet pytest is. So are
+        # notes on numbers that are not those of the intended code.
         eager = dict.fromkeys(note for note in _of_tests(records) if ran_eagerly(note))
         blocks.append(list(_notes((), [*notes, *eager], len(notes) + MOST_LISTED, width)))
     blocks.append(list(_updates(update, verbosity, width)))
@@ -118,7 +118,7 @@ def section(
 
 
 def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Sequence[TestRecord]:
-    """No test is called without baseline where baselines were recorded just now.
+    """Drop the note on missing baselines where baselines have just been recorded.
 
     What could not be recorded, the update's own messages say.
     """
@@ -152,7 +152,7 @@ def _by_environment(records: Sequence[TestRecord]) -> dict[Environment, list[Tes
 
 
 def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
-    """Closed forms beside the bytes by category, of tests that say what to watch."""
+    """Compare closed forms with the bytes by category, for tests with watched objects."""
     for record in records:
         measured = record.measurement
         if measured is None or not measured.expected:
@@ -282,7 +282,7 @@ def _of_tests(records: Sequence[TestRecord]) -> Iterator[str]:
 
 
 def _snippets(snippets: Mapping[str, str], most: int, width: int) -> Iterator[list[Line]]:
-    """Each as it is to be pasted: neither indented nor wrapped."""
+    """Yield each snippet in a form to paste: neither indented nor wrapped."""
     for kernel, snippet in list(snippets.items())[:most]:
         yield [*map(Line.of, wrap(how_to_paste(kernel), width))]
         yield [*map(Line.of, snippet.splitlines())]
@@ -373,7 +373,7 @@ def _sentence(text: str, width: int, indent: str = "  ") -> Iterator[Line]:
 
 
 def _command(why: str, command: str) -> Line:
-    # Never broken or shortened: it is there to be copied.
+    # Never broken or shortened: it is meant to be copied.
     return Line((Span(f"  {why}: "), Span(command, "cyan")))
 
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 _WIDTHS = {1: "B", 2: "H", 4: "I"}
-"""Bytes of a number, and what :mod:`array` calls it."""
+"""Bytes of a number, and its type code in :mod:`array`."""
 _EXACT = 8
-"""Bytes of a float, the one number that a browser reads and that holds 2^53 bytes exactly."""
+"""Bytes of a float, a browser's only number, which holds 2^53 bytes exactly."""
 
 
 class Columns:

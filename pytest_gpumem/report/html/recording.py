@@ -1,4 +1,4 @@
-"""What the page says of a recorded memory snapshot: every event, and what a replay made of it."""
+"""The page's data on a recorded memory snapshot: every event, and the result of its replay."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pytest_gpumem.report.html.columns import Columns
 Json = Mapping[str, Any]
 
 FREE, ELSEWHERE = -1, len(CATEGORIES) - 1
-"""Of a part of a segment that no block uses, and of a block of which nothing is known."""
+"""Numbers of a free part of a segment, and of the category of an unknown block."""
 
 
 class Watcher:
-    """Follows one run: what is allocated, reserved and split after every event, as changes."""
+    """An observer of one run: changes of allocated, reserved and split bytes after every event."""
 
     def __init__(self, trace: Sequence[Json], start: Sequence[Json]) -> None:
         self.trace, self.start = trace, start
@@ -46,7 +46,7 @@ class Watcher:
         self._last = (0, 0, 0)
 
     def after(self, index: int, allocator: Readings) -> None:
-        """Note what the event ``index`` changed."""
+        """Record the changes of the event ``index``."""
         now = allocator.allocated, allocator.reserved, allocator.inactive_split
         last, self._last = self._last, now
         if index == START:
@@ -82,7 +82,8 @@ class _Block:
     told: Told
     born: int
     stretch: int
-    """Of events of one phase: what is freed within the one it was made in was needed for it."""
+    """Number of a range of events of one phase: a block freed within its own range was
+    temporary."""
     died: int = FOREVER
     kept: bool = True
 
@@ -264,7 +265,7 @@ def _parts(segment: Json, known: Mapping[int, int]) -> list[list[int]]:
 
 
 class _Stacks:
-    """What stacks tell, each read once."""
+    """The data of stacks, each read once."""
 
     def __init__(self, trace: Sequence[Json]) -> None:
         stacks = {}

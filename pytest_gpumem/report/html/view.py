@@ -1,4 +1,4 @@
-"""What the page says of each test: a row for the first view, and all that opens on a click."""
+"""The page's data on each test: a row for the first view, and details opened on a click."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STATUSES = {
     "skipped": "skipped",
     "ok": "within what it may use",
 }
-"""What a test came to and what that means, in the order of the first view."""
+"""Outcomes of a test and their meaning, in the order of the first view."""
 
 _STATUS_OF = {"FAIL": "failed", "xfail": "xfail", "better": "improved", "new": "new", "ok": "ok"}
 
