@@ -59,7 +59,7 @@ class Capacity(Protocol):
 
     @property
     def total_memory(self) -> int:
-        """As ``torch.cuda.get_device_properties(0).total_memory`` gives it."""
+        """The bytes in ``torch.cuda.get_device_properties(0).total_memory``."""
 
 
 def replay(
@@ -124,7 +124,7 @@ def replay(
 
 @dataclass(frozen=True)
 class _Question:
-    """What is to be replayed how."""
+    """The settings and the GPU of a replay."""
 
     recorded: AllocatorSettings
     tried: AllocatorSettings | None
@@ -147,7 +147,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Tape:
-    """What a snapshot has of one device."""
+    """The record of one device in a snapshot."""
 
     start: Sequence[Json]
     trace: Sequence[Json]

@@ -19,7 +19,7 @@ all else that it does for the event.
 
 
 class TraceEntry(NamedTuple):
-    """One event, as in ``torch.cuda.memory._snapshot()["device_traces"]``.
+    """An event, as in ``torch.cuda.memory._snapshot()["device_traces"]``.
 
     ``size`` is the requested size for ``alloc``, ``free_requested`` and ``free_completed``, the
     segment's for ``segment_*``, the rounded request for ``oom``; ``addr`` of an ``oom`` holds the

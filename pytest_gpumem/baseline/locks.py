@@ -1,4 +1,4 @@
-"""One writer at a time: locks of baseline files, and the folder of locks and drafts.
+"""Locks for one writer at a time: of baseline files, with a folder of locks and drafts.
 
 The locks are in ``<root>/.gpumem-locks``, which contains its own .gitignore and which the last
 writer removes. A lock is the kernel's (``flock``, which Linux passes on to an NFS server): it ends

@@ -53,7 +53,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        """One line: the test, its changed numbers, the environment."""
+        """A line with the test, its changed numbers and the environment."""
         if self.old is None or self.new is None:
             entry = self.new or self.old
             sizes = format_exact(entry.peak_allocated) if entry else ""

@@ -86,7 +86,7 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """One line: the measured number, and how far it is over or within its limit."""
+        """A line with the measured number, and how far it is over or within its limit."""
         headline = "; ".join((self._headline(), *self.notes))
         return f"{headline}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
 
@@ -198,7 +198,7 @@ class Improvement:
 
     @property
     def short(self) -> str:
-        """One line: the measured number, and how far it is under its baseline."""
+        """A line with the measured number, and how far it is under its baseline."""
         text, _ = format_apart(self.actual, self.reference)
         measured = measured_text(self.metric, self.phase, self.actual, text)
         compared = compared_text("baseline", self.actual, self.reference, self.tolerance)

@@ -1,4 +1,4 @@
-"""``gpumem baselines``: what is stored, and what becomes of it."""
+"""``gpumem baselines``: commands on stored baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``gpumem predict --compile`` shows: eager code beside compiled code."""
+"""The output of ``gpumem predict --compile``: eager code beside compiled code."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _by_line(
     differing = [name for name in (*phases, "") if peaks[0].get(name) != peaks[1].get(name)]
     for phase in differing:
         if not phase and any(_is_peak_in(name, *peaks) for name in phases):
-            continue  # its lines have been told
+            continue  # its lines have been printed
         changes = [change.to_dict() for change in changes_by_line(eager, compiled, phase)]
         yield f"by line, at the peak{' of ' * bool(phase)}{phase} on {eager.gpu}:"
         yield from explanation_lines(changes, width=None if width == UNLIMITED else width)

@@ -34,27 +34,27 @@ class UnmeasuredError(ValueError):
 
 
 Measure = Callable[[str], "Measurement"]
-"""Runs the test at a commit; raises :class:`UnmeasuredError`."""
+"""A function that runs the test at a commit; raises :class:`UnmeasuredError`."""
 
 
 @dataclass
 class Search:
-    """A binary search for the commit at which a peak reached what it is at the last one."""
+    """A binary search for the commit at which a peak reached its value at the last one."""
 
     commits: Sequence[str]
-    """The good one, and those that followed up to the bad one."""
+    """The good commit, and those that followed up to the bad one."""
     measure: Measure
     tolerance: Tolerance
     said: Callable[[str, str], object] = lambda commit, text: None
-    """Called with each commit that was tried, and what came of it."""
+    """Called with each commit that was tried, and its result."""
     found: dict[int, Measurement] = field(default_factory=dict)
-    """By position, what was measured."""
+    """Measurements by position."""
     failed: dict[int, str] = field(default_factory=dict)
-    """By position, why nothing was."""
+    """Reasons by position why nothing was measured."""
 
     @property
     def runs(self) -> int:
-        """How often the test was run, or tried to."""
+        """The number of attempted runs of the test."""
         return len(self.found) + len(self.failed)
 
     def first_bad(self) -> range:
@@ -95,7 +95,7 @@ class Search:
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Search, and say what was found; raises ``ValueError`` for bad input."""
+    """Search, and return the result; raises ``ValueError`` for bad input."""
     top = toplevel(Path.cwd())
     commits = commits_between(top, arguments.good, arguments.bad)
     arguments.progress.expect(most_runs(len(commits)))
@@ -155,7 +155,7 @@ def most_runs(commits: int) -> int:
 
 @contextmanager
 def work_tree(top: Path) -> Iterator[Path]:
-    """Be given a work tree of the repository ``top`` for as long as needed."""
+    """Make a work tree of the repository ``top`` for the duration of the context."""
     with tempfile.TemporaryDirectory(prefix="gpumem-bisect-") as temporary:
         tree = Path(temporary).resolve() / "tree"
         git(top, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), "HEAD")
@@ -172,11 +172,11 @@ class TestAt:
     __test__ = False  # pytest would take the name for a test class
 
     top: Path
-    """The user's work tree, which stays as it is."""
+    """The user's work tree, which is not changed."""
     tree: Path
-    """The one in which commits are checked out."""
+    """The work tree in which commits are checked out."""
     inside: Path
-    """Where in it pytest is started."""
+    """The folder in it in which pytest is started."""
     nodeid: str
     gpu: str
     arguments: Sequence[str] = ()
@@ -225,7 +225,8 @@ class TestAt:
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Let the work tree's code be imported, not that of the user's, installed or not."""
+        """Return variables that make the work tree's code importable, not the user's, installed or
+        not."""
         search = [str(self.tree), str(self.tree / "src")]
         for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
             path = Path(entry).resolve()

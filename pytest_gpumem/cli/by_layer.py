@@ -35,11 +35,11 @@ HEADER = (
     "peak, inference",
 )
 _GROUPS = ("", "", "", "", "", "", "", "", "", "", "training", "", "inference")
-"""What stands above the columns in a terminal."""
+"""Headings above the columns in a terminal."""
 _GIVEN_UP = (1, 7, 8, 2, 5, 11, 12)
-"""Columns that a narrow terminal does without: kind, bytes moved, input, operations, inference."""
+"""Columns that a narrow terminal omits: kind, bytes moved, input, operations, inference."""
 _TEXTS = 4
-"""Columns of text; the others are numbers."""
+"""Number of text columns; the others are numbers."""
 
 
 def run(arguments: argparse.Namespace, gpu: str) -> Answer:
@@ -70,7 +70,7 @@ def layers_of_target(text: str, gpu: str, inputs: Sequence[tuple[int, ...]] = ()
     from pytest_gpumem.prediction.layers import layers_of, on_device
     from pytest_gpumem.values.errors import SimulationError
 
-    with on_device(gpu):  # what the module looks at while it is imported is a GPU
+    with on_device(gpu):  # the module's import finds a GPU
         target = find_target(text)
     if not isinstance(target, FunctionTarget):
         raise TargetError(f"{text}: layers are those of a function; write path.py:function")

@@ -20,7 +20,7 @@ MOST_SOURCE, LEAST_SOURCE = 60, 20
 NUMBERS = 56
 """Columns of the terminal that a line's numbers take, with the gaps."""
 PROCESS = 20
-"""And those of what the process holds, which a narrow terminal does without."""
+"""Columns of the bytes that the process holds, which a narrow terminal omits."""
 
 
 def run(arguments: argparse.Namespace, gpu: str) -> Answer:
@@ -35,7 +35,7 @@ def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 
-    # What the module looks at while it is imported is a GPU.
+    # The module's import finds a GPU.
     with nullcontext() if gpu == MEASURED else simulate(gpu):
         target = find_target(text)
         followed = [_function(name) for name in functions]

@@ -19,7 +19,7 @@ def terminal_width() -> int:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print ``lines``; what a name has of control characters is shown and not obeyed."""
+    """Print ``lines``; control characters in names are shown and not obeyed."""
     for line in lines:
         print(printable(line.rstrip()))
 

@@ -1,4 +1,4 @@
-"""``--device``: where a command runs code, and the processes that have the dry device."""
+"""``--device``: the device on which a command runs code, and processes with the dry device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gpumem env``: what a number depends on here, for a report that one differs."""
+"""``gpumem env``: the facts of this machine on which a number depends, for bug reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOT_INSTALLED = "not installed"
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Find it out."""
+    """Collect the facts."""
     known = found()
     return Answer(table(list(_rows(known)), left=(0, 1)), lambda: known)
 

@@ -1,4 +1,4 @@
-"""Which GPU is large enough: the table of predictions, and what stands around it."""
+"""The GPUs that are large enough: the table of predictions, with its notes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTEXT = "The CUDA context comes on top: some 300 to 600 MiB, by driver and GPU
 RULES = "simulated by the rules of torch {}"
 DRY = "torch {}'s own CUDA code over a runtime without kernels"
 MEASURED = "measured with torch {}"
-"""Whose numbers they are."""
+"""The origin of the numbers, for the heading."""
 
 
 def lines(
@@ -65,7 +65,7 @@ def _row(prediction: Prediction, phases: Sequence[str]) -> list[str]:
     known: dict[str, Any] = dict(prediction.phases)
     left = format_size(abs(prediction.left))
     if prediction.fits:
-        # Cached memory that is given back on the way can make more fit than is reserved in all.
+        # Cached memory that is released during the run can make more fit than is reserved in all.
         fits = f"yes, {left} left" if prediction.left >= 0 else "yes, after releasing its cache"
     else:
         fits = f"no, {left} missing" if prediction.left < 0 else "no, it is too fragmented"

@@ -1,4 +1,4 @@
-"""``gpumem history``: how each test's peak went over reports or commits."""
+"""``gpumem history``: each test's peak over reports or commits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("test", "trend", "first", "last", "change", "%", "steps", "crept")
 
 
 def run(arguments: argparse.Namespace) -> Answer:
-    """Say how peaks went; raises ``ValueError`` for bad input."""
+    """Return the history of peaks; raises ``ValueError`` for bad input."""
     most = _tolerance("--max-creep", arguments.max_creep)
     given = arguments.tolerance
     small = SMALL if given is None else _tolerance("--tolerance", given)

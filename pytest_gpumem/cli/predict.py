@@ -1,4 +1,4 @@
-"""``gpumem predict TARGET``: what it would need, whether it fits; also by line and by layer."""
+"""``gpumem predict TARGET``: its need, and whether it fits; also by line and by layer."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def predictions_of(
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
 
-    with simulate(gpus[0]):  # what the module looks at while it is imported is a GPU
+    with simulate(gpus[0]):  # the module's import finds a GPU
         target = find_target(text)
     if not isinstance(target, FunctionTarget):
         if ranks:
@@ -199,7 +199,7 @@ WHOLE = (
         "line; modules are compiled where TARGET compiles nothing itself",
     ),
 )
-"""Of a prediction that is not by line or layer."""
+"""Options of a prediction that is not by line or layer."""
 
 _GROUPS = {
     "no --by": WHOLE,

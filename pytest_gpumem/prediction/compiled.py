@@ -1,4 +1,4 @@
-"""One program run twice: as eager code, and compiled by ``torch.compile``."""
+"""A program run twice: as eager code, and compiled by ``torch.compile``."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def kind(self) -> str:
-        """One of :data:`KINDS`."""
+        """The kind of change, of :data:`KINDS`."""
         if self.failed:
             return "failed"
         if self.before is None or self.now is None:

@@ -46,8 +46,7 @@ class TestRecord:
     duration: float | None = None
     """Seconds of set-up, call and teardown, without waiting for a shared device."""
     beside: int | None = None
-    """Tests that were on its shared device during its run; with any, its duration is not its
-    own."""
+    """Tests on its shared device during its run; with any, its duration is not its own."""
     nvml: Mapping[str, Any] | None = None
     """A device-level reading, or why there is none; ``None`` where none was tried."""
 

@@ -26,8 +26,7 @@ STATUS_STYLE = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers; the one of the highest ``weight`` is given up last in a narrow
-    terminal."""
+    """A column of numbers; that of the largest ``weight`` is given up last in narrow terminals."""
 
     key: str
     title: str

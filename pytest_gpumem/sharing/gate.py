@@ -67,7 +67,7 @@ def _say_nothing(nodeid: str, waited: float, holders: str) -> None:
 
 
 class Gate:
-    """One worker's access to the devices that it shares.
+    """A worker's access to the devices that it shares.
 
     Args:
         ledger: the host's.

@@ -20,7 +20,7 @@ MARGIN = 0.02
 
 
 class NvmlDevice:
-    """One GPU or MIG instance; ``name`` is its UUID.
+    """A GPU or MIG instance; ``name`` is its UUID.
 
     Raises :class:`SharingError` where NVML cannot read it.
     """

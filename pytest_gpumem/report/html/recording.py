@@ -82,8 +82,7 @@ class _Block:
     told: Told
     born: int
     stretch: int
-    """Number of a range of events of one phase: a block freed within its own range was
-    temporary."""
+    """Number of a range of events in one phase: a block freed in its own range is temporary."""
     died: int = FOREVER
     kept: bool = True
 

@@ -1,4 +1,4 @@
-"""One rank of many: ``torch.distributed`` in a process whose other ranks do not exist.
+"""A rank of many: ``torch.distributed`` in a process whose other ranks do not exist.
 
 May use: ``common``, ``gpu``, ``machine``, ``operators``, ``execution``, ``surface``, ``compiled``,
 ``stand_ins``. ``world`` holds rank, size and torchrun's variables, ``process_groups`` connects it

@@ -39,7 +39,7 @@ class MeetingError(RuntimeError):
 
 
 class Meeting:
-    """One rank's end of the exchange.
+    """A rank's end of the exchange.
 
     All ranks call the same methods in the same order. ``store`` is shared by all.
     """

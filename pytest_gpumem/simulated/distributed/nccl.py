@@ -40,7 +40,7 @@ COLLECTIVE_CHANNELS, PEER_CHANNELS = 16, 32
 
 
 class Communicator(NamedTuple):
-    """One communicator of a rank."""
+    """A communicator of a rank."""
 
     size: int
     """The number of ranks that it connects."""

@@ -188,7 +188,7 @@ _SETTINGS = ("_world", "_group_count", "_default_pg_init_method")
 
 
 class Membership:
-    """One rank's groups, for as long as this object lives; they can be entered repeatedly.
+    """The groups of a rank, for as long as this object lives; they can be entered repeatedly.
 
     Enter :meth:`taken` while a simulation of ``world`` is active.
     """
