@@ -1,4 +1,4 @@
-"""Compiles the dry runtime with the machine's C compiler, once for each build of torch.
+"""The build of the dry runtime with the machine's C compiler, once for each build of torch.
 
 The result is a folder in the user's cache: the runtime itself, and for each of NVIDIA's libraries
 that torch asks the loader for a library of that name that holds nothing but the version nodes which
@@ -55,7 +55,7 @@ def built(torch: TorchBuild) -> Path:
 
 
 def _build_in_place(torch: TorchBuild, folder: Path) -> None:
-    """Build beside ``folder`` and rename: a build that was killed leaves no half of one."""
+    """Build beside ``folder`` and rename, so that a killed build leaves no partial one."""
     draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         build(torch, draft)

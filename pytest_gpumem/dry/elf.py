@@ -24,7 +24,7 @@ _UNDEFINED = 0
 
 
 class ElfError(ValueError):
-    """A file that is no shared library for 64-bit Linux; the message names it."""
+    """An error for a file that is not a shared library for 64-bit Linux; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Imports:
     exported: frozenset[str]
     """Names that others can take from it."""
     versions: Mapping[str, frozenset[str]]
-    """By library: the version nodes that it must have."""
+    """The version nodes that a library must have, by library."""
 
 
 class _Section(NamedTuple):

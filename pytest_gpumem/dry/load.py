@@ -1,4 +1,4 @@
-"""Loads the dry runtime, here or in the processes that this one starts."""
+"""Loading of the dry runtime, in this process or in those that it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_gpumem.dry.gpus import description, models_of
 from pytest_gpumem.dry.torch_build import DryError, installed_build
 
 DEVICES = "PYTEST_GPUMEM_DRY_DEVICES"
-"""The variable that describes the GPUs; the runtime reads it when it is first asked."""
+"""The variable that describes the GPUs; the runtime reads it at its first call."""
 MODELS = "PYTEST_GPUMEM_DRY"
 """The variable that names them, as the user wrote them."""
 SHARED = "PYTEST_GPUMEM_DRY_SHARED"
@@ -25,7 +25,7 @@ Without it each process has them for itself.
 _PRELOAD, _FOLDERS = "LD_PRELOAD", "LD_LIBRARY_PATH"
 
 _BEGIN = "pytest_gpumem_dry_begin"
-"""The function of ``source/memory.c`` by which the runtime is known."""
+"""The function of ``source/memory.c`` by which the runtime is identified."""
 
 _kept: list[ctypes.CDLL] = []
 

@@ -1,4 +1,4 @@
-"""Gives a pytest process the dry device before anything imports torch."""
+"""The start of a pytest process with the dry device, before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values on the dry device, where a test's course depends on them.
+"""Values on the dry device, where a test's control flow depends on them.
 
 A first run of a test has the values that copies bring, and goes at torch's own speed. Where it
 reads another number and decides by it, the test runs again, and each operator is followed on the

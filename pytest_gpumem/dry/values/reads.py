@@ -31,7 +31,7 @@ from pytest_gpumem.simulated.machine.values.neutral import NeutralFloat, Neutral
 from pytest_gpumem.values.errors import UnknownValueError
 
 MOST_DECIDED_BY = 1 << 20
-"""Bytes of a copy to the host that somebody may decide by; what is longer is data on its way."""
+"""Bytes of a copy to the host up to which it may be a decision; longer ones are mere data."""
 
 _item, _bool, _tolist, _numpy = (base(n) for n in ("item", "__bool__", "tolist", "numpy"))
 _array: Any = torch.Tensor.__array__
@@ -44,16 +44,16 @@ _Truth = bool
 
 
 class Here(threading.local):
-    """What a thread reads at the moment."""
+    """The present reads of a thread."""
 
     expected = 0
-    """Above zero where who asked for the read sees whether it was answered."""
+    """Above zero where the caller checks whether the value was known."""
     unknown = 0
-    """Reads of unknown values so far."""
+    """Number of reads of unknown values."""
 
 
 class _UnknownError(UnknownValueError):
-    """Raised in a thread of Python's from outside, which can hand over no sentence."""
+    """An error raised asynchronously in a Python thread, which cannot pass a sentence."""
 
     sentence = ""
 
@@ -73,12 +73,12 @@ class Reads:
         followed: bool,
         everything: bool,
     ) -> None:
-        """Let ``uncomputed`` name the first operator or kernel that the CPU could not compute."""
+        """Keep ``uncomputed``, which names the first call that the CPU could not compute."""
         self.here = Here()
         self.decided: str | None = None
-        """Why the run that goes on is not to be believed: somebody decides by an unknown value."""
+        """The reason why the present run is invalid: it decides by an unknown value."""
         self.made_up = False
-        """Whether a number that is not known has been read."""
+        """Whether an unknown number has been read."""
         self._storages = storages
         self._notes = notes
         self._uncomputed = uncomputed
@@ -89,7 +89,7 @@ class Reads:
         self._plan()
 
     def _plan(self) -> None:
-        # Functions, and not methods of this object: those would not be told their tensor.
+        # Functions, not methods of this object, which would not receive their tensor.
         plan = functools.partial(self._patches.plan, torch.Tensor)
         plan("item", lambda tensor: self._read(_item, tensor, "item()"))
         plan("__bool__", lambda tensor: self._condition(tensor))
@@ -101,7 +101,7 @@ class Reads:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Let tensors answer inside whether what they hold is known."""
+        """Check inside whether the values that tensors return are known."""
         self._patches.apply()
         try:
             yield
@@ -119,7 +119,7 @@ class Reads:
 
     @contextmanager
     def expected(self) -> Iterator[None]:
-        """Read inside, and see by ``here.unknown`` whether the values were known."""
+        """Allow reads of unknown values inside; ``here.unknown`` counts them."""
         self.here.expected += 1
         try:
             yield
@@ -127,9 +127,9 @@ class Reads:
             self.here.expected -= 1
 
     def told(self, size: int) -> type[BaseException] | None:
-        """Hear from the runtime that ``size`` bytes that are not known have been read.
+        """Handle a read of ``size`` unknown bytes, reported by the runtime.
 
-        Returns what the thread is to raise.
+        Returns the error that the thread is to raise.
         """
         self.here.unknown += 1
         if self.here.expected:
@@ -143,13 +143,13 @@ class Reads:
         return self._interrupt(self.refusal(f"a read in torch's own code at {_where()}"))
 
     def refuse(self, read: str) -> None:
-        """Raise :class:`UnknownValueError` for ``read``, and remember that."""
+        """Raise :class:`UnknownValueError` for ``read``, and record it."""
         sentence = self.refusal(f"{read} at {_where()}")
         self.decided = self.decided or sentence
         raise UnknownValueError(sentence)
 
     def refusal(self, read: str) -> str:
-        """Say that ``read``, with its line, is of a value that is not known."""
+        """Return the sentence that ``read``, with its line, is of an unknown value."""
         depends = f"{read} depends on a value of a CUDA tensor"
         uncomputed = self._uncomputed()
         if uncomputed is not None:
@@ -261,7 +261,7 @@ class Reads:
         return kind
 
     def _take_back(self) -> None:
-        """Let no thread be interrupted any more that has not come back to Python."""
+        """Cancel pending errors of threads that have not come back to Python."""
         while self._interrupted:
             thread, _ = self._interrupted.popitem()
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
