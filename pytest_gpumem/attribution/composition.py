@@ -83,7 +83,7 @@ class Composition:
 
 
 def settled(composition: Composition, total: int) -> Composition:
-    """Return ``composition`` with what ``total`` bytes have beyond it as something other.
+    """Return ``composition`` with its difference from ``total`` bytes as the category "other".
 
     A real allocator hands out more than was asked for where it does not split a block.
     """
@@ -121,7 +121,7 @@ def compositions(history: History) -> dict[str, Composition]:
 def composition_of(
     history: History, lives: Iterable[Life], holders: Mapping[int, str]
 ) -> Composition:
-    """Return what ``lives`` come to, wherever they ended; ``holders`` name what keeps them."""
+    """Return the composition of ``lives``, wherever they ended; ``holders`` name their keepers."""
     forward = ForwardLives(history.lives)
     placed = ((_place(history, life, forward), life) for life in lives)
     return _composition(
@@ -146,7 +146,7 @@ def _composition(placed: Iterable[tuple[Site, Life]]) -> Composition:
 
 
 def _place(history: History, life: Life, forward: ForwardLives) -> Site:
-    """Return the site of a block without its numbers: what it has in common with others."""
+    """Return the site of a block without its numbers: the key it shares with others."""
     origin, sighting = life.origin, life.sighting
     category = category_of(history, life)
     if category == WORKSPACE:
@@ -229,10 +229,10 @@ def _beside(place: Site, life: Life, running: str) -> Site:
 
 
 def category_of(history: History, life: Life) -> str:
-    """Return what a block holds: what it was seen to be, else what its life tells.
+    """Return the category of a block: as it was seen, else by its life.
 
     A tensor that autograd saved, or that the forward returned, outlives the forward: an activation.
-    What an operator needed for a moment does not: a temporary.
+    A tensor needed only by one operator does not: a temporary.
     """
     known = _known_category(history, life)
     if history.classify is None or life.origin is None:

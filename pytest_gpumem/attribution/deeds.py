@@ -1,6 +1,6 @@
 """Causes in a program's calls and settings: detectors that compare the facts of two runs.
 
-Each returns its sentence where the facts differ and what that costs is most of the difference, else
+Each returns its sentence where the facts differ and account for most of the difference, else
 ``None``.
 """
 
@@ -138,7 +138,7 @@ def _carried(growth: Growth) -> str | None:
 
 
 def carried_sentence(carried: Facts) -> str:
-    """Return what each step leaves, and where, as a sentence."""
+    """Return the bytes that each step leaves, and their place, as a sentence."""
     amounts = carried["held"]
     step = amounts[-1] - amounts[-2] if len(amounts) > 1 else 0
     kind = f"the {carried['kind']} " if carried["kind"] else ""

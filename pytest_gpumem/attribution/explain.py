@@ -64,7 +64,7 @@ def explain(
 
     Lines may have moved: sites are the same where category, module, function and operator are.
     Where one of the two is ``compiled`` code and the other one is eager, operators are others: then
-    all that a line holds of one category is the same. What is not said is seen by fused operators.
+    all blocks of a line and category are one site. If neither is given, fused operators show it.
     ``reference`` may have been compacted, see :func:`compact`.
     """
     now, before = list(actual), list(reference)
@@ -93,7 +93,7 @@ def compact(sites: Sequence[Site], most: int = MOST_SITES) -> tuple[Site, ...]:
 
 
 def _rests(sites: Iterable[Site]) -> Iterator[Site]:
-    """Yield ``sites`` as sums; the largest of each tells where to look."""
+    """Yield ``sites`` as sums, each with the largest one's place."""
     groups: dict[tuple[str, str | None], list[Site]] = defaultdict(list)
     for site in sites:
         groups[site.category, site.function].append(site)

@@ -66,7 +66,7 @@ def frames_in(event: Mapping[str, Any]) -> list[Frame]:
 
 
 def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
-    """Return what ``frames``, the innermost first, say; ``paths`` are file names as shown."""
+    """Return the facts of ``frames``, the innermost first; ``paths`` are file names as shown."""
     python = [frame for frame in frames if _is_python(frame)]
     line = next((frame for frame in python if not is_torchs(frame["filename"])), None)
     symbols = [frame["name"] for frame in takewhile(_is_native, frames)]
@@ -83,10 +83,10 @@ def told(frames: Sequence[Frame], paths: Mapping[str, str]) -> Told:
 
 
 def category(of: Told, *, kept: bool) -> str:
-    """Return what a block holds; ``kept`` is whether it outlived the phase it was made in.
+    """Return a block's category; ``kept`` is whether it outlived the phase it was made in.
 
-    Frames tell less than a test that is watched: what was handed from the host looks like any
-    tensor, and nothing says that a tensor is a parameter but the function that moved it.
+    Frames contain less than a watched test: a copy from the host looks like any tensor, and only
+    the function that moved a tensor shows that it is a parameter.
     """
     if of.library:
         return WORKSPACE
@@ -105,7 +105,7 @@ def is_torchs(filename: str) -> bool:
 
 
 def _during(python: Sequence[Frame]) -> str:
-    """Return the innermost of what these frames are part of."""
+    """Return the innermost phase that these frames are part of, empty for none."""
     for frame in python:
         name, file = frame["name"], frame["filename"]
         if not is_torchs(file):

@@ -139,7 +139,7 @@ class History:
         self._recognise()
 
     def peaks(self) -> Mapping[str, int]:
-        """Return by phase the position after whose event it allocated the most."""
+        """Return by phase the position after whose event the most was allocated."""
         allocated = self.allocated()
         for begin, end in self.unmeasured:
             allocated[begin + 1 : end] = [-1] * max(end - begin - 1, 0)
@@ -157,7 +157,7 @@ class History:
         return list(accumulate(self._changes()))
 
     def live_at(self, position: int) -> list[Life]:
-        """Return what is live after the event number ``position``."""
+        """Return the live blocks after the event number ``position``."""
         return [life for life in self.lives if life.born <= position < life.died]
 
     def module_at(self, position: int) -> str:
@@ -205,7 +205,7 @@ class History:
         self.lives = kept
 
     def _changes(self) -> list[int]:
-        """Return what each event adds; the first number is what was held before them."""
+        """Return the bytes that each event adds; the first number is those held before them."""
         changes = [0] * (self.length + 1)
         for life in self.lives:
             changes[life.born + 1] += life.nbytes

@@ -100,7 +100,7 @@ class OutOfMemory:
         return f"out of memory: {format_size(self.requested)} asked for{by}, {free}{over}{why}"
 
     def lines(self) -> list[str]:
-        """Return the text that stands under the failure."""
+        """Return the text below the failure."""
         unused, outside = format_size(self.fragmentation), format_size(self.elsewhere)
         return [
             self.sentence,
@@ -151,11 +151,11 @@ def post_mortem(
     place: tuple[str | None, str | None] = (None, None),
     unfused: str = "",
 ) -> OutOfMemory | None:
-    """Return what a snapshot of the allocator tells of its last failure, ``None`` without one.
+    """Return the data of a snapshot of the allocator on its last failure, ``None`` without one.
 
     ``limit`` are the bytes of the ``total`` that the process may reserve, ``holders`` the sites
-    that were live then, and ``place`` is the site and the operator that asked. ``unfused`` says why
-    attention ran no fused kernel where it was attention that asked.
+    that were live then, and ``place`` is the site and the operator that requested. ``unfused`` is
+    the reason why attention, if it made the request, ran no fused kernel.
     """
     trace = snapshot["device_traces"][device]
     index = last_failure(trace)
@@ -180,7 +180,7 @@ def post_mortem(
 
 
 def _reserved_at(snapshot: Json, device: int, index: int) -> int:
-    """Return what was reserved at event ``index``: the final state, and what came after undone."""
+    """Return the reserved bytes at event ``index``: the final state without later events."""
     reserved: int = sum(
         segment["total_size"] for segment in snapshot["segments"] if segment["device"] == device
     )
@@ -193,7 +193,7 @@ def _reserved_at(snapshot: Json, device: int, index: int) -> int:
 
 
 def _within(snapshot: Json, device: int, limit: int) -> Json:
-    """Return ``snapshot`` as if the device had been as small as what the process may reserve.
+    """Return ``snapshot`` for a device of the size that the process may reserve.
 
     A failure is recorded with what the driver had left, whatever
     ``torch.cuda.set_per_process_memory_fraction`` allows.

@@ -28,16 +28,16 @@ class _Event:
 
 
 def timeline_of(history: History, stray_reserved: int = 0) -> dict[str, Any] | None:
-    """Return what was allocated over the events of ``history``; ``None`` where there were none.
+    """Return the allocated bytes over the events of ``history``; ``None`` where there were none.
 
     ``positions`` are the samples: 0 is before the first event, n after the nth. ``categories`` has
     the bytes of each at every sample, so a sample's sum is exactly what was allocated then. The
     samples hold the lowest and the highest point of every stretch of events, the first, the last
-    and the peak of each phase: no peak is lost. ``blocks`` says which block was allocated (bytes
-    above 0) or freed (below 0) by the event before each sample, as the number of its place; place
-    -1 is none: before the first event, and where a simulated allocator got a segment. ``reserved``,
-    where it is known, is without the ``stray_reserved`` bytes that others held before; ``split`` is
-    what of all segments that are partly in use is free.
+    and the peak of each phase: no peak is lost. ``blocks`` contains the block that was allocated
+    (bytes above 0) or freed (below 0) by the event before each sample, as the number of its place;
+    place -1 is none: before the first event, and where a simulated allocator got a segment.
+    ``reserved``, where it is known, is without the ``stray_reserved`` bytes that others held
+    before; ``split`` is what of all segments that are partly in use is free.
     """
     if not history.length:
         return None

@@ -58,7 +58,7 @@ class Gone:
     ran: frozenset[tuple[str, str]]
 
     def may_tell(self, module: str) -> bool:
-        """Return whether a test of ``module`` can be called gone, whichever are stored."""
+        """Return whether a test of ``module`` can be proved gone, whichever are stored."""
         return not _doubt(module, self.collected)
 
     def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:

@@ -58,7 +58,7 @@ def default_tolerance_for(exact: bool) -> Tolerance:
 def missing_text(
     environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
 ) -> str:
-    """Return that a test has no baseline, and the peaks that other environments know of it."""
+    """Return a note that a test has no baseline, with its peaks in other environments."""
     text = f"no baseline for {environment.key}"
     known = [f"{other.key} {format_size(entry.peak_allocated)}" for other, entry in elsewhere]
     return f"{text}; known elsewhere: {', '.join(known)}" if known else text
@@ -67,7 +67,7 @@ def missing_text(
 def missing_cause(
     environment: Environment, elsewhere: Sequence[tuple[Environment, BaselineEntry]]
 ) -> str:
-    """Return in what this environment differs from one that has a baseline, if that is one thing.
+    """Return the only difference from an environment with a baseline, if there is just one.
 
     Empty where no stored environment is like this one but for the torch release, the settings of
     the allocator or those of cuBLAS.
@@ -154,7 +154,7 @@ def judge_prediction(
     tolerance: Tolerance,
     environment: Environment,
 ) -> tuple[Verdict, ...]:
-    """Return how a measured test stands to its prediction, as a whole and phase by phase.
+    """Return the verdicts on a measured test's prediction, as a whole and phase by phase.
 
     A peak may differ by ``tolerance`` to either side: a prediction that is too high is wrong, too.
     A prediction that could not be made fails, and so does a phase that only one of them has.
@@ -172,7 +172,7 @@ class _Judged:
         self._peaks = {name: p.peak_allocated for name, p in measurement.phases.items()}
 
     def _sites(self, phase: str | None) -> list[Site]:
-        """Return what was live at the peak of ``phase``, or of the whole test."""
+        """Return the live blocks at the peak of ``phase``, or of the whole test."""
         measured = self._measurement if phase is None else self._measurement.phases[phase]
         return [Site.from_dict(site) for site in measured.sites]
 
@@ -321,7 +321,7 @@ class _Judged:
                 )
 
     def _pairs(self, baseline: BaselineEntry) -> Iterator[tuple[str | None, int, int]]:
-        """Yield phase, measured and stored peak of the test and of each phase that both know."""
+        """Yield phase, measured and stored peak of the test and of each phase in both."""
         yield None, self._measurement.peak_allocated, baseline.peak_allocated
         for phase, actual in self._peaks.items():
             if phase in baseline.phases:

@@ -87,7 +87,7 @@ class Entries(MutableMapping[str, BaselineEntry]):
 
 
 def read_file(path: Path, key: str) -> BaselineFile | None:
-    """Return what the baseline file ``path`` of the environment ``key`` holds.
+    """Return the content of the baseline file ``path`` of the environment ``key``.
 
     ``None`` where there is no such file. Raises :class:`BaselineError` where it cannot be read,
     does not follow the schema or states another environment.
@@ -132,7 +132,7 @@ def file_bytes(path: Path) -> bytes | None:
 
 
 def parse(path: Path, content: bytes, key: str) -> BaselineFile:
-    """Return what ``content``, the bytes of ``path``, says of the environment ``key``."""
+    """Return the parsed ``content`` of the file ``path`` of the environment ``key``."""
     found = _parsed(path, content)
     if found.environment.key != key:
         raise _misplaced(path, found.environment, key)

@@ -24,7 +24,7 @@ class StoredPeak:
     sites: tuple[Site, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form; what is unknown of a site is left out."""
+        """Return the JSON form; unknown fields of a site are left out."""
         return {
             "composition": dict(self.composition),
             "sites": [
@@ -43,7 +43,7 @@ class StoredPeak:
 
     @classmethod
     def of(cls, measured: Measurement | PhaseRecord) -> StoredPeak | None:
-        """Return what is to be stored of a peak, ``None`` where nothing was recorded."""
+        """Return the stored form of a peak, ``None`` where nothing was recorded."""
         if not measured.sites:
             return None
         sites = [Site.from_dict(site) for site in measured.sites]
@@ -103,7 +103,7 @@ class BaselineEntry:
         )
 
     def peak_of(self, phase: str | None) -> StoredPeak | None:
-        """Return what was live at the peak of ``phase``, or of the whole test for ``None``."""
+        """Return the live blocks at the peak of ``phase``, or of the whole test for ``None``."""
         if phase is None or phase in self.phase_peaks:
             return self.peak if phase is None else self.phase_peaks[phase]
         same = self.peak is not None and self.phases.get(phase) == self.peak_allocated

@@ -62,10 +62,10 @@ def explanation_lines(
 
 
 def folded(explanation: Iterable[Line]) -> list[Line]:
-    """Return ``explanation`` with lines that tell of one thing as one, largest first.
+    """Return ``explanation`` with lines on the same thing merged, largest first.
 
-    One thing is the state of one optimizer, or what one line of code did by one operator. What grew
-    and what shrank stay apart.
+    A thing is the state of one optimizer, or what one line of code did by one operator. Growth and
+    shrinkage are kept apart.
     """
     groups: dict[object, list[Line]] = {}
     for index, line in enumerate(explanation):
@@ -75,7 +75,7 @@ def folded(explanation: Iterable[Line]) -> list[Line]:
 
 
 def _thing(line: Line) -> tuple[object, ...] | None:
-    """Return what a line tells of, ``None`` where it stands for itself."""
+    """Return a line's key for merging, ``None`` where it is not merged."""
     category, operator = line.get("category"), line.get("operator") or ""
     what = category, line["bytes"] < 0, line.get("change"), line.get("held_by")
     if category == OPTIMIZER_STATE and "." in operator:
@@ -173,7 +173,7 @@ def _aligned(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 def _fitted(
     rows: Sequence[Sequence[str]], widths: list[int], width: int
 ) -> tuple[list[list[str]], list[int]]:
-    """Return ``rows`` and their widths with places and operators cut to what there is room for."""
+    """Return ``rows`` and their widths, with places and operators cut to the available room."""
     gaps = 2 * (1 + sum(map(bool, widths[2:])))
     room = width - gaps - sum(width for i, width in enumerate(widths) if i not in (3, 4))
     # The most useful parts are a path's package and file, and the end of an operator's name.

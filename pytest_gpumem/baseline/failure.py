@@ -12,7 +12,7 @@ from pytest_gpumem.sizes import format_size
 def failure_text(
     verdicts: Iterable[Verdict], update: str, *, every: bool = False, width: int | None = None
 ) -> str:
-    """Return what a test fails with: its cause, each statement, then each remedy once.
+    """Return a test's failure text: its cause, each statement, then each remedy once.
 
     ``update`` is the command line that records the test's numbers. The first statement has the
     lines that explain it; those of the others are shown where ``every`` is asked for. ``every`` and
@@ -44,7 +44,7 @@ def statement_lines(
 
 
 def brief_text(verdicts: Sequence[Verdict]) -> str:
-    """Return in a few words by how much a test is over: of the verdict that stands for all."""
+    """Return in a few words a test's excess, by its representative verdict."""
     return told(verdicts)[0].verdict.brief
 
 

@@ -94,7 +94,7 @@ class BaselineStore:
     def elsewhere(
         self, module: str, test_id: str, environment: Environment
     ) -> list[tuple[Environment, BaselineEntry]]:
-        """Return what other environments know of a test, by key: for display only.
+        """Return a test's entries in other environments, by key: for display only.
 
         Their unreadable files are passed over: they are of no concern to this environment.
         """
@@ -223,12 +223,12 @@ class _State:
         self._tests = content.tests if content else Entries({})
 
     def now(self) -> _State:
-        """Return what it holds now: itself where that is the same."""
+        """Return the present content: itself where that is the same."""
         same = file_bytes(self._path) == self._bytes
         return self if same else _State(self._path, self._key)
 
     def edited(self, edit: Edit) -> Entries | None:
-        """Return what ``edit`` makes of it, ``None`` if the same."""
+        """Return the content that ``edit`` makes of it, ``None`` if the same."""
         tests = self._tests.copy()
         edit(tests)
         return None if tests == self._tests else tests

@@ -21,9 +21,9 @@ class Told:
 
 
 def told(broken: Iterable[Verdict]) -> list[Told]:
-    """Return the statements of a failure, the one that stands for the test first.
+    """Return the statements of a failure, the representative one first.
 
-    Of one kind that is the whole test's before those of its phases, which only add their numbers.
+    Within a kind, the whole test's precedes those of its phases, which only add their numbers.
     """
     kinds: dict[tuple[str, str], list[Verdict]] = {}
     apart: list[Told] = []
@@ -36,7 +36,7 @@ def told(broken: Iterable[Verdict]) -> list[Told]:
 
 
 def chief(broken: Sequence[Verdict]) -> Verdict:
-    """Return the verdict that stands for a failure."""
+    """Return the representative verdict of a failure."""
     return told(broken)[0].verdict
 
 

@@ -67,7 +67,7 @@ def _unused(store: BaselineStore, environment: Environment, gone: Gone) -> Itera
 def _new_tests(
     store: BaselineStore, environment: Environment, tests: Sequence[MeasuredTest]
 ) -> dict[str, BaselineEntry]:
-    """Return by node id what the tests measured that have no entry of their own."""
+    """Return by node id the measured numbers of tests without an entry of their own."""
     found = {}
     for test in tests:
         if test.environment != environment or not test.wanted:

@@ -175,7 +175,7 @@ class _Work:
     def eligible(
         self, tests: Sequence[MeasuredTest]
     ) -> Iterator[tuple[MeasuredTest, BaselineEntry]]:
-        """Yield the tests whose numbers may be stored, each once; say which may not."""
+        """Yield the tests whose numbers may be stored, each once; note those that may not."""
         kept: dict[tuple[str, str, str], tuple[MeasuredTest, BaselineEntry]] = {}
         disputed = {}
         for test in filter(_wanted, tests):
@@ -197,7 +197,7 @@ class _Work:
         yield from kept.values()
 
     def record(self, test: MeasuredTest, entry: BaselineEntry) -> None:
-        """Plan to store what ``test`` measured."""
+        """Plan to store the numbers of ``test``."""
         module, test_id = split_nodeid(test.nodeid)
         self._plan(test.environment, module).measured.append((test_id, entry))
 

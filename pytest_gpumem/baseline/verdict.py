@@ -91,7 +91,7 @@ class Verdict:
         return f"{headline}{_where(self.device, self.simulated, self.gpu, dry=self.dry)}"
 
     def explanation_lines(self, *, every: bool = False, width: int | None = None) -> list[str]:
-        """Return the lines that say whose bytes changed or, without a reference, are there."""
+        """Return the lines on changed bytes or, without a reference, on present ones."""
         return explanation_lines(
             self.explanation,
             signed=self.reference is not None,
@@ -100,7 +100,7 @@ class Verdict:
         )
 
     def remedy(self, update: str) -> list[str]:
-        """Return the line that says how to make the measured number the baseline, if that helps.
+        """Return the line on how to make the measured number the baseline, if that helps.
 
         ``update`` is the command line that does it.
         """
@@ -221,7 +221,7 @@ class Improvement:
 
 
 def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str:
-    """Return what was measured as the start of a sentence: ``nbytes``, which read ``text``."""
+    """Return the measured number as the start of a sentence; ``text`` is ``nbytes`` formatted."""
     subject = phase or "the test"
     in_bytes = text == f"{nbytes:,} B"
     actual = exactly(format_size(nbytes) if in_bytes else text, nbytes)
@@ -233,7 +233,7 @@ def measured_text(metric: str, phase: str | None, nbytes: int, text: str) -> str
 
 
 def compared_text(yardstick: str, actual: int, reference: int, tolerance: str) -> str:
-    """Return how ``actual`` stands to ``reference`` (bytes), with the change in per cent.
+    """Return the comparison of ``actual`` with ``reference`` (bytes), with the change in per cent.
 
     The percentage is left out where the reference is zero or less.
     """

@@ -62,7 +62,7 @@ class BatchFit:
         return text + (f" (within {format_size(self.residual)})" if self.residual else "")
 
     def _search(self) -> list[str]:
-        """Return what is to be said of the search."""
+        """Return the remarks on the search."""
         if not self.tried:
             return []
         if self.largest is None:

@@ -1,8 +1,8 @@
 """A plugin for a process of its own: it runs tests on simulated GPUs and writes their numbers.
 
-The process is pytest with the arguments of the one that asks, so that its conftest files, ini file,
-options and plugins apply. What must not happen twice is switched off: reports, caches, baselines,
-workers, debuggers.
+The process is pytest with the arguments of the calling one, so that its conftest files, ini file,
+options and plugins apply. Whatever must not happen twice is switched off: reports, caches,
+baselines, workers, debuggers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RAN_OUT = "it runs out of memory"
 
 _OPTIONS: dict[str, Any] = {
     "gpumem_all": True,
-    "gpumem_sim_scope": "session",  # a real GPU is there while modules are imported, too
+    "gpumem_sim_scope": "session",  # a real GPU exists while modules are imported, too
     "gpumem_update_baselines": None,
     "gpumem_prune_baselines": None,
     "gpumem_report": ["off"],

@@ -3,7 +3,7 @@
 Bytes are those of live blocks: every tensor takes its elements' bytes rounded up to
 :data:`BLOCK`, the caching allocator's smallest block. Of a tensor of more than 1 MiB the allocator
 may hand out up to 1 MiB more, what it does not split off (CUDACachingAllocator.cpp,
-``should_split``), which no closed form knows. Modules and optimizers may live on any
+``should_split``), which no closed form contains. Modules and optimizers may live on any
 device, also on ``meta``: only shapes and types are read.
 """
 
@@ -216,7 +216,7 @@ def activation_bytes(
 
 
 def kept_by(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
-    """Return what one layer keeps of an input of ``shape``.
+    """Return the tensors that one layer keeps of an input of ``shape``.
 
     Raises ``ValueError`` for a layer that has no closed form here.
     """

@@ -65,7 +65,7 @@ def compare(predicting: Predicting) -> Beside:
 
 
 def changes_by_line(eager: Prediction, compiled: Prediction, phase: str = "") -> list[Change]:
-    """Return what compiling changes at the peak of a phase, or of all; the largest change first."""
+    """Return the changes by compiling at the peak of a phase, or of all; the largest first."""
     sites = (map(Site.from_dict, one.sites.get(phase, ())) for one in (compiled, eager))
     return list(explain(*sites, compiled=True))
 

@@ -103,9 +103,9 @@ class Runs:
 def largest_batch(runs: Runs, total: int) -> int | None:
     """Return a batch that fits and whose next one does not.
 
-    Where fragmentation lets a smaller one fail, it is a smaller one. ``runs`` knows some that fit;
-    ``total`` are the bytes of the device. ``None`` where no batch up to :data:`MOST_GROWTH` times
-    the known ones fails.
+    Where fragmentation lets a smaller one fail, it is a smaller one. ``runs`` contains some that
+    fit; ``total`` are the bytes of the device. ``None`` where no batch up to :data:`MOST_GROWTH`
+    times the known ones fails.
     """
     high = min(runs.failed) if runs.failed else _failing(runs, total)
     if high is None:
@@ -119,14 +119,14 @@ def largest_batch(runs: Runs, total: int) -> int | None:
 
 
 def _failing(runs: Runs, total: int) -> int | None:
-    """Return a batch that does not fit; what fits on the way there is noted."""
+    """Return a batch that does not fit; batches that fit on the way are recorded."""
     low = max(runs.peaks)
     most = low * MOST_GROWTH
     stride = 0
     while low < most:
         expected = _expected(runs, total)
         candidate = FARTHEST * low if expected is None else min(expected, FARTHEST * low)
-        if candidate <= low:  # it fits although the line said no: go on in growing strides
+        if candidate <= low:  # it fits against the prediction: go on in growing strides
             stride = 2 * stride or max(low // 64, 1)
             candidate = low + stride
         if not runs.fits(candidate):
@@ -146,7 +146,7 @@ def _expected(runs: Runs, total: int) -> int | None:
 def _bisected(runs: Runs, high: int) -> int:
     """Return a batch below ``high``, which does not fit, that fits and whose next one does not.
 
-    What is expected is mostly not far from what is: first down from ``high`` in growing strides.
+    The expected batch is mostly close to the result: first down from ``high`` in growing strides.
     """
     low = max((size for size in runs.peaks if size < high), default=0)
     stride = max((high - low) // 64, 1)

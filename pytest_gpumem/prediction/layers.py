@@ -83,10 +83,9 @@ def layers_of(
     """Return the module calls of the first model that ``target`` calls, in order, outermost first.
 
     ``target`` may also return a model, or a model and its inputs, which is then called; ``inputs``
-    are the shapes of float32 inputs for a model alone. It runs on a simulated ``gpu``, or on the
-    CUDA device where that is ``"cuda"``. The model
-    runs once without gradients and once with them. Raises :class:`NoModelError` where no model is
-    found, or its inputs are missing.
+    are the shapes of float32 inputs for a model without inputs. It runs on a simulated ``gpu``, or
+    on the CUDA device where that is ``"cuda"``. The model runs once without gradients and once with
+    them. Raises :class:`NoModelError` where no model is found, or its inputs are missing.
     """
     with on_device(gpu):
         analysis = _Analysis()
@@ -106,7 +105,7 @@ def layers_of(
 
 
 def on_device(gpu: str) -> AbstractContextManager[object]:
-    """Return a context with a simulated ``gpu``, or none for ``"cuda"``, which is there."""
+    """Return a context with a simulated ``gpu``, or an empty one for ``"cuda"``."""
     return nullcontext() if gpu == MEASURED else simulate(gpu)
 
 
@@ -202,7 +201,7 @@ class _Pass:
         self._open: list[_Open] = []
 
     def inside(self, module: nn.Module, arguments: Any) -> _Call:
-        """Return a context around one call, whose value is where the output goes."""
+        """Return a context around one call; its value receives the output."""
         return _Call(self, module, arguments)
 
     def enter(self, module: nn.Module, arguments: Any) -> None:

@@ -136,7 +136,7 @@ def lines_of(
     """Run ``target`` on a simulated ``gpu`` and return the memory of each line of ``functions``.
 
     ``gpu="cuda"`` is the current CUDA device. Lines stand in the order in which they were reached
-    first. What a line calls counts to it.
+    first. Calls made by a line count to it.
     """
     codes = frozenset(function.__code__ for function in functions)
     if gpu == MEASURED:

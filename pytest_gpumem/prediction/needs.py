@@ -54,12 +54,12 @@ def needs_of(
     *,
     dry: bool = False,
 ) -> Needs:
-    """Return what the tests that ``given`` names need on ``runners``.
+    """Return the needs of the tests that ``given`` names on ``runners``.
 
-    ``given`` are JSON reports, or a folder of baselines, or else what pytest takes: paths and node
+    ``given`` are JSON reports, or a folder of baselines, or else pytest's arguments: paths and node
     ids, which run on simulated or ``dry`` GPUs, in a process of their own. ``durations`` is a file
-    that says what tests take; otherwise pytest's cache, and what pytest-split has stored. Raises
-    ``ValueError`` where that cannot be read or run.
+    of durations; otherwise pytest's cache and pytest-split's file are read. Raises ``ValueError``
+    where that cannot be read or run.
     """
     paths = [Path(one) for one in given]
     if paths and all(path.suffix == ".json" for path in paths):
@@ -189,7 +189,7 @@ def _timed(
     measured: Iterable[_Measured],
     durations: Path | None,
 ) -> tuple[list[PlannedTest], str]:
-    """Return ``tests`` with what they take, and the sentence that says by whom it is known."""
+    """Return ``tests`` with durations, and a sentence on the source of these."""
     known, where = _durations(measured, durations)
     timed = [
         replace(
@@ -240,7 +240,7 @@ def _durations(
 
 
 def _taken(nodeid: str, known: Seconds, runner: Runner) -> float | None:
-    """Return what a test takes on ``runner``: measured there, else on any GPU, else simulated."""
+    """Return the need of a test on ``runner``: measured on it, else on any GPU, else simulated."""
     ranked: dict[int, list[float]] = {}
     for key, tests in known.items():
         if nodeid in tests:

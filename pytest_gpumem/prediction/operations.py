@@ -21,14 +21,14 @@ class Operations:
     """Operations of one call."""
 
     multiply_adds: int = 0
-    """A multiplication and the addition of its product are one, as is anything else done to an
-    element in one go: what papers on architectures call FLOPs."""
+    """A multiplication and the addition of its product are one, as is any other operation on an
+    element: FLOPs in papers on architectures."""
     flops: int = 0
     """Each multiplication, addition, division and comparison by itself."""
 
 
 def operations_of(module: nn.Module, inputs: Shape, outputs: Shape) -> Operations:
-    """Return what the layer ``module`` computes besides matrix products, none for other kinds.
+    """Return the operations of the layer ``module`` besides matrix products, none for other kinds.
 
     ``inputs`` and ``outputs`` are the shapes of its first input and its first output.
     """

@@ -76,12 +76,12 @@ def run_tests(
     """Run ``tests`` on each of ``machines``; the caller's process is not changed.
 
     ``tests`` are node ids relative to ``folder``, or with absolute paths; ``arguments`` are those
-    of the pytest that asks, and ``options`` values of its ``config.option``, by name. With
-    ``unbounded`` a test that runs out of memory runs again with as much as it wants. After so many
-    ``seconds`` no other test begins, and one that does not end is given as long again. With
-    ``modules_compiled`` each module that a test calls is compiled. Raises
-    :class:`PredictionError` where pytest does not get as far as running tests. With ``dry`` each
-    machine is a dry device, in a process of its own.
+    of the calling pytest, and ``options`` values of its ``config.option``, by name. With
+    ``unbounded`` a test that runs out of memory runs again with unlimited memory. After so many
+    ``seconds`` no other test begins, and a running one gets as long again. With
+    ``modules_compiled`` each module that a test calls is compiled. Raises :class:`PredictionError`
+    where pytest does not get as far as running tests. With ``dry`` each machine is a dry device, in
+    a process of its own.
     """
     if dry:
         return _run_dry(tests, machines, arguments, folder, unbounded=unbounded)
@@ -175,7 +175,7 @@ def _run(
 
 
 def _arguments(given: Sequence[str], folder: Path) -> list[str]:
-    """Return ``given`` with ours behind its options; only tests stand behind ``--``."""
+    """Return ``given`` with this module's options; only tests follow ``--``."""
     end = list(given).index("--") if "--" in given else len(given)
     ini = [f"cache_dir={folder / 'cache'}", *INI]
     own = ["-p", "pytest_gpumem.prediction.child", *(arg for text in ini for arg in ("-o", text))]
@@ -183,7 +183,7 @@ def _arguments(given: Sequence[str], folder: Path) -> list[str]:
 
 
 def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
-    """Return what pytest said: its first error, else its last line."""
+    """Return pytest's first error, else its last line."""
     lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
     said = [line.strip() for line in lines if line.strip(" =")]
     errors = [line for line in said if line.startswith(("ERROR", "E  "))]

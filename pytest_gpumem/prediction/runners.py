@@ -1,6 +1,6 @@
 """The assignment of tests to GPUs: the number of machines of each kind, and their cost.
 
-Plain arithmetic over what tests need; nothing here runs code or imports torch.
+Plain arithmetic over what tests need; this module runs no code and imports no torch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Plan:
         return max(times, default=None)
 
     def shards(self) -> dict[str, Any]:
-        """Return what ``--gpumem-shard-by`` reads, with a matrix of CI jobs in it."""
+        """Return the data that ``--gpumem-shard-by`` reads, with a matrix of CI jobs."""
         homes = {nodeid: job.runner.name for job in self.jobs for nodeid in job.tests}
         placed = [test for test in self.tests if test.nodeid in homes]
         shards = [
@@ -145,7 +145,7 @@ class Plan:
 
 
 def parse_runner(text: str) -> Runner:
-    """Return what ``"T4:0.35"`` stands for; raises ``ValueError`` for an unknown model or price."""
+    """Return the runner of ``"T4:0.35"``; raises ``ValueError`` for an unknown model or price."""
     name, colon, price = text.rpartition(":")
     if not colon or not re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]{1,9})?\s*", price):
         raise PlanError(

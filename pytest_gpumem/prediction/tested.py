@@ -20,7 +20,7 @@ def predict_test(
 ) -> list[Prediction]:
     """Run a test on simulated or ``dry`` GPUs, in a process of its own; return the result for each.
 
-    A ``mode`` is told with it, and what was live at the peaks.
+    A ``mode`` is added to the result, with the live blocks at the peaks.
     Limits and baselines do not matter, nor does the model that its marker names. Raises
     ``ValueError`` for a model that is not in the catalogue, :class:`PredictionError` where
     ``nodeid`` is not one test, or does not run there.

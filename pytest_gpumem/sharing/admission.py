@@ -207,7 +207,7 @@ def _start_of(
     while left and not _can_fit(waiting, left, devices):
         start = _end_of(left.pop(0), now)
     if start == math.inf:
-        # It may be soon, or late: what has passed it may still run, whatever its own duration.
+        # It may be soon, or late: tests that passed it may still run, whatever their duration.
         left = [one for one in running if one in left or one.id > waiting.id]
     return start, left
 

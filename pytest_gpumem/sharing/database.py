@@ -42,7 +42,8 @@ class Database:
             self._connection = sqlite3.connect(
                 path, timeout=BUSY, isolation_level=None, check_same_thread=False
             )
-            # What a crash of the host would lose is void after it anyway: the first one, too.
+            # Entries lost in a crash of the host would be void afterwards anyway: hence the first
+            # one.
             for pragma in ("synchronous = OFF", "journal_mode = WAL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
             self._connection.executescript(schema)

@@ -72,7 +72,7 @@ class Gate:
     Args:
         ledger: the host's.
         worker: its number there.
-        devices: the devices that its tests use; the first is the one that needs are stated for.
+        devices: the devices that its tests use; needs are stated for the first.
         held: what this process holds between two tests, by device: context and fixtures in bytes.
         reach: how many devices a test uses, the first ones, by its id; ``None`` for all.
         tidy: tears down the fixtures that live between two tests.
@@ -116,7 +116,7 @@ class Gate:
         return next(iter(self._devices.values())).capacity
 
     def declare(self) -> None:
-        """Enter in the ledger what this process holds now, between two tests."""
+        """Enter in the ledger the bytes that this process holds now, between two tests."""
         for name in self._devices:
             context, fixtures = self._held(name)
             self._ledger.hold(self._worker, name, context=context, fixtures=fixtures)
@@ -254,7 +254,7 @@ def _has_room(device: Device, need: Need) -> bool:
 
 
 def holding(state: State) -> list[str]:
-    """Return what running tests and the fixtures of all workers hold: a clause for each."""
+    """Return the bytes of running tests and of the fixtures of all workers: a clause for each."""
     parts = [
         f"{lease.worker} holds {format_size(sum(lease.request.needs.values()))} ({lease.nodeid})"
         for lease in state.running

@@ -106,7 +106,7 @@ class Learned:
 
     @classmethod
     def from_dict(cls, data: Any) -> Learned:
-        """Rebuild what :meth:`to_dict` returned; what does not look like it is left out."""
+        """Rebuild what :meth:`to_dict` returned; malformed data are left out."""
         learned = cls()
         for key, tests in data.items() if isinstance(data, dict) else ():
             for nodeid, lesson in tests.items() if isinstance(tests, dict) else ():

@@ -1,4 +1,4 @@
-"""The ledger of a host: what all runs of a user hold of its GPUs, wait for, and have had.
+"""The ledger of a host: GPU memory that a user's runs hold, wait for and have had.
 
 A SQLite database, written by several processes, in one folder of the host. Its entries live as long
 as their processes, except for a log of the last day. Entries of a killed process are void: the next
@@ -136,7 +136,7 @@ class Ledger:
             self._take_out(worker)
 
     def hold(self, worker: int, device: str, *, context: int, fixtures: int) -> None:
-        """Enter what ``worker`` holds of ``device`` between its tests; bytes."""
+        """Enter the bytes that ``worker`` holds of ``device`` between its tests."""
         with self._database.transaction():
             self._database.execute(
                 "INSERT OR REPLACE INTO held VALUES (?, ?, ?, ?)",

@@ -21,7 +21,7 @@ def without_hidden(taken: Mapping[int, int], claims: Mapping[int, int]) -> dict[
     """Return ``taken`` without those of :data:`NOBODY`'s bytes that may be the workers'.
 
     Args:
-        taken: bytes by process, as the driver tells. claims: bytes by process that each worker may
+        taken: bytes by process, by the driver. claims: bytes by process that each worker may
         hold, by its own account. Workers that the driver does not list may hold as many of
         :data:`NOBODY`'s.
     """
