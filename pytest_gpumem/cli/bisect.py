@@ -30,7 +30,7 @@ FOUND = 1
 
 
 class UnmeasuredError(ValueError):
-    """A commit at which the test cannot be measured; the message says why."""
+    """A commit at which the test cannot be measured; the message is the reason."""
 
 
 Measure = Callable[[str], "Measurement"]
@@ -58,9 +58,9 @@ class Search:
         return len(self.found) + len(self.failed)
 
     def first_bad(self) -> range:
-        """Return the positions of which one is guilty: one, or more where some cannot be measured.
+        """Return the positions of possible causes: one, or more where some cannot be measured.
 
-        Position 0 alone means that the test did not grow. Of n commits, the good one counted, at
+        Only position 0 means that the test did not grow. Of n commits, the good one counted, at
         most log2(n) + 1 are measured unless some cannot be. Raises :class:`UnmeasuredError` where
         the last one cannot be.
         """
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def commits_between(top: Path, good: str, bad: str) -> list[str]:
     """Return the commits from ``good`` to ``bad``, along first parents, both included.
 
-    Raises ``ValueError`` with one sentence where git does not know them or ``bad`` does not follow.
+    Raises ``ValueError`` with one sentence where they do not exist or ``bad`` does not follow.
     """
     first, last = (
         git(top, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
@@ -182,7 +182,7 @@ class TestAt:
     arguments: Sequence[str] = ()
 
     def measure(self, commit: str) -> Measurement:
-        """Return what the test takes at ``commit``; raises :class:`UnmeasuredError`."""
+        """Return the test's measurement at ``commit``; raises :class:`UnmeasuredError`."""
         git(self.tree, "checkout", "--quiet", "--force", "--detach", commit)
         git(self.tree, "clean", "--quiet", "-ffdx")
         folder = self.tree / self.inside
@@ -240,7 +240,7 @@ class TestAt:
 
 
 def _last_words(ran: subprocess.CompletedProcess[str]) -> str:
-    """Return what pytest said: its first error, else its last line."""
+    """Return pytest's first error, else its last line."""
     lines = [*ran.stderr.splitlines(), *ran.stdout.splitlines()]
     said = [line.strip(" =") for line in lines if line.strip(" =")]
     errors = [line for line in said if line.startswith(("ERROR", "E  ", "FAILED"))]

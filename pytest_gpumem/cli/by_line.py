@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, gpu: str) -> Answer:
 
 
 def lines_of_target(text: str, functions: Sequence[str], gpu: str) -> list[Line]:
-    """Return the lines of what the target ``text`` runs."""
+    """Return the lines run by the target ``text``."""
     from pytest_gpumem.prediction.lines import MEASURED, lines_of
     from pytest_gpumem.simulating import simulate
     from pytest_gpumem.values.errors import SimulationError
@@ -74,7 +74,7 @@ def _plain(text: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def text_lines(lines: Sequence[Line], width: int = UNLIMITED) -> Iterator[str]:
-    """Yield what the command prints; a narrow terminal shortens the source."""
+    """Yield the lines of output; a narrow terminal shortens the source."""
     from pytest_gpumem.prediction.lines import shown
 
     number = max((len(str(line.number)) for line in lines), default=1)

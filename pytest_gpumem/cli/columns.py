@@ -14,7 +14,7 @@ UNLIMITED = 1 << 20
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; what is written to a file is never cut."""
+    """Return the columns of the terminal; output to a file is never cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
 
 

@@ -124,7 +124,7 @@ class Commands:
 
 
 def example_lines(examples: Sequence[str]) -> str:
-    """Return what stands below a help's options."""
+    """Return the text below a help's options."""
     lines = "\n".join(f"  {example}" for example in examples)
     return f"examples:\n{lines}" if examples else ""
 

@@ -91,7 +91,7 @@ class Compared:
         return statuses.pop() if len(statuses) == 1 and statuses <= {"new", "gone"} else ""
 
     def changes(self, row: Row) -> list[dict[str, Any]]:
-        """Return whose bytes differ; none where one side has not recorded that, or none differ."""
+        """Return the sites whose bytes differ; none where one side lacks them, or none differ."""
         a, b = (side.sites(row.phase) for side in self.sides)
         return [change.to_dict() for change in explain(b, a)] if a and b and row.change else []
 
@@ -206,7 +206,7 @@ def _rows(
 def _chosen(
     tests: Iterable[Compared], parts: Sequence[str] | None, phases: Collection[str] | None
 ) -> list[Compared]:
-    """Return the tests, and of each the rows, that were asked for.
+    """Return the requested tests, and the rows of each.
 
     Raises ``ValueError`` where there are none.
     """
@@ -348,7 +348,7 @@ def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _explained(tests: Sequence[Compared]) -> Iterator[str]:
-    """Yield by line what differs most in the first tests that recorded it."""
+    """Yield the largest differences by line in the first tests that recorded lines."""
     differing = [(test, row) for test in tests if (row := test.largest) is not None]
     told = 0
     for test, row in differing:

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def found() -> dict[str, Any]:
-    """Return what a number depends on as builtin types; initialises CUDA where there is a GPU."""
+    """Return the facts as builtin types; initialises CUDA where there is a GPU."""
     devices, trouble, libraries = _devices()
     return {
         "system": " ".join((platform.system(), platform.release(), platform.machine())),

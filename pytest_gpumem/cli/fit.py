@@ -25,7 +25,7 @@ MEASURED = "measured with torch {}"
 def lines(
     target: str, predictions: Sequence[Prediction], width: int = UNLIMITED, whose: str = RULES
 ) -> Iterator[str]:
-    """Yield what the command prints; a narrow terminal shows the first phases only."""
+    """Yield the lines of output; a narrow terminal shows the first phases only."""
     yield heading(target, whose)
     yield ""
     yield from fit_table(predictions, phases_of(predictions), width)
@@ -35,7 +35,7 @@ def lines(
 
 
 def heading(target: str, whose: str = RULES) -> str:
-    """Return the line that says whose numbers they are."""
+    """Return the line that gives the origin of the numbers."""
     return f"{target}, {whose.format(version('torch').partition('+')[0])}"
 
 
@@ -47,7 +47,7 @@ def phases_of(predictions: Iterable[Prediction]) -> list[str]:
 def fit_table(
     predictions: Sequence[Prediction], phases: Sequence[str], width: int
 ) -> Iterator[str]:
-    """Yield a table that says which GPU is large enough, with the peaks of ``phases``."""
+    """Yield a table of the GPUs that are large enough, with the peaks of ``phases``."""
     header = ["GPU", "memory", "peak", "reserved", *phases, "fits"]
     rows = [header, *(_row(one, phases) for one in predictions)]
     given_up = [*range(len(header) - 2, len(header) - 2 - len(phases), -1), 3]

@@ -45,7 +45,7 @@ def found() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def lines(devices: Sequence[Mapping[str, Any]], trouble: str | None, width: int) -> Iterator[str]:
-    """Yield what a person reads in ``width`` columns."""
+    """Yield the lines of output in ``width`` columns."""
     if not devices:
         yield f"no GPU: {trouble}" if trouble else "no GPU"
     for number, device in enumerate(devices):

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> Answer | int:
 
 
 def look() -> Answer:
-    """Return what there is to say of the GPUs now."""
+    """Return the present state of the GPUs."""
     devices, trouble = gpu_lines.found()
     return Answer(
         gpu_lines.lines(devices, trouble, terminal_width()),

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 
 
 def past_of(arguments: argparse.Namespace) -> Past:
-    """Return what the reports or commits that were asked for say.
+    """Return the data of the requested reports or commits.
 
     Raises ``ValueError`` where that cannot be read.
     """
@@ -134,7 +134,7 @@ def _tolerance(option: str, text: str) -> Tolerance:
 
 
 def past_in_git(group: str = "") -> tuple[Argument, ...]:
-    """Return the arguments of every command that reads what commits stored."""
+    """Return the arguments of every command that reads stored baselines of commits."""
     return (
         argument(
             "--git",

@@ -33,8 +33,8 @@ LINE_OF_WORDS = 0.3
 def draw_history(figure: Figure, past: Past, trends: Sequence[Trend], small: Tolerance) -> None:
     """Draw ``trends``, at least one, over the moments of ``past``.
 
-    A step, a change by more than ``small``, has a triangle, the largest its size and what brought
-    it; what grew within ``small`` has a dot.
+    A step, a change by more than ``small``, has a triangle, the largest also its size and its
+    commit or report; growth within ``small`` has a dot.
     """
     shown = sorted(trends, key=_change, reverse=True)[:MOST_PANELS]
     figure.set_figheight(1.4 + 1.25 * len(shown))
@@ -97,7 +97,7 @@ def _panel(axes: Axes, past: Past, trend: Trend, several: bool) -> None:
 
 
 def _ticks(low: int, high: int) -> tuple[list[int], list[str]]:
-    """Return the lowest and the highest peak, in digits that tell them apart."""
+    """Return the lowest and the highest peak, in digits that distinguish them."""
     if low == high:
         return [low], [format_size(low)]
     return [low, high], list(format_apart(low, high))

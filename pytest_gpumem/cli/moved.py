@@ -64,7 +64,7 @@ class _Move:
         old: tuple[str, str],
         new: tuple[str, str],
     ) -> _Move:
-        """Return what there is to move; raises a ``ValueError`` where something is in its place."""
+        """Return the entries to move; raises a ``ValueError`` where the new names are taken."""
         stored = store.read(environment, old[0])
         names = {name: new[1] or name for name in stored if not old[1] or name == old[1]}
         taken = store.read(environment, new[0]).keys() & set(names.values())
@@ -84,7 +84,7 @@ class _Move:
         store.edit(self.environment, self.old, self._drop)
 
     def to_dicts(self) -> list[dict[str, str]]:
-        """Return what moves, test by test."""
+        """Return the moves, test by test."""
         return [
             {
                 "environment": self.environment.key,

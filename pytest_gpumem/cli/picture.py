@@ -204,7 +204,7 @@ KINDS: dict[str, Callable[[Figure, Sequence[TestRecord]], None]] = {
 
 
 def _bars(axes: Axes, rows: Sequence[tuple[str, Mapping[str, int], int]]) -> None:
-    """Draw a bar for each name, composition and peak (bytes); what is not composed is white."""
+    """Draw a bar for each name, composition and peak (bytes); the rest of a peak is white."""
     labels = [_name(name) for name, _, _ in rows]
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("peak allocated")

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> Answer:
 def lines(
     plan: Plan, needs: Needs, minutes: float | None = None, width: int = UNLIMITED
 ) -> Iterator[str]:
-    """Yield what a person reads."""
+    """Yield the lines of output."""
     yield from wrap(_headline(plan), width)
     yield ""
     yield from table(list(_rows(plan)), left=(0,), given_up=(2, 1), width=width)

@@ -140,7 +140,7 @@ def predictions_of(
     ranks: Sequence[int] | None = None,
     mode: Mode | None = None,
 ) -> list[Prediction]:
-    """Return what the target ``text`` needs on each of ``gpus``, as the worst of so many ranks."""
+    """Return the need of the target ``text`` on each of ``gpus``, of the worst of so many ranks."""
     from pytest_gpumem.prediction.process import PredictionError
     from pytest_gpumem.prediction.simulated import predict
     from pytest_gpumem.prediction.tested import predict_test

@@ -124,7 +124,7 @@ def _to_dict(result: Result) -> dict[str, Any]:
 def lines(
     script: Script, results: Sequence[Result], test: str | None, width: int = UNLIMITED
 ) -> Iterator[str]:
-    """Yield what the command prints: phases and holders on the first GPU, then what fits which."""
+    """Yield the lines of output: phases and holders on the first GPU, then what fits which."""
     first = results[0].told
     yield _heading(script, first)
     yield ""

@@ -19,10 +19,10 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def frame(lines: Sequence[str], columns: int, rows: int) -> str:
-    """Return what paints ``lines`` over what a terminal of that size shows.
+    """Return the text that paints ``lines`` over a terminal of that size.
 
     Nothing is cleared before it is written again, so nothing flickers; what does not fit is left
-    out, and the last row says so.
+    out, and the last row reports that.
     """
     shown = [shorten(line, columns) for line in lines]
     if len(shown) > rows:

@@ -58,7 +58,7 @@ class Side:
 
 
 def read_side(path: Path) -> Side:
-    """Return what ``path`` holds: a baselines folder or a JSON report.
+    """Return the content of ``path``: a baselines folder or a JSON report.
 
     Raises ``ValueError`` with one sentence where it is neither.
     """

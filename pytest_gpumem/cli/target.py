@@ -39,9 +39,9 @@ class FunctionTarget:
 
 
 def find_target(text: str, *, takes_arguments: bool = False) -> FunctionTarget | TestTarget:
-    """Return what ``text`` names; a file or module is imported for it.
+    """Return the target that ``text`` names; a file or module is imported for it.
 
-    Raises :class:`TargetError` where nothing is there, or where the function needs arguments and
+    Raises :class:`TargetError` where it does not exist, or where the function needs arguments and
     may not take any.
     """
     if "::" in text:

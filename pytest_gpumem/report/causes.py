@@ -57,7 +57,7 @@ class Cause:
 def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
     """Return the causes of failures, the one that is over by most first; others than memory last.
 
-    A test that ran out of memory is over by what there was too little of.
+    A test that ran out of memory is over by the missing bytes.
     """
     failed = [record for record in records if record.outcome in ("failed", "error")]
     groups = alike([_keys(record) for record in failed])
@@ -67,9 +67,9 @@ def causes_of(records: Iterable[TestRecord]) -> list[Cause]:
 
 
 def keys_of(broken: Sequence[Verdict]) -> list[object]:
-    """Return what failures of one cause have in common, one of which is enough, whatever its size.
+    """Return the keys of a failure's causes; failures that share one have the same cause.
 
-    That is what changed where, and the sentence that says why.
+    The keys are changes with their places, and the sentence on the reason.
     """
     first = chief(broken)
     compared = first.limit is None, first.reference is None, first.excess > 0
@@ -95,7 +95,7 @@ def alike(keys: Sequence[Sequence[object]]) -> list[list[int]]:
 
 
 def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, ...]]:
-    """Return what changed where; not ``every`` change, those that are most of it."""
+    """Return the changes with their places; without ``every``, those that are most of it."""
     lines = folded(verdict.explanation)
     told = lines if every or verdict.reference is None else _chief(lines, verdict.excess)
     keys = ("change", "category", "site", "operator")
@@ -105,7 +105,7 @@ def places_of(verdict: Verdict, *, every: bool = False) -> frozenset[tuple[Any, 
 def _chief(lines: Sequence[Mapping[str, Any]], excess: int) -> Iterator[Mapping[str, Any]]:
     """Yield the largest of the changes to the side of ``excess``, which are :data:`CHIEFLY` it.
 
-    What the allocator rounds in one test and not in another is no other cause.
+    Rounding by the allocator in one test and not in another is no separate cause.
     """
     same = [line for line in lines if (line["bytes"] > 0) == (excess > 0)]
     left = CHIEFLY * sum(abs(line["bytes"]) for line in same)

@@ -114,7 +114,7 @@ class Command:
         }
 
     def records(self, *nodeids: str) -> str:
-        """Return the line that records what the tests ``nodeids`` measure as their baselines."""
+        """Return the line that records the numbers of the tests ``nodeids`` as their baselines."""
         parts = [nodeid.partition("::") for nodeid in nodeids]
         fixed = next(filter(None, (self._fixed(module) for module, _, _ in parts)), [])
         words = [*self.program, *map(_word, (*fixed, *self.options)), UPDATE]
@@ -122,7 +122,7 @@ class Command:
         return " ".join([*words, *map(quoted_for_shell, tests)])
 
     def records_failures(self) -> str:
-        """Return the line that records what all tests measure that failed in this run."""
+        """Return the line that records the numbers of all tests that failed in this run."""
         return self.again("--lf", UPDATE) if self.cached else self.again(UPDATE)
 
     def again(self, *options: str) -> str:

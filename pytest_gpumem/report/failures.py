@@ -52,7 +52,7 @@ class Failure:
         return brief_text(self.broken) if self.broken else self.sentence
 
     def text(self, command: Command, *, every: bool, width: int) -> str:
-        """Return what it fails with; lines that are no table are not broken yet."""
+        """Return the failure's text; lines outside tables are not wrapped yet."""
         if not self.broken:
             return self.sentence
         update = command.records(self.nodeid)

@@ -12,7 +12,7 @@ def header_line(
     environments: Sequence[str],
     gpus: Sequence[str] = (),
 ) -> str:
-    """Return the line for ``pytest_report_header``: what is real, and what is compared with.
+    """Return the line for ``pytest_report_header``: the device, and the baselines used.
 
     ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
     those that ``folder`` has baselines of, ``gpus`` what is out of the ordinary about this host's.

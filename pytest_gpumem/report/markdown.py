@@ -1,7 +1,7 @@
 """Markdown for a pull request: grown peaks, their lines, and the command that accepts them.
 
-It is GitHub's dialect, which GitLab and others read as well. Whatever comes from a test stands in a
-code span or a fence, where a reader sees it as it is and nothing of it is obeyed.
+It is GitHub's dialect, which GitLab and others read as well. Text from tests is put in code spans
+or fences, where it is shown literally and not interpreted.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def document(
 ) -> str:
     """Return the Markdown of a run, with ``sections`` behind what failed.
 
-    ``command`` is how pytest is started, for the commands that are suggested; ``skipped`` says by
-    node id why a test could not be simulated; ``name`` tells the comments of several jobs apart.
+    ``command`` is pytest's command line, for suggested commands; ``skipped`` has the reasons why
+    tests could not be simulated, by node id; ``name`` distinguishes the comments of several jobs.
     """
     failed = [record for record in records if is_failure(record)]
     improved = [record for record in records if record.improvements and record not in failed]
@@ -71,7 +71,7 @@ def document(
 
 
 def marker(name: str = "") -> str:
-    """Return the first line of a comment; ``name`` tells those of several jobs apart."""
+    """Return the first line of a comment; ``name`` distinguishes those of several jobs."""
     word = re.sub(r"[^\w.]+", "-", name).strip("-")
     return f"<!-- {MARKER}{': ' if word else ''}{word} -->"
 
@@ -213,7 +213,7 @@ def _explanations(failed: Sequence[TestRecord], command: str) -> Iterator[str]:
 
 
 def failure_lines(record: TestRecord, command: str) -> Iterator[str]:
-    """Yield what a test failed with: the cause, what grew by which line, and what accepts it."""
+    """Yield a test's failure: the cause, the growth by line, and the command that accepts it."""
     if record.broken:
         yield from _bounded_table(statement_lines(record.broken))
     elif record.out_of_memory is not None:

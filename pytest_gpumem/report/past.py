@@ -59,7 +59,7 @@ class Past:
 def past_of_reports(
     paths: Sequence[Path], progress: Progress = NOTHING_SHOWN, *, without: Path | None = None
 ) -> Past:
-    """Return what JSON reports say, in the order given; those of a folder by their names.
+    """Return the data of JSON reports, in the order given; those of a folder by their names.
 
     The report ``without`` is left out where a folder holds it.
 
@@ -85,10 +85,10 @@ def _reports(path: Path, without: Path | None) -> list[Path]:
 
 
 def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SHOWN) -> Past:
-    """Return what the folder ``baselines`` held at each commit of a range that changed it.
+    """Return the content of the folder ``baselines`` at each commit of a range that changed it.
 
     ``revisions`` is anything ``git rev-list`` takes, such as ``v1.0..HEAD``; merged branches count
-    as one commit. What was stored before the first commit is the first point. Raises ``ValueError``
+    as one commit. The baselines before the first commit are the first point. Raises ``ValueError``
     with one sentence where git does not know the range or nothing was ever stored.
     """
     baselines = baselines.resolve()
@@ -136,7 +136,7 @@ class _Reader:
         """Tolerances of tests at the last commit read that has them."""
 
     def peaks(self, commit: str, notes: list[str]) -> Peaks:
-        """Return all peaks stored in ``commit``; ``notes`` gets what cannot be read."""
+        """Return all peaks stored in ``commit``; ``notes`` gets messages on unreadable files."""
         found: dict[Key, int] = {}
         tree = git(self._top, "ls-tree", "-r", "-z", commit, "--", f"{self._folder}/")
         for entry in tree.decode(errors="surrogateescape").split("\0"):

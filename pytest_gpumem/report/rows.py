@@ -85,7 +85,7 @@ class Row:
         return measured if compared else format_size(number)
 
     def _compared(self, exact: bool) -> tuple[str, str]:
-        """Return what was measured and what is allowed, in digits that tell them apart."""
+        """Return the measured and the allowed number, in digits that distinguish them."""
         verdict = self.verdict
         if verdict is None or verdict.limit is None:
             return "", ""
@@ -124,7 +124,7 @@ def test_status(record: TestRecord) -> str:
 def rows_of(record: TestRecord, every_phase: bool, below_module: bool = True) -> Iterator[Row]:
     """Yield the rows of a test: its own, those of its phases, and of its further devices.
 
-    ``every_phase``: also those that nothing was said of. Not ``below_module``, the test has its
+    ``every_phase``: also those without verdicts. Not ``below_module``, the test has its
     whole node id.
     """
     name = split_nodeid(record.nodeid)[1] if below_module else record.nodeid

@@ -55,7 +55,7 @@ def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) 
 
 
 def _ranks(records: Sequence[TestRecord]) -> dict[int, int]:
-    """Return by identity how many tests of one cause failed before each: the first tell most."""
+    """Return by identity how many tests of one cause failed before each: the first matter most."""
     keys = [keys_of(record.broken) if record.failed else [record.nodeid] for record in records]
     groups = alike(keys)
     return {id(records[at]): rank for group in groups for rank, at in enumerate(group)}
@@ -82,7 +82,7 @@ def _leaked(record: TestRecord) -> int:
 
 
 def _over(record: TestRecord) -> int:
-    """Return the bytes by which a test is over what it may have; below it they are negative."""
+    """Return the bytes by which a test is over its limit; below it they are negative."""
     compared = [verdict.excess for verdict in record.verdicts if verdict.limit is not None]
     return max(compared, default=-_MOST_BYTES)
 

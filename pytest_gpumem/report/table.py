@@ -28,7 +28,7 @@ def table(
 ) -> list[Line]:
     """Return the table of ``records`` in at most ``width`` columns, by test module.
 
-    ``rows`` is how many tests are shown, :data:`ROWS` where none is said; ``sort`` puts them in
+    ``rows`` is the number of tests shown, :data:`ROWS` by default; ``sort`` puts them in
     another order than that in which they ran. Verbose (``verbosity`` above 0): every test and
     phase, every column, exact bytes.
     """
@@ -96,7 +96,7 @@ class _Grid:
 def _fitting_columns(
     rows: Sequence[Row], widths: Mapping[str, int], room: int
 ) -> tuple[Column, ...]:
-    """Return the columns for which there is room, those that say least given up first."""
+    """Return the columns for which there is room, the least important given up first."""
 
     def worth(column: Column) -> tuple[bool, bool, int]:
         accused = any(row.style(column) == "red" for row in rows)

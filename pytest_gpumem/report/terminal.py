@@ -81,11 +81,11 @@ def section(
     sort: Sort | None = None,
     snippets: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Line]:
-    """Return the lines of the section, none wider than ``width`` unless it is one to be copied.
+    """Return the lines of the section, none wider than ``width`` unless it is meant to be copied.
 
     ``verbosity`` is pytest's: below 0 failures and one summary line, above 0 everything with
-    exact bytes. ``command`` is how pytest was started, for the commands that are suggested.
-    ``told_above``: pytest has shown the failures. ``missing`` says what was compared with nothing;
+    exact bytes. ``command`` is pytest's command line, for suggested commands.
+    ``told_above``: pytest has shown the failures. ``missing`` lists tests compared with nothing;
     ``rows`` and ``sort`` are those of the table; ``snippets`` describe kernels, by their names.
     """
     records = _recorded(records, update)
@@ -120,7 +120,7 @@ def section(
 def _recorded(records: Sequence[TestRecord], update: UpdateReport | None) -> Sequence[TestRecord]:
     """Drop the note on missing baselines where baselines have just been recorded.
 
-    What could not be recorded, the update's own messages say.
+    The update's own messages report numbers that could not be recorded.
     """
     if update is None or not (update.added or update.changed or update.unchanged):
         return records
@@ -165,7 +165,7 @@ def _expected(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
 
 
 def _acceptable(records: Sequence[TestRecord], command: Command) -> Iterator[Line]:
-    """Yield the command that accepts what several tests need beyond their baselines."""
+    """Yield the command that accepts the numbers of several tests beyond their baselines."""
     over = [r for r in records if r.failed and all(v.kind == "baseline" for v in r.broken)]
     if len(over) > 1:
         line = Line((Span(f"accept all {len(over)}: "), Span(command.records_failures(), "cyan")))
@@ -188,7 +188,7 @@ def _failures(
 
 
 def _compositions(records: Sequence[TestRecord], verbosity: int, width: int) -> Iterator[Line]:
-    """Yield what held the bytes at each test's peak, with source lines where very verbose."""
+    """Yield the holders of bytes at each test's peak, with source lines where very verbose."""
     composed = [record for record in records if record.measurement and record.measurement.sites]
     if composed:
         yield Line.of("what held the bytes at the peak", "bold")
@@ -304,7 +304,7 @@ def _devices(records: Sequence[TestRecord], verbosity: int, width: int) -> Itera
 
 
 def _device_text(reading: Mapping[str, Any]) -> str:
-    """Return what NVML said, kept apart from the allocator's numbers."""
+    """Return NVML's readings, kept apart from the allocator's numbers."""
     used, total = format_size(reading["used"]), format_size(reading["total"])
     text = f"whole device (NVML): at most {used} of {total} used"
     if reading["process_used"] is not None:
@@ -337,7 +337,7 @@ def _summary(records: Sequence[TestRecord], width: int) -> Iterator[Line]:
 
 
 def _shortage(records: Sequence[TestRecord]) -> str:
-    """Return by how much memory was too small where it was so by most, in brackets."""
+    """Return the largest shortage of memory, in brackets."""
     facts = [record.out_of_memory for record in records if test_status(record) == "OOM"]
     missing = [int(one["requested"]) - int(one["free"]) for one in facts if one is not None]
     most = max(missing, default=0)

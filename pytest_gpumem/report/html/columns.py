@@ -16,9 +16,9 @@ _EXACT = 8
 
 
 class Columns:
-    """Columns that stand in the page one after the other, as one packed text.
+    """Columns of numbers in the page, one after the other, as one packed text.
 
-    What a program repeats stays a repetition: packed, a loop of a thousand steps is little larger
+    Repeated events stay repeated data: packed, a loop of a thousand steps is little larger
     than one of ten.
     """
 
@@ -45,7 +45,7 @@ class Columns:
         return {"begin": begin, "count": len(values), "width": width}
 
     def packed(self) -> str:
-        """Return all columns, deflated, as text that may stand in a page."""
+        """Return all columns, deflated, as text for a page."""
         return b64encode(zlib.compress(bytes(self._bytes), 6)).decode("ascii")
 
     def _append(self, column: array[Any], width: int) -> int:

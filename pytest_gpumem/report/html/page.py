@@ -1,6 +1,6 @@
 """The assembly of the page: template, style, scripts and the run's data, in one text.
 
-The page asks the network for nothing, and its content security policy forbids it to: only the two
+The page makes no network requests, and its content security policy forbids them: only the two
 scripts whose hashes it names may run, so that a test's name never can.
 """
 
@@ -55,12 +55,12 @@ def render(
 
 
 def render_recording(data: Any, packed: Iterable[str]) -> str:
-    """Return the page of what :func:`~pytest_gpumem.report.html.recording.recording_of` tells."""
+    """Return the page of the data of :func:`~pytest_gpumem.report.html.recording.recording_of`."""
     return assembled("recording.html", RECORDING, shown(data), packed)
 
 
 def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable[str]) -> str:
-    """Return the page that ``scripts`` make of ``data``, and of ``packed`` texts when asked to."""
+    """Return the page with ``scripts`` and ``data``, and ``packed`` texts for later use."""
     libraries = "\n".join(_file(f"vendor/{name}") for name in LIBRARIES)
     script = "\n".join(["'use strict';", *map(_file, scripts)])
     parts = {
@@ -80,7 +80,7 @@ def assembled(template: str, scripts: Sequence[str], data: Any, packed: Iterable
 
 
 def embedded(data: Any) -> str:
-    """Return ``data`` as JSON that may stand in a script element: nothing in it can end one."""
+    """Return ``data`` as JSON for a script element: nothing in it can end one."""
     text = compact(data)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

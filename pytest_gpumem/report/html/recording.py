@@ -96,7 +96,7 @@ class _Places:
     kinds: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def kind(self, block: _Block) -> int:
-        """Return the number of what ``block`` has in common with others: bytes and place."""
+        """Return the number of the key that ``block`` shares with others: bytes and place."""
         of = block.told
         key = (category(of, kept=block.kept), of.site, of.function, of.operator)
         place = self.numbers.setdefault(key, len(self.numbers))
@@ -121,7 +121,7 @@ def recording_of(
     notes: Sequence[str],
     used_elsewhere: int,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what the page needs of a replay, and one packed text of columns for each device.
+    """Return the page's data on a replay, and one packed text of columns for each device.
 
     Sizes are bytes. ``notes`` are sentences that the command prints of the replay.
     """
@@ -185,7 +185,7 @@ def _run(usage: Usage, watcher: Watcher, columns: Columns, known: Any) -> dict[s
 
 
 def _blocks(watcher: Watcher) -> list[_Block]:
-    """Return every block of a recording, with what its stack tells."""
+    """Return every block of a recording, with the data of its stack."""
     stacks = _Stacks(watcher.trace)
     live = {
         address: _Block(address, size, EARLIER, START, 0) for address, size in _held(watcher.start)
@@ -215,7 +215,7 @@ def _held(segments: Iterable[Json]) -> Iterator[tuple[int, int]]:
 
 
 def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[int]:
-    """Return by event what it did: 0 nothing, 1 + 2n allocated a block of kind n, 2 + 2n freed."""
+    """Return by event its effect: 0 nothing, 1 + 2n allocated a block of kind n, 2 + 2n freed."""
     numbers = array("q", bytes(8 * events))
     for block in blocks:
         number = 2 * places.kind(block)
@@ -227,7 +227,7 @@ def _numbered(blocks: Sequence[_Block], places: _Places, events: int) -> array[i
 
 
 def _known(blocks: Sequence[_Block], position: int) -> dict[int, int]:
-    """Return by address the number of the category of what is live after an event."""
+    """Return the numbers of the categories of live blocks after an event, by address."""
     return {
         block.address: CATEGORIES.index(category(block.told, kept=block.kept))
         for block in blocks
@@ -279,7 +279,7 @@ class _Stacks:
         }
 
     def of(self, event: Json) -> Told:
-        """Return what the stack of ``event``, one of the trace's, tells."""
+        """Return the data of the stack of ``event``, one of the trace's."""
         return self._told[_key(event)]
 
 
