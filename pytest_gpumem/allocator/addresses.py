@@ -1,9 +1,9 @@
 """Addresses of a device's segments: placed as by NVIDIA's driver for Linux, or simply upwards.
 
 Torch breaks ties between free blocks of one size by address, so the order of addresses decides
-which block is split, and with it what is reserved. The driver documents no rule; recorded traces
+which block is split, and with it the reserved bytes. The driver documents no rule; recorded traces
 (H100 and cards before it) show this one: it takes whole ranges of 32 MiB from the top of its
-addresses downwards, and what a segment leaves of its last range goes to later segments that fit,
+addresses downwards, and the rest of a segment's last range goes to later segments that fit,
 the lowest such place first. Under WSL 2 addresses increase instead.
 """
 

@@ -36,7 +36,7 @@ class Allocator(Readings, PoolScopes):
     """The caching allocator of one simulated device. All sizes are bytes.
 
     Args:
-        total_memory: what the device has.
+        total_memory: the device's memory.
         settings: the configuration; torch's defaults when None.
         version: the torch release, (major, minor), whose rules hold.
         device: index, for messages and snapshots.
@@ -45,10 +45,10 @@ class Allocator(Readings, PoolScopes):
         place_segment: given the size of a new segment, the address where the driver puts it. By
             default addresses increase from a base of the device and are never used again.
         record: whether to keep the events in :attr:`trace`.
-        timeline: what the host knows of the progress of streams; one of its own when None.
+        timeline: the progress of streams as known to the host; one of its own when None.
 
     Raises:
-        AllocatorError: the settings ask for something that is not simulated.
+        AllocatorError: a setting is not simulated.
     """
 
     __slots__ = ()
@@ -242,7 +242,7 @@ class Allocator(Readings, PoolScopes):
         """Return every segment without a live block to the device (``emptyCache``).
 
         Private pools only where nothing refers to them any more; with the id of such a ``pool``,
-        that one alone. During a capture the shared pool keeps what it has. ``context`` is kept with
+        only that one. During a capture the shared pool keeps its segments. ``context`` is kept with
         the events of the segments that go.
         """
         with self._memory.releasing(context):
@@ -281,7 +281,7 @@ class Allocator(Readings, PoolScopes):
         self._uses.hold(block)
 
     def complete_free(self, address: int, context: Any = None) -> None:
-        """End what :meth:`request_free` began.
+        """Complete a free that :meth:`request_free` began.
 
         Raises:
             AllocatorError: no block at ``address`` waits for this.
@@ -306,7 +306,7 @@ class Allocator(Readings, PoolScopes):
     def restore(self, segments: Iterable[Mapping[str, Any]]) -> None:
         """Put an empty allocator into a given state: ``segments`` as a snapshot has them.
 
-        Statistics count what is held, with no history before it.
+        Statistics count the held memory, without history.
 
         Raises:
             AllocatorError: the allocator is in use, or has no expandable segments and needs them.

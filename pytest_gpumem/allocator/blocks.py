@@ -48,7 +48,7 @@ class Block:
     address: int
     size: int
     requested: int
-    """Bytes asked for; of a free block, those of its last use, as in torch's snapshots."""
+    """Requested bytes; of a free block, those of its last use, as in torch's snapshots."""
     free_list: FreeList
     """The list of its pool and stream that the block joins when it is free."""
     previous: Block | None
@@ -194,7 +194,7 @@ class Pool:
         self.small = small
         self.identity = identity
         self.split_above = split_above
-        """A block is split when what remains is larger than this many bytes."""
+        """Bytes of a remainder above which a block is split."""
         self.tally = tally
         self.every = every
         self.clock = 0

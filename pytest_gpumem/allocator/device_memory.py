@@ -31,17 +31,14 @@ class SharedDevice(Protocol):
 
 
 class DeviceMemory:
-    """The segments of one device: asked for, counted, noted and given back.
+    """The segments of one device: requested, counted, recorded and returned.
 
     Args:
-        total: bytes of the device.
-        used_elsewhere: bytes in use outside the allocator; may be changed.
-        place_segment: given the size of a new segment, the address where the driver puts it.
-        version: the torch release whose rules hold.
-        pools: where the bytes of private pools are counted.
-        every: what is counted over all pools.
-        counters: what is counted without pools.
-        note: called for every event.
+        total: bytes of the device. used_elsewhere: bytes in use outside the allocator; may be
+        changed. place_segment: given the size of a new segment, the address where the driver puts
+        it. version: the torch release whose rules hold. pools: where the bytes of private pools are
+        counted. every: the tally over all pools. counters: the counters without pools. note: called
+        for every event.
     """
 
     __slots__ = (
@@ -138,7 +135,7 @@ class DeviceMemory:
     def place(self, size: int) -> tuple[int, int]:
         """Return the address and shift of a new segment: since 2.13 older ones are used first.
 
-        BlockComparatorSizeCounterAddress; before, it was the address that decided.
+        BlockComparatorSizeCounterAddress; before, the address decided.
         """
         address = self._place_segment(size)
         if self._version < (2, 13):

@@ -26,7 +26,7 @@ class ExpandableSegments:
         large_page: bytes that the large pool maps at a time in new segments; may be changed. The
             small pool maps 2 MiB.
         reserve: given a size, the address and shift of a new range.
-        map_pages: asks the device for memory at an address; False if it has none left.
+        map_pages: takes memory from the device at an address; False if it has none left.
         unmap_pages: gives memory back.
     """
 
@@ -90,7 +90,7 @@ class ExpandableSegments:
     def restore(self, free_list: FreeList, base: int, mapped: Sequence[Block]) -> None:
         """Make a segment whose addresses begin at ``base``, with these blocks of mapped memory.
 
-        Addresses between them are unmapped, and so is what comes after the last.
+        Addresses between and after them are unmapped.
         """
         page = self._page_of(free_list)
         end = max(base + self._reserved_bytes(page), mapped[-1].address + mapped[-1].size)
@@ -147,7 +147,7 @@ class ExpandableSegments:
     def _map(self, block: Block, size: int, context: Any) -> bool:
         """Map the pages that hold the first ``size`` bytes of an unmapped block.
 
-        They merge with free neighbours into ``block``; what is left stays unmapped behind it.
+        They merge with free neighbours into ``block``; the rest stays unmapped behind it.
         """
         free_list = block.free_list
         address = block.address
@@ -168,7 +168,7 @@ class ExpandableSegments:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pages of a free block; what is left of it stays free."""
+        """Unmap the whole pages of a free block; the rest of it stays free."""
         free_list = block.free_list
         address, end = block.address, block.address + block.size
         base, page = self._base_and_page(address)

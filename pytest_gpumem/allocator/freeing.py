@@ -1,4 +1,4 @@
-"""A free in two steps: the program asks for it, and it completes once no stream uses the block.
+"""A free in two steps: the program requests it, and it completes once no stream uses the block.
 
 Between the two the block is pending: no longer allocated, and still active.
 """

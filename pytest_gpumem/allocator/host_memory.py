@@ -52,7 +52,7 @@ class HostAllocator:
             held.decrease(rounded)
 
     def empty_cache(self) -> None:
-        """Return what is not in use to the driver."""
+        """Return unused blocks to the driver."""
         for size, blocks in self._free.items():
             self._blocks.decrease(blocks)
             self._bytes.decrease(size * blocks)

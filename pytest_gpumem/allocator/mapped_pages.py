@@ -35,8 +35,8 @@ def mapped_at_start(
 ) -> list[dict[str, Any]]:
     """Return expandable segments' mapped ranges before ``trace``, which ends with ``segments``.
 
-    Each is a segment as a snapshot has it, without blocks, and with ``reserved_from``: where the
-    addresses of its expandable segment begin, as far as the trace knows.
+    Each is a segment as a snapshot has it, without blocks, and with ``reserved_from``: the first
+    address of its expandable segment, as far as the trace shows.
     """
     held = {
         page: Owner(
@@ -71,7 +71,7 @@ def mapped_at_start(
 
 
 _Change = tuple[bool, Owner, range]
-"""Whether pages were mapped or unmapped, whose, and which."""
+"""Whether pages were mapped or unmapped, their owner, and the pages."""
 
 
 def _changes(
@@ -79,9 +79,9 @@ def _changes(
 ) -> list[_Change]:
     """Return the maps and unmaps of a trace; ``held`` has the pages at its end.
 
-    Events do not say for which side of a pool they map. The allocation that needed the pages
-    follows, or its failure. What is unmapped held blocks before; where the trace has none of them,
-    it is told by its size: the large side unmaps whole pages of its own.
+    Events do not contain the side of a pool for which they map. The allocation that needed the
+    pages follows, or its failure. Unmapped pages held blocks before; where the trace has none of
+    them, their size shows the side: the large side unmaps whole pages of its own.
     """
     divisions = settings.roundup_power2_divisions
     if not held and not any(event["action"] == "segment_unmap" for event in trace):
@@ -119,7 +119,7 @@ def _owner(event: Json, kind: str, last: Owner | None) -> Owner:
 def _bases(held: dict[int, Owner], changes: Sequence[_Change]) -> dict[Owner, int]:
     """Return the lowest page that each segment held at the start has, then or later.
 
-    A segment of which nothing is mapped any more is given up: what comes after is another one.
+    A segment without mapped pages is abandoned: later pages belong to another one.
     """
     bases: dict[Owner, int] = {}
     count: dict[Owner, int] = {}

@@ -9,7 +9,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class AllocatorError(ValueError):
-    """The caller asked for something that the allocator cannot do; the message is one sentence."""
+    """A request that the allocator cannot serve; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - reads as torch.OutOfMemoryError
     """The device is full. ``str()`` is torch's text, the numbers are in ``fields``."""
 
     tried_everything = False
-    """Whether this is what torch tells ``oom_observers_`` of, and not a request refused at once."""
+    """Whether torch calls ``oom_observers_`` for it, unlike for a request refused at once."""
 
     def __init__(self, message: str, fields: OutOfMemoryFields) -> None:
         super().__init__(message)

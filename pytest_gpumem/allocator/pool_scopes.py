@@ -17,7 +17,7 @@ class PoolScopes(AllocatorState):
     ) -> None:
         """Make a private pool, or use one that exists once more (``createOrIncrefPool``).
 
-        ``use_on_oom`` lends its free blocks to everybody when the device is full (2.8);
+        ``use_on_oom`` lends its free blocks to all allocations when the device is full (2.8);
         ``no_split`` hands its segments out whole (2.10).
         """
         self._pools.create(pool, use_on_oom=use_on_oom, no_split=no_split)
@@ -27,7 +27,7 @@ class PoolScopes(AllocatorState):
         self._pools.get(pool).use_on_oom = use_on_oom
 
     def begin_allocate_to_pool(self, pool: PoolId, accepts: Filter) -> None:
-        """Send allocations whose stream ``accepts`` says yes to to a private pool.
+        """Send allocations whose stream ``accepts`` returns true for to a private pool.
 
         Raises:
             AllocatorError: that is the case already, in torch's words.
@@ -36,7 +36,7 @@ class PoolScopes(AllocatorState):
         self._route()
 
     def end_allocate_to_pool(self, pool: PoolId) -> None:
-        """End what :meth:`begin_allocate_to_pool` began; the pool keeps its memory.
+        """End the scope of :meth:`begin_allocate_to_pool`; the pool keeps its memory.
 
         Raises:
             AllocatorError: it was not begun, in torch's words.

@@ -19,7 +19,7 @@ LAST_SCOPE_FIRST: Version = (2, 10)
 """Up to 2.9 the scope opened first decides, from then on the one opened last."""
 
 Filter = Callable[[int], bool]
-"""Given the stream of an allocation, whether it goes to the pool."""
+"""Function that returns whether an allocation goes to the pool, by its stream."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Pools:
 
     Args:
         version: the torch release whose rules hold.
-        small: the small pool that everybody shares.
+        small: the small shared pool.
         large: the large one.
     """
 
@@ -68,7 +68,7 @@ class Pools:
         self._split_freely = False
 
     def create(self, identity: PoolId, *, use_on_oom: bool = False, no_split: bool = False) -> None:
-        """Make a private pool, or use one that exists once more; what it may do only grows.
+        """Make a private pool, or use one that exists once more; its permissions only grow.
 
         Raises:
             AllocatorError: as :meth:`refer`.
@@ -145,7 +145,7 @@ class Pools:
         del self.by_id[pool.identity], self.freeable[pool.identity]
 
     def route(self, stream: int, *, small: bool) -> Pool:
-        """Return the pool that an allocation on ``stream`` goes to."""
+        """Return the pool for an allocation on ``stream``."""
         latest_first = self.version >= LAST_SCOPE_FIRST
         for identity, accepts in reversed(self.scopes) if latest_first else self.scopes:
             if accepts(stream):

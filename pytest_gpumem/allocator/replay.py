@@ -1,8 +1,8 @@
 """Replay a recorded memory snapshot in the simulated allocator, with its own or other settings.
 
 A snapshot of ``torch.cuda.memory._snapshot()`` holds the events of each device and the segments at
-its end. What the program did, its allocations and frees, is repeated; what the allocator did must
-follow. With other settings or another GPU it need not: that is the question then.
+its end. The program's allocations and frees are repeated; the allocator's events must follow. With
+other settings or another GPU they may differ: the result is a prediction then.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def replay(
     """Run the recorded allocations and frees through a simulated allocator.
 
     The counts and ``first_mismatch`` compare the recording with its replay under the recorded
-    settings. ``alloc_conf`` and ``gpu`` ask what would have been instead: with other settings, what
-    was live when recording began is allocated anew.
+    settings. ``alloc_conf`` and ``gpu`` select a what-if: with other settings, blocks that were
+    live when recording began are allocated anew.
 
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
@@ -87,7 +87,7 @@ def replay(
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.
-        AllocatorError: the settings ask for something that is not simulated.
+        AllocatorError: a setting is not simulated.
     """
     data = checked(load_snapshot(snapshot) if isinstance(snapshot, str | Path) else snapshot)
     rules = release_of(data) if version is None else version
@@ -165,7 +165,7 @@ class _Tape:
         )
 
     def pool_of(self, event: Json) -> PoolId:
-        """Return the pool of an allocation; before 2.12 only the segments at the end say it."""
+        """Return the pool of an allocation; before 2.12 only the segments at the end contain it."""
         if "pool_id" in event:
             first, second = event["pool_id"]
             return first, second
@@ -331,7 +331,7 @@ class _Run:
         )
 
     def _begin(self) -> None:
-        """Bring the allocator to where the recording began, or to what it would have been."""
+        """Bring the allocator to the state in which the recording began, or to its what-if."""
         start = self._tape.start
         restored = self._follow and bool(start) and self._start_fits()
         if restored:

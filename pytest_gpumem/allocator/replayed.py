@@ -10,7 +10,7 @@ from pytest_gpumem.allocator.readings import Readings
 from pytest_gpumem.allocator.settings import Version
 
 START = -1
-"""Stands for the moment before the first event."""
+"""Index of the moment before the first event."""
 
 
 class Observer(Protocol):
@@ -56,7 +56,7 @@ class Shortage:
     event: int
     """Index in the device's trace; :data:`START` for what was live when recording began."""
     requested: int
-    """Asked for by the program; in a recording after rounding."""
+    """Bytes requested by the program; in a recording after rounding."""
     free: int
     """Left on the device."""
     line: str = ""
@@ -120,7 +120,7 @@ class ReplayResult:
     """Recorded allocations."""
     first_mismatch: str | None
     peak_allocated: int
-    """With the settings and the GPU that were asked for, as is ``peak_reserved``."""
+    """Peak with the requested settings and GPU, as is ``peak_reserved``."""
     peak_reserved: int
     devices: tuple[DeviceReplay, ...]
     recorded_conf: str
@@ -129,7 +129,7 @@ class ReplayResult:
     gpu: str | None
     """The model tried, ``None`` for the recorded one, whose memory is not on record."""
     version: Version
-    """The torch release whose rules were followed."""
+    """The torch release whose rules were used."""
 
     @property
     def what_if(self) -> bool:

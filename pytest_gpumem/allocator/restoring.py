@@ -22,8 +22,8 @@ def restore(
 ) -> None:
     """Make segments and their blocks; those in use go to ``live``.
 
-    Mapped ranges of one expandable segment are told by their pool and stream. Its addresses begin
-    where the first range says with ``reserved_from``, or at the first of them.
+    Mapped ranges of one expandable segment share pool and stream. Its addresses begin at
+    ``reserved_from`` of the first range, or at that range.
 
     Raises:
         AllocatorError: there are expandable segments, and the settings never asked for them.

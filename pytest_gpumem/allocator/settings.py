@@ -1,4 +1,4 @@
-"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own words for what is wrong.
+"""PYTORCH_CUDA_ALLOC_CONF: its keys by torch version, and torch's own error messages.
 
 Sources: c10/cuda/CUDAAllocatorConfig.cpp, c10/core/AllocatorConfig.cpp; the messages were read from
 torch 2.6, 2.11 and 2.15 at run time.
@@ -89,7 +89,7 @@ class AllocatorSettings:
         """Read a configuration string as that torch version does.
 
         ``previous`` are the settings of a process that reads another string while it runs: some
-        keys go back to their defaults then, the rest stays as it was.
+        keys are reset to their defaults then, the rest is kept.
 
         Raises:
             SettingsError: an unknown key or a bad value, in that version's words.
@@ -300,7 +300,7 @@ class _Parser:
         self._set(pinned_num_register_threads=threads)
 
     def read_reserve(self, key: str) -> None:
-        """A fraction or ``40G``; what is neither is ignored with a warning, as torch does."""
+        """Read a fraction or ``40G``; anything else is ignored with a warning, as in torch."""
         reserve = _reserve(self._next())
         if reserve is not None:
             self._set(expandable_segments_reserve=reserve)

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 def frames_of(context: Any, trace: Trace) -> list[Any]:
     """Stack frames of a block: the attribute ``frames`` of its context, if it has one.
 
-    What was allocated when ``_record_memory_history`` asked for no stacks has none.
+    Blocks allocated while ``_record_memory_history`` recorded no stacks have none.
     """
     recording = trace.recording
     if recording is None:

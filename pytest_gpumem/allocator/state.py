@@ -102,7 +102,7 @@ class AllocatorState:
         )
         self._captures = 0
         self.is_capturing: Callable[[], bool] = lambda: self._captures > 0
-        """Whether the current stream is being captured; asked while a capture is under way."""
+        """Function that tests whether the current stream is being captured; called in captures."""
         self._uses = StreamUses(
             device,
             timeline or Timeline(),

@@ -1,9 +1,9 @@
 """Counters behind ``torch.cuda.memory_stats()``.
 
 torch keeps current, peak, allocated and freed for nine quantities in three scopes (all, small pool,
-large pool): 108 numbers. Here the device keeps current values and peaks, a pool also what went out
-of it (``*_out``); the rest follows when it is read. The allocator updates the attributes in place,
-because a method call for each would halve its speed.
+large pool): 108 numbers. In this model the device keeps current values and peaks, a pool also the
+amounts removed from it (``*_out``); the rest is computed on reading. The allocator updates the
+attributes in place, because a method call for each would halve its speed.
 
 Active is allocated, and what was freed while another stream used it: ``pending``. That is seldom,
 so ``blocks`` and ``bytes`` count what is allocated, and pending is added on reading. Peaks of both
@@ -27,7 +27,7 @@ _FIELDS: Final = {
     "inactive_split_bytes": "split_bytes",
     "requested_bytes": "requested",
 }
-"""torch's quantities and what they are called here."""
+"""torch's quantities and their names in this module."""
 
 _currents: Final = attrgetter(*_FIELDS.values())
 _peaks: Final = attrgetter(*(f"{field}_peak" for field in _FIELDS.values()))
@@ -229,7 +229,7 @@ for _unsplit, _names in (
 
 
 class Stat:
-    """A single counter with current, peak, allocated and freed, for what is counted rarely."""
+    """A counter with current, peak, allocated and freed, for rarely counted quantities."""
 
     __slots__ = ("allocated", "current", "freed", "peak")
 

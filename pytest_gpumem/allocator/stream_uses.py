@@ -2,9 +2,9 @@
 
 When such a block is freed, torch records an event on each of these streams; the block stays active
 until the events complete, which the next allocation looks at (``process_events`` of
-c10/cuda/CUDACachingAllocator.cpp). On a GPU that is a matter of time. Here an event has completed
-once the host waited for its stream (see :class:`Timeline`), or when :data:`MOST_AHEAD` allocations
-were made after it.
+c10/cuda/CUDACachingAllocator.cpp). On a GPU that depends on time. In this model an event has
+completed once the host waited for its stream (see :class:`Timeline`), or when :data:`MOST_AHEAD`
+allocations were made after it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytest_gpumem.allocator.blocks import Block, PoolId
 from pytest_gpumem.allocator.timeline import Marks, StreamKey, Timeline
 
 MOST_AHEAD = 1024
-"""Allocations after which an event is over even if the host never waited.
+"""Allocations after which an event counts as over even if the host never waited.
 
 A stream's launch queue holds about a thousand kernels: then issuing another one blocks until the
 oldest is done. The number was measured by users, NVIDIA does not document it, and kernels are
@@ -47,7 +47,7 @@ class StreamUses:
 
     Args:
         device: index of the device.
-        timeline: what the host knows of the progress of streams.
+        timeline: the progress of streams as known to the host.
         complete: called with a block that is no longer active.
         in_capture: whether a capture forbids to look at events.
     """
@@ -70,7 +70,7 @@ class StreamUses:
         self._outstanding: dict[Block, int] = {}
         """Freed blocks and how many of their events are not complete."""
         self._deferred: dict[Block, Marks | None] = {}
-        """Blocks freed during a capture, with what must be over before the capture may use them."""
+        """Blocks freed during a capture, with the marks to pass before the capture may use them."""
         self._held: dict[int, Block] = {}
         self._allocations = 0
 
@@ -115,7 +115,7 @@ class StreamUses:
         self._held[block.address] = block
 
     def release_held(self, address: int) -> Block | None:
-        """Return the block that was kept, if there is one."""
+        """Remove and return the kept block, if there is one."""
         return self._held.pop(address, None)
 
     def free(self, block: Block) -> None:
@@ -127,9 +127,9 @@ class StreamUses:
             self._insert_events(block)
 
     def before_malloc(self, stream: int, *, reuse: bool) -> None:
-        """Complete what is over (``prepare_for_malloc``).
+        """Complete finished events (``prepare_for_malloc``).
 
-        During a capture, with ``reuse``, a block of the stream that asks is free again where the
+        During a capture, with ``reuse``, a block of the requesting stream is free again where the
         captured work comes after all uses (``graph_capture_record_stream_reuse``).
         """
         self._allocations += 1

@@ -59,7 +59,7 @@ class Supply:
         self.device = device
         self.version = version
         self.expandable: ExpandableSegments | None = None
-        """The expandable segments, if the settings ever asked for them."""
+        """The expandable segments, if any settings have turned them on."""
         self._settings = AllocatorSettings(version=version)
         self._pools = pools
         self._memory = memory
@@ -196,7 +196,7 @@ class Supply:
         return block
 
     def _obtain(self, free_list: FreeList, rounded: int, size: int, context: Any) -> Block | None:
-        """Memory from the device; None if it, or the memory fraction, has no room.
+        """Take memory from the device; None if it, or the memory fraction, has no room.
 
         ``throw_on_cudamalloc_oom`` (2.12) notes where it would be too much before asking.
         """
@@ -280,7 +280,7 @@ class Supply:
         return released >= target
 
     def _release_pool(self, pool: Pool) -> None:
-        """Return what the device can have back of a pool (``release_blocks``)."""
+        """Release the segments of a pool that the device can take back (``release_blocks``)."""
         for block in pool.free_blocks():
             if not block.is_split and not block.free_list.is_expandable:
                 self._memory.release_segment(block)

@@ -51,7 +51,7 @@ class Timeline:
         self.finish(self.mark(*(stream for stream in known if stream[0] == device)))
 
     def is_finished(self, stream: StreamKey, time: int) -> bool:
-        """Return whether the host knows that ``stream`` is past ``time``."""
+        """Return whether the host has seen ``stream`` pass ``time``."""
         return self._done.get(stream, 0) >= time
 
     def is_after(self, stream: StreamKey, marks: Marks) -> bool:

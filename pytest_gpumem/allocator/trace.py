@@ -57,7 +57,7 @@ class Recording(NamedTuple):
     on: bool = True
     contexts: Contexts = Contexts.ALL
     with_cpp: bool = False
-    """Whether C++ frames stand in front of Python's."""
+    """Whether C++ frames precede Python's."""
     max_entries: int | None = None
     """The number of events kept, the latest ones; ``None`` for all."""
     skipped: frozenset[str] = frozenset()

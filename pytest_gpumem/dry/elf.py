@@ -50,7 +50,7 @@ class _Section(NamedTuple):
 
 
 def imports_of(path: Path) -> Imports:
-    """Return what the library at ``path`` takes from others; raises :class:`ElfError`."""
+    """Return the names that the library at ``path`` takes from others; raises :class:`ElfError`."""
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ElfError(f"{path} is not a shared library for 64-bit Linux")

@@ -49,7 +49,7 @@ def load(names: str) -> None:
 
 
 def is_loaded() -> bool:
-    """Return whether this process has the dry runtime, loaded here or preloaded by the loader."""
+    """Return whether this process has the dry runtime, loaded by it or preloaded by the loader."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), _BEGIN)
 
 
@@ -91,7 +91,7 @@ def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
 
 
 def _libraries(folder: Path) -> list[str]:
-    """Return the paths of the runtime and of the libraries that stand for NVIDIA's."""
+    """Return the paths of the runtime and of the libraries in place of NVIDIA's."""
     return [str(folder / RUNTIME), *map(str, sorted(folder.glob("lib*.so.*[0-9]")))]
 
 

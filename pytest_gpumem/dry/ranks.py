@@ -61,7 +61,7 @@ class LonelyStore(Store):
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return what was written, or as many zeros as a unique id of NCCL has."""
+        """Return the written value, or as many zeros as a unique id of NCCL has."""
         return self._known.get(key, bytes(_ID_BYTES))
 
     def add(self, key: str, amount: int) -> int:

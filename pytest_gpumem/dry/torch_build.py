@@ -90,7 +90,7 @@ def cuda_of(folder: Path) -> str | None:
 
 
 def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset[str]]:
-    """Return what the libraries at ``paths`` take from NVIDIA's together."""
+    """Return the names that the libraries at ``paths`` together take from NVIDIA's."""
     libraries: dict[str, frozenset[str]] = {name: frozenset() for name in _ALWAYS}
     symbols: set[str] = set()
     exported: set[str] = set()
@@ -108,7 +108,7 @@ def _imports(paths: list[Path]) -> tuple[Mapping[str, frozenset[str]], frozenset
 
 
 def _required(package: str, otherwise: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the release of NVIDIA's ``package`` that torch's metadata asks for."""
+    """Return the required release of NVIDIA's ``package``, by torch's metadata."""
     try:
         requirements = distribution("torch").requires or ()
     except PackageNotFoundError:

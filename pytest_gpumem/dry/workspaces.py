@@ -1,8 +1,8 @@
 """Workspaces of NVIDIA's libraries, estimated by the rules of the simulated device.
 
-The runtime asks here, from ``source/libraries.c``, when torch asks a library how much memory it
-takes, and gets what the simulated device would take. It counts how many bytes of a peak are such
-estimates, and which calls are left out; the sentences are the simulated device's, too.
+When torch queries a library's workspace, the runtime (``source/libraries.c``) calls this module and
+gets the simulated device's estimate. It counts how many bytes of a peak are such estimates, and
+which calls are left out; the sentences are the simulated device's, too.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def unmeasured() -> Iterator[None]:
 
 
 def events(device: int) -> int:
-    """Return a hash of what the allocator of GPU ``device`` did in the present test."""
+    """Return a hash of the allocator's events on GPU ``device`` in the present test."""
     function = _runtime().pytest_gpumem_dry_events
     function.restype = ctypes.c_uint64
     return int(function(device))
 
 
 def notes(device: int) -> tuple[str, ...]:
-    """Return what readers of the numbers of GPU ``device`` have to know of its libraries."""
+    """Return the remarks on the libraries of GPU ``device`` for readers of its numbers."""
     from pytest_gpumem.simulated.gpu.estimates import estimate_note
     from pytest_gpumem.simulated.operators.libraries import left_out_note
 
@@ -141,7 +141,7 @@ def _answer(
 
 
 def _convolution(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the bytes that the plan of a convolution asks for, and for what."""
+    """Return the workspace of a convolution's plan in bytes, and its purpose."""
     major, minor, direction, dtype, dims, *rest = numbers
     shapes = [tuple(rest[at * dims : (at + 1) * dims]) for at in range(6)]
     input, weight, output = shapes[:3]
@@ -183,7 +183,7 @@ def _on_tensor_cores(dtype: int, size: int, capability: tuple[int, int]) -> bool
 
 
 def _recurrent(numbers: Sequence[int]) -> Sequence[int]:
-    """Return the bytes of a recurrent layer's workspace and of its reserve, and for what."""
+    """Return the bytes of a recurrent layer's workspace and of its reserve, and their purpose."""
     cell, *others = numbers
     call = cudnn.Recurrent(_CELLS[cell], *others)
     workspace = _SENTENCES.number(f"cuDNN's workspace for {call.name}")

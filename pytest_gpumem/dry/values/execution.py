@@ -1,7 +1,7 @@
 """Operators on the dry device, each followed by its CPU kernel.
 
-Torch's own code runs first, and allocates what it does on a GPU. Then the CPU computes what is
-known, by the rules of the simulated device, into the memory of the device.
+Torch's own code runs first, and allocates as on a GPU. Then the CPU computes the known values, by
+the rules of the simulated device, into the memory of the device.
 """
 
 from __future__ import annotations

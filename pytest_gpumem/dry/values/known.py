@@ -81,9 +81,10 @@ class DryValues(Values):
                 self.forget(key)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Return whether all of the storage of ``tensor``, a copy's target, is known now.
+        """Record the values of ``tensor``, a copy's target; return whether all its storage is
+        known.
 
-        ``infinite`` is what the copy has brought.
+        ``infinite`` is the infinity in the copied values.
         """
         key = storage_key(tensor)
         if key in self._bases:
@@ -184,7 +185,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 def _is_nearly(size: int, block: int) -> bool:
     """Return whether ``size`` bytes are all of ``block``, which the allocator has rounded up.
 
-    By 512 B, and where it does not cut off what is left of a larger one, by up to 1 MiB
+    By 512 B, and where it does not split off the rest of a larger one, by up to 1 MiB
     (``should_split`` of c10/cuda/CUDACachingAllocator.cpp, torch 2.6 to 2.15).
     """
     left = block - size

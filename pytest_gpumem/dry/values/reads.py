@@ -1,7 +1,7 @@
 """Reads of values that the dry device does not have: what each yields, and which end a run.
 
-A number that is only printed or stored reads as zero, and a note names its line. Who decides by one
-is told that it is not known, as on the simulated device: the test then runs again with values.
+A number that is only printed or stored reads as zero, and a note names its line. Code that decides
+by one gets an error, as on the simulated device: the test then runs again with values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _array: Any = torch.Tensor.__array__
 _NUMBERS = ("__float__", "__int__", "__index__", "__complex__")
 _OWN = os.path.join("dry", "values", "dispatch.py")  # noqa: PTH118 - as frames write it
 _SCALER = "torch.amp.grad_scaler"
-"""Reads what it found of infinities, and nothing else, by ``item()``."""
+"""Module that uses ``item()`` only to read whether it found infinities."""
 
 _Truth = bool
 
@@ -164,7 +164,7 @@ class Reads:
         )
 
     def neutral(self, tensor: torch.Tensor, value: Any, read: str) -> Any:
-        """Return what ``read`` of an unknown number yields; raises :class:`UnknownValueError`."""
+        """Return the result of ``read`` of an unknown number; raises :class:`UnknownValueError`."""
         self.made_up = True
         if not tensor.dtype.is_floating_point:
             seed = drawn_seed(torch.cuda.current_device()) if read == "item()" else None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Alone:
-    """The one rank of a machine's world; ``plan`` lists what is replaced while there is one."""
+    """The only rank of a machine's world; ``plan`` lists the replacements while it exists."""
 
     def __init__(self, plan: Callable[[Patches], None]) -> None:
         self._plan = plan

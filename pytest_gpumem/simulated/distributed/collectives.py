@@ -1,4 +1,4 @@
-"""Collectives as ``ProcessGroupNCCL`` runs them: what they take, and what they keep until a wait.
+"""Collectives as ``ProcessGroupNCCL`` runs them: their memory, and the tensors kept until a wait.
 
 Nothing is moved. Where the values that a rank sends are known, those of the others are taken to be
 the same; all other results are unknown. A collective that is not asynchronous runs on
@@ -205,7 +205,7 @@ def _done(result: Sequence[torch.Tensor]) -> Future[list[torch.Tensor]]:
 
 
 class Collectives:
-    """The collectives of one machine; ``execution`` is what runs its operators."""
+    """The collectives of one machine; ``execution`` runs its operators."""
 
     def __init__(
         self,
@@ -364,7 +364,7 @@ class Collectives:
         written: Sequence[torch.Tensor],
         read: Sequence[torch.Tensor],
     ) -> None:
-        """Know of the results what follows if every rank sends what this one does."""
+        """Write the results that follow if every rank sends the same as this one."""
         sent = read or written
         known = self._machine.values.of
         group = ProcessGroup.unbox(given["process_group"])

@@ -111,7 +111,7 @@ class Meeting:
                 if now - looked < _LOOKED_EVERY:
                     continue
                 looked = now
-                # It may have said it between the two questions.
+                # It may have written it between the two checks.
                 if self._is_gone(rank) and not self._store.check([key]):
                     raise MeetingError(gone(rank, topic))
                 self._limit(rank, topic, now - began)
@@ -158,7 +158,7 @@ def meeting_of(world: World, address: Address) -> Meeting:
 @lru_cache(maxsize=1)
 def _meeting(world: World, address: Address, pid: int) -> Meeting:
     try:
-        # As _create_c10d_store does; what the code under test asks for may be the same server.
+        # Like _create_c10d_store; the code under test may use the same server.
         store = TCPStore(
             address.host,
             address.port,

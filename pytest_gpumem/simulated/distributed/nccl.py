@@ -6,11 +6,11 @@ These are the two sizes that NCCL's log of allocations shows on eight H100 (NVID
 the receiver reads, as A100 do over NVLink, the same 12 MiB lie 6 and 6. By rings and chains of
 trees a rank is connected with two neighbours, by an all-to-all with all ranks of its machine.
 
-How many channels there are depends on GPUs and their links: those here are what logs of HGX H100
-show, 16 for collectives (NVIDIA/nccl#1453) and 32 to each peer of an all-to-all (#1685). On four
-A100 the third GPU of a communicator takes 144 MB more than two (#964): 12 channels. By the formula
-the all-to-all of #1685 takes 2.6 GiB, and 3.28 GB were seen: NVLS, proxies and the code of kernels
-are in no formula.
+The number of channels depends on GPUs and their links: those used are from logs of HGX H100, 16 for
+collectives (NVIDIA/nccl#1453) and 32 to each peer of an all-to-all (#1685). On four A100 the third
+GPU of a communicator takes 144 MB more than two (#964): 12 channels. By the formula the all-to-all
+of #1685 takes 2.6 GiB, and 3.28 GB were seen: NVLS, proxies and the code of kernels are in no
+formula.
 
 Source: NCCL's src/init.cc (``computeBuffSizes``), src/include/device.h, whose constants are those
 of 2020 until 2026, and src/transport/p2p.cc (``p2pSendSetup``, ``p2pRecvSetup``:

@@ -1,6 +1,6 @@
 """Python objects that ranks send each other: other ranks' objects are taken to equal this one's.
 
-On a GPU they travel as bytes in small tensors, which are left out here.
+On a GPU they travel as bytes in small tensors, which are left out.
 
 Source: torch/distributed/distributed_c10d.py (``all_gather_object`` and those that follow it).
 """

@@ -1,7 +1,7 @@
 """Process groups whose other ranks do not exist: torch's own fake ones, under the usual names.
 
 ``init_process_group("nccl")``, ``"gloo"`` and what is built on them find ``World.size`` ranks at
-once, whatever address or store they are given: nothing waits for anybody.
+once, whatever address or store they are given: no call waits.
 
 Source: torch/distributed/distributed_c10d.py (``init_process_group``,
 ``_new_process_group_helper``), torch 2.6 to 2.15; the fake group is FakeProcessGroup.hpp of
@@ -114,8 +114,8 @@ def plan_groups(patches: Patches) -> None:
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
     patches.plan(FakeProcessGroup, "supports_splitting", property(_no))
-    # Of a device that it does not know, DDP's logger complains; and of Gloo's group it reads how
-    # many threads it has, which a fake one has not (logger.cpp, set_construction_data_and_log).
+    # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group, which
+    # a fake one lacks (logger.cpp, set_construction_data_and_log).
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.plan(Logger, "set_construction_data_and_log", lambda logger, *_: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
@@ -160,7 +160,7 @@ def _initializing(world: World, init: Callable[..., Any]) -> Callable[..., Any]:
         backend: Any = None, init_method: Any = None, timeout: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         if _OWN in vars(c10d._world) and dist.is_initialized():
-            # The one that was there before the code under test has asked for any.
+            # The group that existed before the code under test asked for any.
             dist.destroy_process_group()
             delattr(c10d._world, _OWN)
         names = ("world_size", "rank", "store", "group_name", "pg_options", "device_id")

@@ -1,4 +1,4 @@
-"""``fully_shard``: what its own operators are made of is seen, as CUDA runs it.
+"""``fully_shard``: its own operators are decomposed as CUDA runs them.
 
 To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
 copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are; one
@@ -33,7 +33,7 @@ _COMPARING = (
     *("torch.distributed.fsdp.", "torch.distributed._state_dict_utils"),
     "torch.distributed.checkpoint.",
 )
-"""Modules that ask for an address to tell memory from none, and from other memory."""
+"""Modules that use an address to tell memory from none, and from other memory."""
 _KERNELS: dict[str, str] = {
     "all_gather_copy_in": "all_gather_copy_in_cuda",
     "split_with_sizes_copy": "split_with_sizes_copy",
