@@ -2,8 +2,8 @@
 
 Stages vote by exchanged numbers whether shapes are known. A stage's inputs have the shapes given to
 it. Without them gradients are like their outputs, and inputs from a stage on another rank are like
-the outputs that an earlier stage on this rank has sent; without such a stage the shapes are unknown,
-and an error is raised.
+the outputs that an earlier stage on this rank has sent; without such a stage they are unknown, and
+an error is raised.
 
 Source: torch/distributed/pipelining/stage.py (``_warmup_forward_vote``, ``_recv_meta``), torch
 2.13.

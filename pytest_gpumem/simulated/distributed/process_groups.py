@@ -114,8 +114,8 @@ def plan_groups(patches: Patches) -> None:
     patches.plan(FakeProcessGroup, "supports_coalescing", property(_yes))
     # A part of a group is a fake one, too: C++ would make it of options that are none of NCCL's.
     patches.plan(FakeProcessGroup, "supports_splitting", property(_no))
-    # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group, which
-    # a fake one lacks (logger.cpp, set_construction_data_and_log).
+    # DDP's logger warns of an unknown device, and reads the number of threads of Gloo's group,
+    # which a fake one lacks (logger.cpp, set_construction_data_and_log).
     patches.plan(Logger, "set_runtime_stats_and_log", lambda logger: None)
     patches.plan(Logger, "set_construction_data_and_log", lambda logger, *_: None)
     patches.plan(torch.cuda.nccl, "is_available", _yes)
