@@ -236,7 +236,7 @@ def _insert_before(block: Block, added: Block) -> None:
 
 
 def absorb(block: Block, neighbour: Block | None, *, mapped: bool) -> int:
-    """Merge a neighbour that is not in use, and mapped or not as asked, into ``block``.
+    """Merge a neighbour that is not in use, mapped or unmapped as given, into ``block``.
 
     Returns the bytes that ``block`` gained.
     """

@@ -16,7 +16,7 @@ else:
 class AgedBlocks(Blocks):
     """Free blocks by key, with the pool's clock at each insertion.
 
-    It stands in for the plain dict of a free list, so that the hot path has no code for ages.
+    It replaces the plain dict of a free list, so that the hot path has no code for ages.
     """
 
     def __init__(self, pool: Pool) -> None:

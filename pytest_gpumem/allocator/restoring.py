@@ -26,7 +26,7 @@ def restore(
     ``reserved_from`` of the first range, or at that range.
 
     Raises:
-        AllocatorError: there are expandable segments, and the settings never asked for them.
+        AllocatorError: there are expandable segments, and no settings have turned them on.
     """
     mapped: dict[FreeList, list[Block]] = {}
     bases: dict[FreeList, int] = {}

@@ -123,7 +123,7 @@ def _least_named(sites: Iterable[Site]) -> int:
 def _without_edge(changes: Iterable[Change], least: Mapping[str, int]) -> Iterator[Change]:
     """Yield ``changes``; sites that one side has only among its rest count as part of the rest.
 
-    ``least`` is what the other side knows by name at least, for what is gone and for what is new.
+    ``least`` is the smallest named size on the other side, for gone and for new sites.
     """
     rests: dict[tuple[str, str | None], Change] = {}
     for change in changes:

@@ -62,9 +62,10 @@ class Gone:
         return not _doubt(module, self.collected)
 
     def of(self, module: str, stored: Iterable[str]) -> tuple[list[str], Mapping[str, int]]:
-        """Return which of the ``stored`` ids of ``module`` are gone, and by doubt how many may be.
+        """Return the gone ids of ``stored`` ones in ``module``, and how many are in doubt by
+        reason.
 
-        A test whose function still stands in its module was hidden, by an option or a plugin. Of a
+        A test whose function is still in its module was hidden, by an option or a plugin. Of a
         function that was collected with other parameters, a parameter is gone.
         """
         ids = self.collected.ids.get(module, frozenset())

@@ -102,10 +102,10 @@ def judge(
 ) -> Judgement:
     """Return the judgement of a marked test whose body passed, on one device.
 
-    ``baseline`` is what is stored of the test for ``environment``; ``elsewhere`` what is stored for
-    other environments, which is shown and never compared. The tolerance is the expectation's, else
+    ``baseline`` is the test's entry for ``environment``; ``elsewhere`` has those of other
+    environments, which are shown and never compared. The tolerance is the expectation's, else
     ``default_tolerance`` (option or ini), else nothing when simulated and ``1% + 1MiB`` when
-    measured. ``used_elsewhere`` says that the test allocated on another device, so that nothing on
+    measured. ``used_elsewhere`` means that the test allocated on another device, so that nothing on
     this one is no failure; baselines belong to one device, so for the others the caller passes an
     expectation with ``baseline=False``. A limit on a phase that did not run fails, for it checks
     nothing; not so the project's ``default_phases``, which no test has to have.
@@ -115,10 +115,10 @@ def judge(
     - ``True``: compared; where none is stored the test fails, in a fresh checkout too, and its
       text gives the command that records one.
     - not stated: compared where one is stored. Where none is, the test passes and is listed as
-      without baseline, so that a project with limits alone, or one checked out on a machine whose
+      without baseline, so that a project with limits only, or one checked out on a machine whose
       environment is not recorded yet, is not red; unless ``require_baseline``, which stands for
       ``--gpumem-require-baselines`` given by the user. Where CI turned that option on by itself it
-      is for tests that say ``baseline=True``, which fail in any case: the caller passes ``False``.
+      is for tests with ``baseline=True``, which fail in any case: the caller passes ``False``.
     - ``False``: never compared, never missed.
 
     While baselines are updated none is missed, and with ``all`` none is compared: the update

@@ -40,9 +40,9 @@ def explanation_lines(
 ) -> list[str]:
     """Return ``explanation`` in lines, aligned in columns, largest first.
 
-    ``signed`` lines are differences. What one optimizer keeps, and what one line of code allocated
-    in many sizes, is one line, unless ``every`` is asked for; lines beyond :data:`SHOWN_LINES` are
-    summed up in a last one. They are fitted into ``width`` columns where that is given.
+    ``signed`` lines are differences. The state of one optimizer, and one code line's allocations of
+    many sizes, are one line, unless ``every`` is set; lines beyond :data:`SHOWN_LINES` are summed
+    up in a last one. They are fitted into ``width`` columns where that is given.
     """
     lines = list(explanation) if every else folded(explanation)
     shown = lines if every else lines[:SHOWN_LINES]
@@ -205,7 +205,7 @@ def _short(operator: str) -> str:
 def _end(path: str, width: int) -> str:
     """Return ``path``, or its package and its file where it does not fit, or its end.
 
-    A ``width`` of 0 asks for the shortest form that has a package.
+    A ``width`` of 0 gives the shortest form with a package.
     """
     if len(path) <= width:
         return path

@@ -15,7 +15,7 @@ def failure_text(
     """Return a test's failure text: its cause, each statement, then each remedy once.
 
     ``update`` is the command line that records the test's numbers. The first statement has the
-    lines that explain it; those of the others are shown where ``every`` is asked for. ``every`` and
+    lines that explain it; those of the others are shown if ``every`` is set. ``every`` and
     ``width`` are those of :func:`~pytest_gpumem.baseline.explanation.explanation_lines`.
     """
     verdicts = list(verdicts)
@@ -49,7 +49,7 @@ def brief_text(verdicts: Sequence[Verdict]) -> str:
 
 
 def _of_phases(one: Told, *, every: bool, width: int | None) -> Iterator[str]:
-    """Yield by how much the phases differ, in one line; with their own lines where asked for."""
+    """Yield the excess of the phases in one line; with their own lines if ``every`` is set."""
     if every:
         for other in one.others:
             yield other.short

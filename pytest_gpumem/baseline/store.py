@@ -1,7 +1,7 @@
 """Baselines on disk: one JSON file per environment and test module.
 
-``<root>/<environment.key>/<test module path>.json``, so the tests of ``tests/test_model.py`` stand
-in ``baselines/sim-T4-torch2.13/tests/test_model.py.json``.
+``<root>/<environment.key>/<test module path>.json``, so the tests of ``tests/test_model.py`` are in
+``baselines/sim-T4-torch2.13/tests/test_model.py.json``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class BaselineStore:
     ) -> Path | None:
         """Make ``tests`` the entries of a module; return the file, ``None`` where nothing changed.
 
-        Whatever else it had is gone then: :meth:`edit` keeps what others write.
+        Its other entries are removed: :meth:`edit` keeps those that others write.
         """
 
         def replace_all(entries: MutableMapping[str, BaselineEntry]) -> None:

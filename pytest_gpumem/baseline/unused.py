@@ -39,7 +39,7 @@ def unused_baselines(
 ) -> list[Unused]:
     """Return the entries of the environments of ``tests`` that no test uses, sorted by node id.
 
-    Only what ``collected`` proves gone; files that cannot be read are said elsewhere.
+    Only those that ``collected`` proves gone; unreadable files are reported elsewhere.
     """
     gone = Gone(collected, frozenset(split_nodeid(test.nodeid) for test in tests))
     environments = {test.environment.key: test.environment for test in tests}

@@ -86,7 +86,7 @@ def update_baselines(
     collected: Collected | None = None,
     environments: Iterable[Environment] = (),
 ) -> UpdateReport:
-    """Write what ``tests`` measured, delete entries without a test; return the result.
+    """Write the numbers of ``tests``, delete entries without a test; return the result.
 
     ``all`` adds and changes entries, ``new`` only adds, ``None`` does neither. Only tests count
     that passed at the first attempt and without a failed subtest; entries of tests that did not
@@ -95,8 +95,8 @@ def update_baselines(
 
     ``prune`` deletes entries of tests that ``collected`` proves gone, in the environments of
     ``tests`` and in ``environments`` (those of this session, where no test was measured): in
-    another environment, other parameters may exist. Whatever is in doubt stays, and a message
-    says so.
+    another environment, other parameters may exist. Doubtful entries stay, and a message reports
+    them.
     """
     with paused():
         return _updated(_Work(store), tests, mode, prune, collected, environments)

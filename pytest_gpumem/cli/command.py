@@ -31,7 +31,7 @@ class Argument:
 
 
 def argument(*names: str, group: str = "", **options: Any) -> Argument:
-    """Return the argument of these names; a single ``%`` in its help stands for itself."""
+    """Return the argument of these names; a single ``%`` in its help is literal."""
     if "help" in options:
         options["help"] = options["help"].replace("%", "%%")
     return Argument(names, options, group)

@@ -32,7 +32,7 @@ class Imports:
     """The names that a shared library takes from others."""
 
     libraries: frozenset[str]
-    """The names that it asks the loader for, ``libcudart.so.13``."""
+    """The libraries that it needs, ``libcudart.so.13``."""
     symbols: frozenset[str]
     """Names without their versions."""
     exported: frozenset[str]

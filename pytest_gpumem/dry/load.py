@@ -31,7 +31,7 @@ _kept: list[ctypes.CDLL] = []
 
 
 def load(names: str) -> None:
-    """Give this process, and those that it starts, the GPUs that ``names`` stands for.
+    """Give this process, and those that it starts, the GPUs of ``names``.
 
     Torch must not have been imported. Raises :class:`DryError`, and ``GpuError`` for ``names``.
     """
@@ -69,7 +69,7 @@ def folder_of_build() -> Path:
 
 
 def environment(names: str, memory: int | None = None) -> Mapping[str, str]:
-    """Return the variables that give a new process the GPUs that ``names`` stands for.
+    """Return the variables that give a new process the GPUs of ``names``.
 
     Each has as many bytes of ``memory``, or its model's. Raises :class:`DryError`, and ``GpuError``
     for ``names``.

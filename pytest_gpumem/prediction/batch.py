@@ -92,9 +92,9 @@ def fit_batch(
     instead: then ``step`` has to make its model itself, on its first call or on each. With
     ``largest`` the largest batch that fits the device is searched for, and confirmed by running it
     and the next one. Every run begins with an empty cache; training begins so only once, so that a
-    batch may run once and not ``in_a_row`` times: ask for 3 where ``step`` is one of many.
+    batch may run once and not ``in_a_row`` times: use 3 where ``step`` is one of many.
 
-    None of it is charged to the test that calls it. Large random tensors that a step makes on the
+    Nothing is charged to the calling test. Large random tensors that a step makes on the
     CPU are left unfilled where the device is simulated. Raises ``ValueError`` for fewer than two
     different sizes, ``torch.OutOfMemoryError`` where neither two of them nor smaller ones fit.
     """

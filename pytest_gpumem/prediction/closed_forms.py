@@ -97,8 +97,8 @@ _SCALAR: Shape = ()
 
 
 def _like(count: int, *, scalars: int = 1) -> State:
-    """Return ``count`` tensors like the parameter, and scalars that are on the device if asked
-    for."""
+    """Return a state of ``count`` tensors like the parameter, with device scalars by the
+    options."""
 
     def state(parameter: torch.Tensor, group: Group) -> Iterable[tuple[Shape, torch.dtype]]:
         yield from [(parameter.shape, parameter.dtype)] * count
@@ -189,9 +189,9 @@ def activation_bytes(
     """Return the bytes that a chain of layers keeps for backward, with its output, without its
     input.
 
-    ``shape`` and ``dtype`` are those of the input; ``requires_grad`` says whether that needs a
+    ``shape`` and ``dtype`` are those of the input; ``requires_grad`` is whether it needs a
     gradient, as inside a larger model. Each tensor counts once, whichever layers keep it. Raises
-    ``ValueError`` for a layer that has no closed form here.
+    ``ValueError`` for a layer without a closed form.
     """
     chain = _flattened([layers] if isinstance(layers, nn.Module) else layers)
     current = tuple(shape)
@@ -218,7 +218,7 @@ def activation_bytes(
 def kept_by(layer: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Kept:
     """Return the tensors that one layer keeps of an input of ``shape``.
 
-    Raises ``ValueError`` for a layer that has no closed form here.
+    Raises ``ValueError`` for a layer without a closed form.
     """
     for kind in type(layer).__mro__:
         if kind in _LAYERS:

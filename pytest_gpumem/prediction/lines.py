@@ -135,7 +135,7 @@ def lines_of(
 ) -> list[Line]:
     """Run ``target`` on a simulated ``gpu`` and return the memory of each line of ``functions``.
 
-    ``gpu="cuda"`` is the current CUDA device. Lines stand in the order in which they were reached
+    ``gpu="cuda"`` is the current CUDA device. Lines are in the order in which they were reached
     first. Calls made by a line count to it.
     """
     codes = frozenset(function.__code__ for function in functions)

@@ -14,8 +14,8 @@ def header_line(
 ) -> str:
     """Return the line for ``pytest_report_header``: the device, and the baselines used.
 
-    ``device`` says where tests will run, ``torch`` is the installed release; ``environments`` are
-    those that ``folder`` has baselines of, ``gpus`` what is out of the ordinary about this host's.
+    ``device`` is the tests' device, ``torch`` is the installed release; ``environments`` are those
+    that ``folder`` has baselines of, ``gpus`` are remarks on unusual states of this host's GPUs.
     """
     facts = [device, *gpus, f"torch {torch}" if torch else "torch is not installed"]
     if environments:

@@ -89,7 +89,7 @@ def past_of_git(revisions: str, baselines: Path, progress: Progress = NOTHING_SH
 
     ``revisions`` is anything ``git rev-list`` takes, such as ``v1.0..HEAD``; merged branches count
     as one commit. The baselines before the first commit are the first point. Raises ``ValueError``
-    with one sentence where git does not know the range or nothing was ever stored.
+    with one sentence where the range does not exist or nothing was ever stored.
     """
     baselines = baselines.resolve()
     existing = next(folder for folder in (baselines, *baselines.parents) if folder.is_dir())

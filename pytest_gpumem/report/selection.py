@@ -28,11 +28,9 @@ def shown_tests(
 
 
 def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
-    """Return ``most`` of the tests: the first ones of an order that was asked for, else those that
-    tell something and those with the largest peaks.
-
-    Where more of them tell something, ``most`` is what their rows come to, and of one cause there
-    are a few.
+    """Return ``most`` of the tests: the first ones in a requested order, else those with remarks
+    and those with the largest peaks. Where more have remarks, ``most`` limits their rows, with a
+    few tests for each cause.
     """
     if sort is not None:
         return list(records[:most])

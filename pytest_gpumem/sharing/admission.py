@@ -4,8 +4,8 @@ Memory is admitted as Salus does it ("Salus: Fine-Grained GPU Sharing Primitives
 Applications", MLSys 2020): what workers hold for long, plus what running tests need above it, stays
 below the device's capacity. Order is backfilling that keeps every place (Feitelson and Weil,
 "Utilization and Predictability in Scheduling the IBM SP2 with Backfilling", 1998, call it
-conservative): a test may pass those that wait before it, not the first of them alone as in EASY,
-only where it delays none of them. So while one waits, one that asked before it runs.
+conservative): a test may pass those that wait before it, only where it delays none of them, not
+just the first as in EASY. So while a test waits, an earlier one runs.
 """
 
 from __future__ import annotations

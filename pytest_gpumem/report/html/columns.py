@@ -26,7 +26,7 @@ class Columns:
         self._bytes = bytearray()
 
     def add(self, values: Iterable[int]) -> dict[str, int]:
-        """Add ``values`` as numbers of the different ones; return how to read them.
+        """Add ``values`` as indices of the distinct ones; return how to read them.
 
         ``begin`` is where the ``count`` numbers of ``width`` bytes begin, and ``values`` is where
         the ``distinct`` values that they stand for do, each a float.

@@ -251,7 +251,7 @@ class Groups(NamedTuple):
     def take_over(self, present: Groups) -> None:
         """Install these groups in place of ``present``."""
         for name in present.tables["_pg_names"].values():
-            _unregister_process_group(name)  # C++ knows groups by name, each of them once
+            _unregister_process_group(name)  # C++ registers groups by name, each of them once
         for name, content in self.tables.items():
             table = getattr(c10d, name)
             table.clear()

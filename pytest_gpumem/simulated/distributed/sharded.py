@@ -1,8 +1,8 @@
 """``fully_shard``: its own operators are decomposed as CUDA runs them.
 
-To a dispatch mode they are operators of a library, whose shape-only kernels would hide what the
-copies inside take. The ``ShardedTensor`` of FSDP's state dictionaries is where its shards are; one
-that asks every rank where its shards lie is refused.
+To a dispatch mode they are operators of a library, whose shape-only kernels would hide the memory
+of the copies inside. The ``ShardedTensor`` of FSDP's state dictionaries is on the device of its
+shards; one that queries the shards of every rank is refused.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, torch 2.6 to 2.13;
 torch/distributed/_shard/sharded_tensor/_ops/tensor_ops.py (``tensor_device``) and

@@ -23,9 +23,9 @@ def worst_of(peaks: Mapping[int, int]) -> int:
 
 
 def imbalance(peaks: Mapping[int, int]) -> str:
-    """Return the sentence that says how evenly ranks take memory; their peaks are in bytes.
+    """Return a sentence on how evenly ranks take memory; their peaks are in bytes.
 
-    How far the largest is over the mean is what load balancing calls percent imbalance (Pearce et
+    The excess of the largest over the mean is called percent imbalance (Pearce et
     al., Quantifying the Effectiveness of Load Balance Algorithms, ICS 2012).
     """
     most, least = worst_of(peaks), min(peaks, key=lambda rank: (peaks[rank], rank))
