@@ -34,11 +34,14 @@ class DeviceMemory:
     """The segments of one device: requested, counted, recorded and returned.
 
     Args:
-        total: bytes of the device. used_elsewhere: bytes in use outside the allocator; may be
-        changed. place_segment: given the size of a new segment, the address where the driver puts
-        it. version: the torch release whose rules hold. pools: where the bytes of private pools are
-        counted. every: the tally over all pools. counters: the counters without pools. note: called
-        for every event.
+        total: bytes of the device.
+        used_elsewhere: bytes in use outside the allocator; may be changed.
+        place_segment: given the size of a new segment, the address where the driver puts it.
+        version: the torch release whose rules hold.
+        pools: where the bytes of private pools are counted.
+        every: the tally over all pools.
+        counters: the counters without pools.
+        note: called for every event.
     """
 
     __slots__ = (

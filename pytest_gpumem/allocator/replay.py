@@ -79,11 +79,12 @@ def replay(
 
     Args:
         snapshot: a dict of ``torch.cuda.memory._snapshot()``, or the path of a pickled one.
-        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF. gpu: a model whose
-        memory must suffice. version: the torch release whose rules hold, ``(2, 6)``; a snapshot
-        does not contain it, so by default one that writes such snapshots. used_elsewhere: bytes of
-        ``gpu`` outside the allocator: the CUDA context, other processes. observed: called for an
-        observer of each run, which gets every event.
+        alloc_conf: allocator settings to try, as in PYTORCH_CUDA_ALLOC_CONF.
+        gpu: a model whose memory must suffice.
+        version: the torch release whose rules hold, ``(2, 6)``; a snapshot does not contain it, so
+            by default one that writes such snapshots.
+        used_elsewhere: bytes of ``gpu`` outside the allocator: the CUDA context, other processes.
+        observed: called for an observer of each run, which gets every event.
 
     Raises:
         SnapshotError: ``snapshot`` is not a memory snapshot, or its history has gaps.

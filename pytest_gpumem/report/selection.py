@@ -28,9 +28,10 @@ def shown_tests(
 
 
 def _worth_showing(records: Sequence[TestRecord], most: int, sort: Sort | None) -> list[TestRecord]:
-    """Return ``most`` of the tests: the first ones in a requested order, else those with remarks
-    and those with the largest peaks. Where more have remarks, ``most`` limits their rows, with a
-    few tests for each cause.
+    """Return ``most`` of the tests: the first ones in a requested order, else the remarkable ones.
+
+    These are tests with remarks and those with the largest peaks. Where more have remarks, ``most``
+    limits their rows, with a few tests for each cause.
     """
     if sort is not None:
         return list(records[:most])

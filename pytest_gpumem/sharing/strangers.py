@@ -21,9 +21,9 @@ def without_hidden(taken: Mapping[int, int], claims: Mapping[int, int]) -> dict[
     """Return ``taken`` without those of :data:`NOBODY`'s bytes that may be the workers'.
 
     Args:
-        taken: bytes by process, by the driver. claims: bytes by process that each worker may
-        hold, by its own account. Workers that the driver does not list may hold as many of
-        :data:`NOBODY`'s.
+        taken: bytes by process, from the driver.
+        claims: bytes by process that each worker may hold, by its own account. Workers that the
+            driver does not list may hold as many of :data:`NOBODY`'s.
     """
     hidden = sum(claim for pid, claim in claims.items() if not taken.get(pid))
     return {**taken, NOBODY: max(taken.get(NOBODY, 0) - hidden, 0)}
