@@ -110,8 +110,7 @@ class Strays:
         self._spans.pop(fixture, None)
 
     def fill(self, fixtures: Iterable[object]) -> None:
-        """Fill the free space beside blocks of no fixture of ``fixtures``, until
-        :meth:`release`."""
+        """Fill the free space beside blocks of none of ``fixtures``, until :meth:`release`."""
         if not torch.cuda.is_initialized():
             return
         spans = [self._spans[one] for one in fixtures if one in self._spans]

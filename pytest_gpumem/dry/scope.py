@@ -1,4 +1,4 @@
-"""The visibility of the dry device: only in marked tests and their fixtures.
+"""The visibility of the dry device: in marked tests and their fixtures, like the simulated one.
 
 The CUDA runtime always answers, because c10 reads the number of devices once in a process and keeps
 it (``device_count`` of c10/cuda/CUDAFunctions.cpp). So Python's functions on devices are replaced,

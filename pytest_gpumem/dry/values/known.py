@@ -81,8 +81,7 @@ class DryValues(Values):
                 self.forget(key)
 
     def adopt_whole(self, tensor: torch.Tensor, infinite: Infinity) -> bool:
-        """Record the values of ``tensor``, a copy's target; return whether all its storage is
-        known.
+        """Record the values of ``tensor``, a copy's target; return whether all are known.
 
         ``infinite`` is the infinity in the copied values.
         """
