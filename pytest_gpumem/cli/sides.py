@@ -36,7 +36,7 @@ class Test:
 
 @dataclass
 class Side:
-    """One side of a comparison."""
+    """A side of a comparison."""
 
     path: Path
     environments: dict[str, Environment] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class Mode:
 
     @property
     def compile(self) -> str:
-        """The argument ``compile`` of ``simulate``."""
+        """The argument ``compile`` of ``simulate``, for its calls of ``torch.compile``."""
         return NOTHING if self.code == EAGER else AUTO
 
     def applied(self) -> AbstractContextManager[None]:

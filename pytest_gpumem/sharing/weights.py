@@ -1,4 +1,4 @@
-"""Durations and memory of tests from a file: a report, a plan or pytest-split's durations."""
+"""Durations and memory of tests by a report, a plan of ``gpumem plan`` or pytest-split's file."""
 
 from __future__ import annotations
 
